@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MULTINODE = ROOT / "scripts" / "launch_multinode.sh"
 SLURM = ROOT / "scripts" / "launch_slurm.sh"
+AGENT = "-m wands.train.restart"
 
 # Two nodes here: the options are written down, then the command runs once for each node.
 SRUN = """
@@ -135,14 +136,15 @@ def say(process: subprocess.Popen[str], seconds: float = 60) -> list[str]:
 
 
 def test_torchrun_on_each_node(fake, start):
-    env = fake(torchrun=TELL)
+    env = fake(python=TELL)
     four = ["--nnodes", 4, "--nproc-per-node", 8, "--master-addr", "a0"]
     lines = say(start(MULTINODE, [*four, "--node-rank", 3, "--", "my recipe", "--set", "a.b={c: 1}"], env))
-    told = "--nnodes 4 --node-rank 3 --nproc-per-node 8 --master-addr a0 --master-port 29500 -m wands train"
+    told = f"{AGENT} --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint a0:29500"
+    told += " --rdzv-conf read_timeout=600,is_host=0 -m wands train"
     assert lines == [*told.split(), "my recipe", "--set", "a.b={c: 1}", "OMP=1", "NCCL=", "GLOO="]
 
     by_environment = {
-        "NNODES": "2",
+        "NNODES": "1:2",
         "NODE_RANK": "0",
         "MASTER_ADDR": "b",
         "MASTER_PORT": "7",
@@ -151,13 +153,14 @@ def test_torchrun_on_each_node(fake, start):
     lines = say(
         start(MULTINODE, ["--interface", "ib0", "--"], {**env, **by_environment, "OMP_NUM_THREADS": "5"})
     )
-    told = "--nnodes 2 --node-rank 0 --nproc-per-node 1 --master-addr b --master-port 7 -m wands train"
+    told = f"{AGENT} --nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint b:7"
+    told += " --rdzv-conf read_timeout=600,is_host=1 --local-addr b -m wands train"
     assert lines == [*told.split(), "OMP=5", "NCCL=ib0", "GLOO=ib0"]
 
 
 def test_each_rank_gets_its_share_of_the_cores(fake, start):
     """torchrun alone would give an offloaded Adam one thread."""
-    env = fake(torchrun=TELL, nproc="echo 64")
+    env = fake(python=TELL, nproc="echo 64")
     env["OMP_NUM_THREADS"] = ""
     lines = say(
         start(
@@ -222,6 +225,7 @@ def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake
         ("--nnodes two -- r", "--nnodes=two is not a whole number from 1 on"),
         ("--nnodes 2 -- r", "--node-rank is missing"),
         ("--nnodes 2 --node-rank 2 --master-addr a -- r", "--node-rank=2 must be less than --nnodes=2"),
+        ("--nnodes 3:2 --node-rank 0 -- r", "--nnodes=2 is not a whole number from 3 on"),
         ("--nnodes 2 --node-rank 1 -- r", "--master-addr is missing"),
         ("--nnodes 2 --node-rank 1 --master-addr a --nproc-per-node 0 -- r", "--nproc-per-node=0 is not"),
         ("--hostfile {hosts}.none -- r", "hosts.none does not exist"),
@@ -234,7 +238,7 @@ def test_what_is_missing_is_said_in_one_line(fake, start, tmp_path: Path, argume
     (tmp_path / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
     (tmp_path / "empty").write_text("# n0 slots=2\n")
     options = [part.format(hosts=tmp_path / "hosts", empty=tmp_path / "empty") for part in arguments.split()]
-    process = start(MULTINODE, options, fake(torchrun=TELL, deepspeed=TELL))
+    process = start(MULTINODE, options, fake(python=TELL, deepspeed=TELL))
     text = process.communicate(timeout=30)[0]
     assert process.returncode == 2
     assert text.startswith("launch_multinode: ")
@@ -244,7 +248,7 @@ def test_what_is_missing_is_said_in_one_line(fake, start, tmp_path: Path, argume
 
 def test_no_environment_and_no_answer_are_said_in_one_line(fake, start, tmp_path: Path):
     process = start(MULTINODE, ["--nnodes", 1, "--"], fake())
-    assert "torchrun is not on PATH; activate the environment" in process.communicate(timeout=30)[0]
+    assert "python is not on PATH; activate the environment" in process.communicate(timeout=30)[0]
     (tmp_path / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
     env = fake(deepspeed=TELL, pdsh="echo n1: Permission denied; echo more; exit 255")
     process = start(MULTINODE, ["--hostfile", tmp_path / "hosts", "--"], env)
@@ -259,7 +263,7 @@ def test_slurm_starts_one_torchrun_a_node_saves_before_the_limit_and_queues_agai
     fake, start, tmp_path: Path
 ):
     env = {
-        **fake(srun=SRUN, scontrol=SCONTROL, torchrun=TRAIN),
+        **fake(srun=SRUN, scontrol=SCONTROL, python=TRAIN),
         **slurm(SLURM_CPUS_PER_TASK="12", RUN=str(tmp_path / "run")),
     }
     process = start(SLURM, ["rec", "--set", f"output_dir={tmp_path}/run", "--set", "a=b c"], env)
@@ -271,10 +275,11 @@ def test_slurm_starts_one_torchrun_a_node_saves_before_the_limit_and_queues_agai
     process.send_signal(signal.SIGTERM)
     assert say(process) == []
     assert (logs / "srun").read_text().split() == [
-        "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none", "--cpus-per-task=12",
+        "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none", "--cpus-per-task=12",
     ]  # fmt: skip
     for node in (0, 1):
-        told = f"--nnodes 2 --node-rank {node} --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 23457 -m wands train"
+        told = f"{AGENT} --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:23457"
+        told += f" --rdzv-conf read_timeout=600,is_host={1 - node}{'' if node else ' --local-addr 127.0.0.1'} -m wands train"
         lines = (logs / f"node{node}").read_text().splitlines()
         assert lines[:-3] == [*told.split(), "rec", "--set", f"output_dir={tmp_path}/run", "--set", "a=b c"]
     assert (logs / "scontrol").read_text() == "requeue 123457\n"
@@ -283,7 +288,7 @@ def test_slurm_starts_one_torchrun_a_node_saves_before_the_limit_and_queues_agai
 @pytest.mark.parametrize(("ends", "code"), [("1", 0), ("1", 3), ("", 3)])
 def test_slurm_leaves_a_run_that_is_over(fake, start, tmp_path: Path, ends: str, code: int):
     """Asked to save as it ended: nothing is queued, and the file does not stop the next run. A failure keeps its code."""
-    env = {**fake(srun=SRUN, scontrol=SCONTROL, torchrun=TRAIN), **slurm(SLURM_RESTART_COUNT="1")}
+    env = {**fake(srun=SRUN, scontrol=SCONTROL, python=TRAIN), **slurm(SLURM_RESTART_COUNT="1")}
     env.update(RUN=str(tmp_path / "run"), ENDS=ends, CODE=str(code))
     process = start(SLURM, [f"--set=output_dir={tmp_path}/run"], env)
     node = tmp_path / "logs" / "node1"
@@ -297,8 +302,44 @@ def test_slurm_leaves_a_run_that_is_over(fake, start, tmp_path: Path, ends: str,
     assert node.read_text().splitlines()[-4] == "--resume"  # it had been queued again
 
 
+@pytest.mark.parametrize(("code", "is_requeued"), [(1, True), (137, True), (2, False)])
+def test_slurm_queues_a_run_again_that_has_crashed(fake, start, tmp_path: Path, code: int, is_requeued: bool):
+    """After an error of the user (2), and after three crashes at one checkpoint, the job ends. A new checkpoint or a new job is a
+    new start."""
+    env = {**fake(srun=SRUN, scontrol=SCONTROL, python=f"exit {code}"), **slurm()}
+    run, requests = tmp_path / "run", tmp_path / "logs" / "scontrol"
+
+    def crash(**more: str) -> int:
+        """How often the job was queued again up to now."""
+        before = requests.read_text().count("requeue") if requests.exists() else 0
+        process = start(SLURM, [f"--set=output_dir={run}"], {**env, **more})
+        text = process.communicate(timeout=30)[0]
+        assert process.returncode == code, text
+        count = requests.read_text().count("requeue") if requests.exists() else 0
+        assert ("3 times without a new checkpoint" in text) == (is_requeued and count == before)
+        return count
+
+    if not is_requeued:
+        assert crash() == 0
+        return
+    assert [crash(), crash(), crash(), crash(), crash()] == [1, 2, 3, 3, 3]
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "latest").write_text("step_00000010")
+    assert [crash(), crash()] == [4, 5]
+    assert crash(SLURM_JOB_ID="7") == 6
+    rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert rows[-1] == {"event": "requeue", "job": "7", "checkpoint": "step_00000010"}
+
+
+def test_a_job_that_slurm_does_not_queue_again_keeps_its_code(fake, start, tmp_path: Path):
+    env = {**fake(srun=SRUN, scontrol="[ $1 = show ] && echo 127.0.0.1", python="exit 5"), **slurm()}
+    process = start(SLURM, [f"--set=output_dir={tmp_path}/run"], env)
+    assert "SLURM does not queue the job again" in process.communicate(timeout=30)[0]
+    assert process.returncode == 5
+
+
 def test_slurm_does_not_queue_a_run_again_that_nobody_stopped(fake, start, tmp_path: Path):
-    env = {**fake(srun=SRUN, scontrol=SCONTROL, torchrun=TELL), **slurm()}
+    env = {**fake(srun=SRUN, scontrol=SCONTROL, python=TELL), **slurm()}
     assert say(start(SLURM, ["--set", f"output_dir={tmp_path}/run"], env)) == []
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["node0", "node1", "srun"]
 
@@ -407,7 +448,7 @@ def test_a_mistake_ends_both_nodes_with_its_sentence(
         nodes.append(start(MULTINODE, [*options, "--node-rank", node, "--", *arguments], fake(real=True)))
     texts = [node.communicate(timeout=120)[0] for node in nodes]
     for node, text in zip(nodes, texts, strict=True):
-        assert node.returncode == 1  # torchrun's own
+        assert node.returncode == 2
         assert re.search(r"exitcode\s+: 2 ", text)
     sentence = "parallel.ulysses_degree=3: 3 ranks share each bin, but world_size=4 is not a multiple"
     assert "".join(texts).count(sentence) == 1

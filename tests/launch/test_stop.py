@@ -22,16 +22,36 @@ from wands.model.files.checkpoint_files import find_checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
-    "deepspeed": lambda: ["deepspeed", "--num_gpus", "2", "--master_port", free_port(), "--module", "wands"],
-    "torchrun": lambda: ["torchrun", "--nproc-per-node", "2", "--master-port", free_port(), "-m", "wands"],
-    "wands": lambda: ["wands"],
+    "deepspeed": lambda: [
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        "--master_port",
+        free_port(),
+        "--module",
+        "wands",
+        "train",
+    ],
+    "torchrun": lambda: [
+        "torchrun",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        free_port(),
+        "-m",
+        "wands",
+        "train",
+    ],
+    "wands": lambda: ["wands", "train"],
 }
 
 
 class Job:
     """A launched run in a terminal of its own. Its processes are those whose command line contains the run folder."""
 
-    def __init__(self, name: str, model: Path, run: Path, steps: int = 100_000, *overrides: str) -> None:
+    def __init__(
+        self, name: str, model: Path, run: Path, steps: int = 100_000, *overrides: str, log: str = ""
+    ) -> None:
         self.run = run
         values = (*BASE, f"model.path={model}", f"output_dir={run}", f"train.max_steps={steps}", *overrides)
         settings = [
@@ -39,12 +59,19 @@ class Job:
         ]
         env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         # A shell that goes on after Ctrl-C, as a prompt does. Without one, the end of the launcher would close the terminal.
-        command = ["bash", "-c", 'trap : INT; "$@"; read -r', "bash", *LAUNCHERS[name](), "train", *settings]
+        command = [
+            "bash",
+            "-c",
+            'trap : INT; "$@"; echo "exit code of the command: $?"; read -r',
+            "bash",
+            *LAUNCHERS[name](),
+            *settings,
+        ]
         self.pid, self.terminal = pty.fork()
         if self.pid == 0:
             os.chdir(ROOT)
             os.execvpe(command[0], command, env)
-        self.text = run.with_name(f"{run.name}.txt").open("wb")
+        self.text = run.with_name(f"{log or run.name}.txt").open("wb")
         self.reader = subprocess.Popen(
             ["cat"], stdin=self.terminal, stdout=self.text, stderr=subprocess.DEVNULL
         )

@@ -14,7 +14,6 @@ from wands.train.metrics import continue_rows, read_rows, to_line
 from wands.train.run import TrainingRun
 
 FILE_NAME = "events.jsonl"
-_STARTS, _ENDS = ("start", "restart"), ("end", "stop")
 
 
 class EventLog:
@@ -37,19 +36,16 @@ class EventLog:
         if rank != 0:
             return
         rows, self._log = continue_rows(run.output_dir / FILE_NAME, self.step)
-        past = [row for row in rows if row.get("event") in (*_STARTS, *_ENDS, "error")]
-        values: dict[str, Any] = {
-            "wands_version": __version__,
-            "world_size": run.world_size,
-            "num_nodes": run.world_size // ranks_per_node(),
-            "checkpoint": run.checkpoint and run.checkpoint.folder.name,
-        }
-        is_restart = bool(past) and past[-1]["event"] not in _ENDS
+        past = [row for row in rows if row.get("event") in ("start", "restart", "error", "end", "stop")]
+        is_restart = bool(past) and past[-1]["event"] not in ("end", "stop")
+        values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
+        values["num_nodes"] = run.world_size // ranks_per_node()
+        values["checkpoint"] = run.checkpoint and run.checkpoint.folder.name
         if is_restart:
             steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]
-            values["number"] = 1 + sum(row["event"] == "restart" for row in past)
-            values["last_step"] = max(steps, default=0)
-            values["reason"] = past[-1].get("reason")
+            number = 1 + sum(row["event"] == "restart" for row in past)
+            reason = past[-1]["reason"] if past[-1]["event"] == "error" else None
+            values |= {"number": number, "last_step": max(steps, default=0), "reason": reason}
         self.write("restart" if is_restart else "start", **values)
 
     def __enter__(self) -> EventLog:

@@ -157,11 +157,8 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
     """
-    rows = [
-        row
-        for row in read_rows(path)
-        if row.get("step", math.inf) <= start_step or row.get("event", "bad update") != "bad update"
-    ]
+    rows, cut = read_rows(path), (None, "bad update")
+    rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
     lines = b"".join(map(to_line, rows))
     if path.is_file() and path.read_bytes() != lines:
         write_text(path, lines.decode())

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,16 @@ from wands.config.recipe_loading import load_recipe
 from wands.errors import WandsError, one_line
 from wands.texts import log_to_stderr
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("wands.train.restart")  # this module is also `__main__`
 
 MAX_RESTARTS = 3
 """Number of restarts without a new checkpoint after which the run ends."""
 _RESUME = "wands/resume"
+_RESTART = f"%s; restarting (restart %d of at most {MAX_RESTARTS} without a new checkpoint)"
+_GIVE_UP = (
+    "%s. The run was restarted %d times without a new checkpoint and is not restarted again. Fix the error above, then "
+    "continue with --resume."
+)
 
 
 class RestartingAgent(LocalElasticAgent):
@@ -44,36 +50,25 @@ class RestartingAgent(LocalElasticAgent):
         self._args, self._latest, self._num_restarts, self._is_path = spec.args, Path(), 0, False
         words = list(spec.args[spec.args.index("train") + 1 :])
         with suppress(Exception):  # the workers report a wrong command line or recipe
-            train: TrainOptions = build_command(TrainOptions, _identity).main(words, standalone_mode=False)
+            train = build_command(TrainOptions, lambda options: options).main(words, standalone_mode=False)
             self._is_path = train.resume not in (None, "auto")
-            self._latest = (
-                Path(load_recipe(train.recipe, train.overrides).output_dir) / "checkpoints" / "latest"
-            )
+            self._latest = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints/latest")
         self._first = self._newest = self._read_latest()
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
-        if result.failures:
-            codes = [failure.exitcode for failure in result.failures.values()]
+        codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        if codes:
             previous, self._newest = self._newest, self._read_latest()
             self._num_restarts = 1 + (self._num_restarts if self._newest == previous else 0)
             # wands exits with 128 + the number of a signal if it ends at the request of this signal.
-            if any(code == WandsError.exit_code or code > 128 for code in codes):
+            stops = any(code == WandsError.exit_code or code > 128 for code in codes.values())
+            if stops or self._num_restarts > MAX_RESTARTS:
                 self._remaining_restarts = 0
-            elif self._num_restarts > MAX_RESTARTS:
-                self._remaining_restarts = 0
-                _log.error(
-                    "the run was restarted %d times without a new checkpoint and is not restarted again. Fix the error above, "
-                    "then continue with --resume.",
-                    MAX_RESTARTS,
-                )
-            else:
-                ranks = (
-                    f"rank {rank} ended with exit code {code}"
-                    for rank, code in zip(result.failures, codes, strict=True)
-                )
-                limit = f"restart {self._num_restarts} of at most {MAX_RESTARTS} without a new checkpoint"
-                _log.warning("%s; restarting (%s)", ", ".join(ranks), limit)
+            if not stops:
+                message = _GIVE_UP if self._num_restarts > MAX_RESTARTS else _RESTART
+                ranks = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in codes.items())
+                _log.warning(message, ranks, min(self._num_restarts, MAX_RESTARTS))
         return result
 
     def _restart_workers(self, worker_group: Any) -> None:
@@ -93,10 +88,6 @@ class RestartingAgent(LocalElasticAgent):
         return ""
 
 
-def _identity(options: Any) -> Any:
-    return options
-
-
 def main() -> None:
     """Run torchrun with `RestartingAgent`. Exit with code 2 if a restart does not help, and 1 if the nodes do not meet."""
     log_to_stderr()
@@ -105,9 +96,7 @@ def main() -> None:
     # The agents' store would contain the addresses of the workers before a restart.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     host, _, port = args.rdzv_endpoint.rpartition(":")
-    with suppress(
-        OSError
-    ):  # the address with which this node reaches node 0 is one that other nodes can reach
+    with suppress(OSError):  # this node's address on the way to node 0 is one that other nodes can reach
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)
@@ -117,6 +106,8 @@ def main() -> None:
         torchrun.run(args)
     except ChildFailedError as error:
         sys.stderr.write(f"{error}\n")
+        if args.nnodes != "1":
+            time.sleep(10)  # the other nodes learn about the end from the store on node 0
         sys.exit(WandsError.exit_code)
     except RendezvousError as error:
         _log.error(

@@ -27,6 +27,7 @@ from wands.errors import DataError
 from wands.model.files.checkpoint_files import find_checkpoint
 from wands.train import bad_steps, loop
 from wands.train.bad_steps import robust_z_scores
+from wands.train.metrics import read_rows
 
 BAD = "mock-000004"  # in the steps 2, 3, 5 and 8
 SKIP = ("train.on_bad_step=skip", "optim.schedule=linear", "optim.weight_decay=0.5")
@@ -108,7 +109,9 @@ def watch(
 
 
 def events(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    """The rows of bad updates, without their times."""
+    rows = [row for row in read_rows(out / "events.jsonl") if row["event"] == "bad update"]
+    return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
 SLOW = pytest.mark.slow

@@ -42,6 +42,7 @@ RECORD: dict[str, Any] = {
     },
     "data": {"num_samples": 1234, "num_tokens": 5678901, "num_frames_total": 98765, "fingerprint": "ab12cd"},
     "loss": [[step, 1.0 / (1 + step)] for step in range(60)],
+    "events": {"restart": [20, 40], "skipped update": [33]},
     "dtype": "bf16",
     "wands_version": "0.1.0",
 }
@@ -219,7 +220,16 @@ def test_the_card(folder: Path, hub: FakeHub) -> None:
         {"text": "contact", "output": {"url": "samples/contact.png"}},
     ]
     assert "<Gallery />" in body
-    for told in ("1,200", "1,234", "98,765", "5,678,901", "`ab12cd`", "bf16", "![loss curve](loss.png)"):
+    for told in (
+        "1,200",
+        "1,234",
+        "98,765",
+        "5,678,901",
+        "`ab12cd`",
+        "bf16",
+        "![loss curve](loss.png)",
+        "| 2 restarts, 1 skipped update |",
+    ):
         assert told in body
     recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
     assert recipe == {"output_dir": "x", "data": {"cache": "cache"}, "optim": {"lr": 1e-5}}

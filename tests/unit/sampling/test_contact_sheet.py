@@ -121,12 +121,17 @@ def test_loss_plot_draws_every_series(tmp_path: Path) -> None:
             pixels = np.asarray(image.convert("RGB")).astype(int)
         return int((np.abs(pixels - color).max(axis=2) < 8).sum())
 
-    blue, orange = (31, 119, 180), (255, 127, 14)
+    events = {"restart": [20, 60], "skipped update": [40], "nothing": []}
+    save_loss_plot(tmp_path / "events.png", {"a": (steps, [2.0] * 100)}, marks=events)
+
+    blue, orange, red, purple = (31, 119, 180), (255, 127, 14), (214, 39, 40), (148, 103, 189)
     assert has("two.png", blue) > 300
     assert has("two.png", orange) > 300
     assert has("one.png", blue) > 20
     assert has("one.png", orange) == 0
     assert has("gap.png", blue) > 300
+    assert has("events.png", red) > has("events.png", purple) > 20
+    assert has("two.png", red) == has("two.png", purple) == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 8), (2, 8, 8, 1)])
