@@ -106,11 +106,11 @@ def _start_four_times() -> tuple[list[tuple[str, bool] | None], str]:
 
 
 def test_an_error_of_one_rank_is_raised_on_all_ranks(new_world):
-    """An exception other than WandsError stays as it is on its rank; the other ranks raise a WandsError that names it."""
+    """An exception other than WandsError stays as it is on its rank; the other ranks raise a RankError that names it."""
     (errors, other), (same_errors, own) = new_world(2, _start_four_times)
     assert errors == same_errors
     assert errors == [("[rank 1] cache=1 is not there", True), ("cache=0 is not there", True), None]
-    assert (other, own) == ("WandsError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml")
+    assert (other, own) == ("RankError [rank 1] PermissionError: secret.yaml", "PermissionError secret.yaml")
 
 
 def test_more_processes_than_gpus_raise(monkeypatch: pytest.MonkeyPatch):

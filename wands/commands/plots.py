@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -77,14 +76,10 @@ def save_loss_plot(
             axes.plot(
                 steps, smooth(values, width), color=f"C{i}", linewidth=1.8, label=f"{name} (mean of {width})"
             )
-    for i, (name, marked) in enumerate(marks.items()):
+    for number, (name, marked) in enumerate(marks.items(), start=3):
         if marked:
-            points: dict[str, Any] = {
-                "marker": "^v"[i % 2],
-                "color": f"C{i + 3}",
-                "transform": axes.get_xaxis_transform(),
-            }
-            axes.scatter(marked, [0.02] * len(marked), label=name, **points)
+            low = axes.get_xaxis_transform()  # 0 is the lower edge
+            axes.scatter(marked, [0.02] * len(marked), color=f"C{number}", label=name, transform=low)
     axes.set(title=title, xlabel="optimizer step", ylabel="loss")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

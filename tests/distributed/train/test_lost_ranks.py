@@ -51,7 +51,7 @@ def test_a_rank_that_dies_is_one_sentence_on_the_others(new_world, tiny_pipeline
     with pytest.raises(AssertionError, match="rank 1 died"):
         new_world(2, catch_to_file, "killed", tiny_pipeline, tmp_path, ())
     error, closed = (tmp_path / "error-0").read_text(), r"Connection (closed|reset) by peer"
-    prefix = r"WandsError: step 3: the connection to another rank failed \([^()]*"
+    prefix = r"RankError: step 3: the connection to another rank failed \([^()]*"
     assert re.match(prefix + closed, error)
     assert "no answer within 0 s from rank 1; rank 0 in " in error
     assert re.search(closed, (tmp_path / "stacks" / "rank-0.txt").read_text())
