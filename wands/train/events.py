@@ -13,8 +13,6 @@ from wands.train.append_log import AppendLog
 from wands.train.metrics import continue_rows, read_rows, to_line
 from wands.train.run import TrainingRun
 
-FILE_NAME = "events.jsonl"
-
 
 class EventLog:
     """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
@@ -35,7 +33,7 @@ class EventLog:
         self.step = run.checkpoint.state.step if run.checkpoint else 0
         if rank != 0:
             return
-        rows, self._log = continue_rows(run.output_dir / FILE_NAME, self.step)
+        rows, self._log = continue_rows(run.output_dir / "events.jsonl", self.step)
         past = [row for row in rows if row.get("event") in ("start", "restart", "error", "end", "stop")]
         is_restart = bool(past) and past[-1]["event"] not in ("end", "stop")
         values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
@@ -77,7 +75,7 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
     Returns:
         A dict with the keys "restart" and "skipped update"; empty if the run folder has no events.
     """
-    rows = [row for row in read_rows(output_dir / FILE_NAME) if row.get("step", last_step) <= last_step]
+    rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]
     skipped = [row["step"] for row in rows if row.get("skipped")]
     return {"restart": restarts, "skipped update": skipped} if rows else {}

@@ -110,10 +110,9 @@ def main() -> None:
             time.sleep(10)  # the other nodes learn about the end from the store on node 0
         sys.exit(WandsError.exit_code)
     except RendezvousError as error:
-        _log.error(
-            "this node did not meet the other nodes (%s); read the output of the other nodes", one_line(error)
+        sys.exit(
+            f"wands: this node did not meet the other nodes ({one_line(error)}); read the output of the other nodes"
         )
-        sys.exit(1)
 
 
 if __name__ == "__main__":
