@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_kills import final
-from tests.launch.test_stop import LAUNCHERS, ROOT, Job, free_port
+from tests.launch.test_stop import LAUNCHERS, ROOT, Job, ends_with_a_checkpoint, free_port, kill
 from wands.train.metrics import read_rows
 
 SCRIPT = ROOT / "scripts" / "launch_multinode.sh"
@@ -108,6 +108,14 @@ def test_ctrl_c_is_not_restarted(start: Callable[..., Job]):
     os.write(job.terminal, b"\x03")
     assert last_line(job) != f"{ENDED}0"
     assert [row["event"] for row in events(job, "start", "restart", "stop")] == ["start", "stop"]
+
+
+@pytest.mark.kill
+def test_workers_whose_agent_is_killed_save_and_leave(start: Callable[..., Job]):
+    job = start(script(), "run", 100_000)
+    job.wait_for(lambda: len(job.rows()) >= 3, 200)
+    kill("wands.train.restart")(job)
+    ends_with_a_checkpoint(job)
 
 
 @pytest.mark.kill
