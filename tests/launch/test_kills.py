@@ -92,7 +92,8 @@ def train_through_kills(
                 start = done
 
                 def is_time(job: Job = job, target: int = start + goal) -> bool:
-                    return "done: " in job.output() or len(job.rows()) >= target
+                    ended = "done: " in job.output() or "already the end" in job.output()
+                    return ended or len(job.rows()) >= target
 
                 if rng.random() < 0.15:  # before the first step
                     job.wait_for(job.processes)
@@ -100,7 +101,7 @@ def train_through_kills(
                 else:
                     job.wait_for(is_time, 200)
                     if rng.random() < 0.5:
-                        job.wait_for(lambda job=job: is_saving(job) or "done: " in job.output(), 60)  # type: ignore[misc]
+                        job.wait_for(lambda job=job: is_saving(job) or not job.processes(), 60)  # type: ignore[misc]
                 log.append(f"{send(job, launcher, rng)} at step {len(job.rows())}")
             else:
                 job.wait_for(
@@ -152,9 +153,9 @@ def test_kills_during_asynchronous_saves(
     launcher: str, seed: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     """Ten kills each. The calm run saves while it waits, and has the same bits."""
-    train_calmly(launcher, 120, tiny_pipeline, tmp_path / "calm", worlds)
+    train_calmly(launcher, 300, tiny_pipeline, tmp_path / "calm", worlds)
     settings = ("checkpoint.asynchronous=true",)
-    train_through_kills(launcher, 120, seed + SEED, 10, tiny_pipeline, tmp_path, *settings)
+    train_through_kills(launcher, 300, seed + SEED, 10, tiny_pipeline, tmp_path, *settings)
 
 
 # ---- export, convert, push
