@@ -18,7 +18,11 @@ from pathlib import Path
 import torch
 
 from wands.distributed.consistency import group_ranks, name_ranks
-from wands.train.watchdog import answer_file
+
+
+def answer_file(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank writes its stacks, so that the other ranks see that this rank answers."""
+    return folder / f"rank-{rank}.txt"
 
 
 def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:

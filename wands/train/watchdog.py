@@ -96,6 +96,8 @@ class Watchdog:
             step_timeout: seconds that a step may take. None: a limit from the last steps.
             timeout: seconds for all other work: the start including the first step, and checks and checkpoints.
         """
+        from wands.train.roll_call import answer_file
+
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout
         answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(
@@ -195,11 +197,6 @@ class Watchdog:
     def _remains(self) -> str:
         text = f"{self.saved} remains, and --resume continues from it."
         return text if self.saved else "no checkpoint remains."
-
-
-def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank writes its stacks, so that the other ranks see that this rank answers."""
-    return folder / f"rank-{rank}.txt"
 
 
 def _print(message: str, *, all_ranks: bool = False) -> None:
