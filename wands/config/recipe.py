@@ -437,6 +437,10 @@ class TrainConfig(StrictModel):
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
+    check_every: int = Field(default=100, ge=0)
+    """Number of optimizer steps between two comparisons of the weights that every rank has a copy of. The weights are also
+    compared before each checkpoint. A difference ends the run, and the error names the ranks and the parameters. 0 compares
+    only after the first step of the process, and when the file `check` appears in the run folder."""
     step_timeout: float | None = Field(default=None, gt=0)
     """Seconds after which a step that has not ended stops the run. The error names the ranks that do not answer. If this
     key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. Checks, checkpoints and the

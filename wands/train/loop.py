@@ -29,6 +29,7 @@ from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
 from wands.train.step import SampleLoss, train_step
+from wands.train.stragglers import ComputeTimes
 from wands.train.watchdog import Watchdog
 from wands.variants import Expert
 
@@ -59,6 +60,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
     sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, events)
     saver, last_save = CheckpointSaver(run, engines, averages, log), time.perf_counter()
+    compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches:
@@ -88,20 +90,25 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                     averages[expert.subfolder].update(step)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             watchdog.end_step(step, seconds)
+            own_seconds = compute_times.end_step(step)
             if writer is not None:
                 norms = [result.grad_norm for result in results]
                 ema_decay = next((average.decay for average in averages.values()), None)
-                row = step_metrics(run, plan, device, losses, norms, lr, ema_decay, seconds, data_wait)
+                row = step_metrics(
+                    run, plan, device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
+                )
                 writer.write(row)
                 if step % recipe.train.log_every == 0 or step == total_steps:
                     log(describe_step(row, total_steps))
-            if request.check or plan.step == start_step:
-                num_equal = sum(check_step(engine, plan, device) for engine in engines.values())
-                log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
-                started = time.perf_counter()
             is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
             is_last = request.quit or step == total_steps
             is_due = is_due or request.save or is_last
+            every, reads_all = recipe.train.check_every, request.check or plan.step == start_step
+            if reads_all or (every and (is_due or step % every == 0)):
+                num_equal = sum(check_step(engine, plan, device, reads_all) for engine in engines.values())
+                if reads_all:
+                    log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
+                started = time.perf_counter()
             if saver.is_pending and (is_due or not is_writing):
                 saver.finish()
                 started = time.perf_counter()

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def step_metrics(
     ema_decay: float | None,
     seconds: float,
     data_wait: float,
+    own_seconds: Sequence[float] | None,
 ) -> dict[str, Any]:
     """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
@@ -40,9 +42,10 @@ def step_metrics(
         ema_decay: decay of the moving average in this step; None without `ema`.
         seconds: duration of the step, including the wait for data.
         data_wait: seconds that the slowest rank waited for data.
+        own_seconds: result of `ComputeTimes.end_step`: seconds of each rank in the feed-forward layers, or None.
 
     Returns:
-        A dict with the arguments `lr`, `ema_decay`, `seconds`, `data_wait` and these keys:
+        A dict with the arguments `lr`, `ema_decay`, `seconds`, `data_wait`, `own_seconds` and these keys:
         `step`: number of optimizer steps made, including this step.
         `epoch`: epoch of the step.
         `loss`, `grad_norm`: mean of `losses`, largest of `grad_norms`.
@@ -67,6 +70,7 @@ def step_metrics(
         "samples": plan.num_samples,
         "seconds": seconds,
         "data_wait": data_wait,
+        "own_seconds": own_seconds,
         "tflops": tflops,
         "mfu": tflops / peak if peak else None,
         "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * run.recipe.packing.max_tokens),
@@ -121,7 +125,10 @@ class MetricsWriter:
         self._rows.append(to_line(row))
         of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
         curves = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
-        curves = {name: value for name, value in curves.items() if value is not None and name != "speed/step"}
+        curves.pop("speed/step")
+        if times := curves.pop("speed/own_seconds"):
+            curves |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
+        curves = {name: value for name, value in curves.items() if value is not None}
         self._board.add_scalars(row["step"], curves)
 
     def close(self) -> None:

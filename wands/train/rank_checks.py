@@ -103,7 +103,9 @@ def _digest(*arrays: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
+def weights_checksums(
+    module: torch.nn.Module, device: torch.device, gather: bool = True
+) -> tuple[list[str], Tensor]:
     """Return a checksum of each parameter, from the values that this rank uses. Every rank must call this function.
 
     Under ZeRO-3, a partitioned parameter is gathered for its checksum and then released, one parameter at a time.
@@ -113,6 +115,7 @@ def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[li
     Args:
         module: module of the engine, at the end of a step.
         device: device of the result. Each checksum is computed on the parameter's own device.
+        gather: whether to gather partitioned parameters. If not, the result does not contain these parameters.
 
     Returns:
         (names of the P parameters, checksums int64 [P]).
@@ -122,16 +125,18 @@ def weights_checksums(module: torch.nn.Module, device: torch.device) -> tuple[li
     sums = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if not gather and _is_partitioned(parameter):
+                continue
             with zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
                 sums[name] = tensor_checksum(parameter.detach()).to(device)
-    return list(sums), torch.stack(list(sums.values()))
+    return list(sums), torch.stack([*sums.values()]) if sums else torch.empty(0, dtype=torch.int64)
 
 
 def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
-def check_weights_agree(engine: Any, device: torch.device) -> int:
+def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
     """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
     One all-gather sends the checksums of all parameters. The check does not change the training, and leaves no
@@ -141,6 +146,8 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
     Args:
         engine: DeepSpeed engine of a DiT.
         device: device of this rank.
+        gather: whether to gather and compare also the parameters that ZeRO-3 partitions. No rank has a copy of them, so a
+            difference can only come from the gathering.
 
     Returns:
         Number of compared parameters.
@@ -154,12 +161,13 @@ def check_weights_agree(engine: Any, device: torch.device) -> int:
         shape = list(getattr(parameter, "ds_shape", parameter.shape))
         shapes[name] = f"{parameter.dtype} {shape}" + (" partitioned" if _is_partitioned(parameter) else "")
     check_agreement({"model": json.dumps(shapes)}, device, FIXES)  # otherwise the gathers below would hang
-    names, checksums = weights_checksums(engine.module, device)
-    check_tensors_agree(names, checksums)
+    names, checksums = weights_checksums(engine.module, device, gather)
+    if names:
+        check_tensors_agree(names, checksums)
     return len(names)
 
 
-def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
+def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool = True) -> int:
     """Compare the packing plan of the last step, and the weights after this step, between all ranks. Every rank must call
     this function.
 
@@ -168,6 +176,7 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
         plan: packing plan of the last step. It is an argument because this function must not use the sampler, which the
             prefetch thread is using.
         device: device of this rank.
+        gather: see `check_weights_agree`.
 
     Returns:
         Number of compared parameters.
@@ -178,4 +187,4 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device) -> int:
     """
     digest = {"step": plan.step, "bins": bins_digest((plan.bins,))}
     check_agreement({"plan": json.dumps(digest)}, device, FIXES)
-    return check_weights_agree(engine, device)
+    return check_weights_agree(engine, device, gather)

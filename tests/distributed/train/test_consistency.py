@@ -336,7 +336,7 @@ def after_step(number: int, look: Callable[[Any], Any], found: list[Any]) -> Non
         return result
 
     loop.train_step = train_step
-    loop.check_step = lambda engine, plan, device: 0
+    loop.check_step = lambda *args: 0
 
 
 def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
@@ -449,6 +449,9 @@ def read_shards(model: Path, out: Path) -> list[Any]:
             nudge(parameter.ds_tensor.data, 0)
         changed = weights_checksums(engine.module, engine.device)[1]
         said = caught(lambda: check_weights_agree(engine, engine.device))
+        whole = weights_checksums(engine.module, engine.device, gather=False)[0]
+        assert whole == [name for name, weight in engine.module.named_parameters() if weight.ds_persist]
+        assert check_weights_agree(engine, engine.device, gather=False) == len(whole) > 3
         if rank == 1:
             nudge(parameter.ds_tensor.data, 0, -1)
         with_bits = (clean != changed).nonzero().flatten().tolist()
@@ -602,6 +605,90 @@ def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path
     assert "the weights differ between ranks" in sentence(
         run_world(2, train_with_drift, tiny_pipeline, tmp_path, True)
     )
+
+
+def train_with_flips(
+    model: Path, out: Path, ds: dict[str, Any], overrides: tuple[str, ...], odd: int, step: int, pattern: str
+) -> tuple[Said, int, str]:
+    """A run in which a bit of a parameter of rank `odd` flips right after a step: (error, steps made, the parameter)."""
+    from wands.train import loop
+
+    right, steps, flipped = loop.train_step, [], []
+
+    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        result = right(engine, *args, **kwargs)
+        steps.append(result)
+        if len(steps) == step:
+            named = engine.module.named_parameters()
+            name, parameter = next(item for item in named if re.search(pattern, item[0]) and item[1].numel())
+            flipped.append(name)
+            if torch.distributed.get_rank() == odd:
+                parameter.data.view(torch.int32).view(-1)[-1] ^= 1 << 12
+        return result
+
+    loop.train_step = train_step
+    overrides = ("train.max_steps=12", "train.check_every=5", *FOUR_BINS, *overrides)
+    return caught(lambda: run_training(model, out, overrides, ds)), len(steps), "".join(flipped)
+
+
+FREEZE = ("model.freeze=[patch_embedding.*]",)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "overrides", "step", "pattern", "found_at"),
+    [
+        (0, 2, (), 3, r"ffn.net.2.weight", 5),
+        (2, 2, FREEZE, 3, r"patch_embedding.weight", 5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (0, 4, (), 6, r"attn1.to_q.weight", 10),
+                (2, 4, (), 10, r"ffn.net.2.weight", 10),
+                (2, 4, FREEZE, 6, r"patch_embedding.weight", 10),
+                (1, 2, ("lora.rank=4",), 3, r"base_layer.weight", 5),
+                (3, 2, (), 5, r"blocks.1.norm2.bias", 5),
+                # The next update copies the fp32 master weight, which has no replica, to all ranks.
+                (2, 2, (), 3, r"ffn.net.2.weight", None),
+                (0, 2, ("train.check_every=0", "checkpoint.every=4"), 3, r"ffn.net.2.weight", None),
+                # Weights are compared before each checkpoint.
+                (0, 2, ("train.check_every=100", "checkpoint.every=4"), 3, r"ffn.net.2.weight", 4),
+                (0, 2, ("train.check_every=100",), 11, r"ffn.net.2.weight", 12),
+            ]
+        ),
+    ],
+)
+def test_a_flipped_bit_ends_the_run_at_the_next_comparison(
+    stage: int,
+    world_size: int,
+    overrides: tuple[str, ...],
+    step: int,
+    pattern: str,
+    found_at: int | None,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    run_world,
+):
+    odd = world_size // 2
+    args = (tiny_pipeline, tmp_path, zero(stage), overrides, odd, step, pattern)
+    said, steps, names = zip(*run_world(world_size, train_with_flips, *args), strict=True)
+    if found_at is None:
+        assert said == (None,) * world_size
+        assert steps[0] == 12
+        return
+    others = "rank 0" if world_size == 2 else "ranks 0-1, 3"
+    assert f"parameters): {names[0]} between rank {odd} and {others}; continue from" in sentence(said)
+    assert set(steps) == {found_at}
+    assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_sound_ranks_never_differ(stage: int, tiny_pipeline: Path, tmp_path: Path, run_world):
+    overrides = ("train.max_steps=50", "train.check_every=1")
+    args = (tiny_pipeline, tmp_path, zero(stage), overrides, 0, 0, "")
+    said, steps, _ = zip(*run_world(2, train_with_flips, *args), strict=True)
+    assert said == (None, None)
+    assert steps == (50, 50)
 
 
 def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str], bool]:

@@ -1,0 +1,119 @@
+"""Find ranks that compute more slowly than the other ranks, and would make all ranks wait."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from wands.distributed.bootstrap import gather_objects
+from wands.distributed.consistency import NUM_NAMED, all_gather
+from wands.train.run import Log
+
+WINDOW = 50
+"""Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
+SLOW = 1.2
+"""Ratio above which a rank is slow: its time / the median time of the other ranks, for the same work."""
+
+
+class ComputeTimes:
+    """Time that this rank computes in the feed-forward layers of the transformer blocks, without waiting for other ranks.
+
+    The duration of a step is useless to find a slow rank, because all ranks wait for the slow rank. The linear layers of the
+    feed-forward contain no communication, with any ZeRO stage and any context parallelism. ZeRO-3 gathers their weights in
+    hooks, and the time outside these hooks is measured. On a GPU, events in the compute stream measure the time.
+
+    Args:
+        models: DiTs after `deepspeed.initialize`, so that the hooks of this class run inside those of ZeRO-3.
+        device: device of this rank.
+        log: function that prints a line for the user on rank 0.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device, log: Log) -> None:
+        self._device, self._log = device, log
+        self._hosts = gather_objects(socket.gethostname())
+        self._marks: list[Any] = []
+        self._num_inputs = 0
+        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        for model in models:
+            for name, layer in model.named_modules():
+                if ".ffn." in name and isinstance(layer, torch.nn.Linear):
+                    layer.register_forward_pre_hook(self._begin)
+                    layer.register_forward_hook(self._end, prepend=True)
+
+    def _begin(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        self._num_inputs += inputs[0].numel()
+        self._mark()
+
+    def _end(self, *_: object) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def end_step(self, step: int) -> list[float] | None:
+        """Note the time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
+
+        Every rank must call this function, after it has read a result of the step from its device.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+
+        Returns:
+            Median seconds per step of each rank over the last `WINDOW` steps; None if the ranks were not compared.
+        """
+        pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+            seconds = sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        else:
+            seconds = sum(end - begin for begin, end in pairs)
+        self._steps.append((seconds, seconds / max(self._num_inputs, 1)))
+        self._marks, self._num_inputs = [], 0
+        if step % WINDOW or len(self._steps) < WINDOW:
+            return None
+        medians = np.median(
+            self._steps, axis=0
+        )  # a single stall, such as a garbage collection, does not count
+        table = all_gather(torch.from_numpy(medians).to(self._device)).cpu().numpy()
+        self._report(step, slow_ranks(table))
+        return [float(f"{value:.4g}") for value in table[:, 0]]
+
+    def _report(self, step: int, slow: dict[int, float]) -> None:
+        if not slow:
+            return
+        texts = [
+            f"rank {rank} on {self._hosts[rank]} takes {ratio:.2f} times" for rank, ratio in slow.items()
+        ]
+        more = f" and {len(slow) - NUM_NAMED} more ranks" if len(slow) > NUM_NAMED else ""
+        self._log(
+            f"step {step}: {', '.join(texts[:NUM_NAMED])}{more} as long as the other ranks for the same work, over the last "
+            f"{WINDOW} steps. All ranks wait for the slowest rank. Look at the clocks, temperature and other processes there."
+        )
+
+
+def slow_ranks(table: np.ndarray) -> dict[int, float]:
+    """Return the slow ranks, slowest first, as a dict from the rank to its time / the (upper) median time of the other ranks.
+
+    A rank is slow only if it is slow by its seconds, and also by its seconds per input value. A rank with more tokens than
+    the others takes more seconds. A rank with fewer tokens takes more seconds per token, because each layer also has a
+    constant cost. Neither rank is slow.
+
+    Args:
+        table: [world_size, 2], for each rank its seconds per step and its seconds per input value.
+    """
+    ratios = {}
+    for rank in range(len(table) if len(table) > 1 else 0):
+        others = np.percentile(np.delete(table, rank, axis=0), 50, axis=0, method="higher")
+        ratios[rank] = round(float((table[rank] / np.maximum(others, 1e-30)).min()), 3)
+    return {rank: ratio for rank, ratio in sorted(ratios.items(), key=lambda item: -item[1]) if ratio >= SLOW}
