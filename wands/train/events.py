@@ -73,9 +73,12 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
         last_step: later events are left out.
 
     Returns:
-        A dict with the keys "restart" and "skipped update"; empty if the run folder has no events.
+        A dict with the keys "restart" and "skipped update", and "slow-rank report" if there were slow ranks. The dict is
+        empty if the run folder has no events.
     """
     rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]
     skipped = [row["step"] for row in rows if row.get("skipped")]
-    return {"restart": restarts, "skipped update": skipped} if rows else {}
+    slow = sorted({row["step"] for row in rows if row.get("event") == "slow rank"})
+    marks = {"restart": restarts, "skipped update": skipped} | ({"slow-rank report": slow} if slow else {})
+    return marks if rows else {}

@@ -60,7 +60,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
     sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, events)
     saver, last_save = CheckpointSaver(run, engines, averages, log), time.perf_counter()
-    compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log)
+    compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches:

@@ -13,6 +13,7 @@ import torch
 
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.consistency import NUM_NAMED, all_gather
+from wands.train.events import EventLog
 from wands.train.run import Log
 
 WINDOW = 50
@@ -32,10 +33,13 @@ class ComputeTimes:
         models: DiTs after `deepspeed.initialize`, so that the hooks of this class run inside those of ZeRO-3.
         device: device of this rank.
         log: function that prints a line for the user on rank 0.
+        events: log of the run, for slow ranks.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module], device: torch.device, log: Log) -> None:
-        self._device, self._log = device, log
+    def __init__(
+        self, models: Iterable[torch.nn.Module], device: torch.device, log: Log, events: EventLog
+    ) -> None:
+        self._device, self._log, self._events = device, log, events
         self._hosts = gather_objects(socket.gethostname())
         self._marks: list[Any] = []
         self._num_inputs = 0
@@ -82,9 +86,8 @@ class ComputeTimes:
         self._marks, self._num_inputs = [], 0
         if step % WINDOW or len(self._steps) < WINDOW:
             return None
-        medians = np.median(
-            self._steps, axis=0
-        )  # a single stall, such as a garbage collection, does not count
+        # A single stall, such as a garbage collection, does not change a median.
+        medians = np.median(self._steps, axis=0)
         table = all_gather(torch.from_numpy(medians).to(self._device)).cpu().numpy()
         self._report(step, slow_ranks(table))
         return [float(f"{value:.4g}") for value in table[:, 0]]
@@ -92,13 +95,14 @@ class ComputeTimes:
     def _report(self, step: int, slow: dict[int, float]) -> None:
         if not slow:
             return
-        texts = [
-            f"rank {rank} on {self._hosts[rank]} takes {ratio:.2f} times" for rank, ratio in slow.items()
-        ]
-        more = f" and {len(slow) - NUM_NAMED} more ranks" if len(slow) > NUM_NAMED else ""
+        for rank, ratio in slow.items():
+            self._events.write("slow rank", rank=rank, host=self._hosts[rank], ratio=ratio)
+        names = [f"rank {rank} on {self._hosts[rank]} ({ratio:.2f})" for rank, ratio in slow.items()]
+        more = f" and {len(slow) - NUM_NAMED} more" if len(slow) > NUM_NAMED else ""
         self._log(
-            f"step {step}: {', '.join(texts[:NUM_NAMED])}{more} as long as the other ranks for the same work, over the last "
-            f"{WINDOW} steps. All ranks wait for the slowest rank. Look at the clocks, temperature and other processes there."
+            f"step {step}: slow ranks (time for the same work / time of the other ranks, over {WINDOW} steps): "
+            f"{', '.join(names[:NUM_NAMED])}{more}. All ranks wait for the slowest rank. Look at the clocks, temperature and "
+            "other processes of these machines."
         )
 
 

@@ -608,7 +608,14 @@ def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path
 
 
 def train_with_flips(
-    model: Path, out: Path, ds: dict[str, Any], overrides: tuple[str, ...], odd: int, step: int, pattern: str
+    model: Path,
+    out: Path,
+    ds: dict[str, Any],
+    overrides: tuple[str, ...],
+    odd: int,
+    step: int,
+    pattern: str,
+    in_moment: bool = False,
 ) -> tuple[Said, int, str]:
     """A run in which a bit of a parameter of rank `odd` flips right after a step: (error, steps made, the parameter)."""
     from wands.train import loop
@@ -620,10 +627,13 @@ def train_with_flips(
         steps.append(result)
         if len(steps) == step:
             named = engine.module.named_parameters()
-            name, parameter = next(item for item in named if re.search(pattern, item[0]) and item[1].numel())
+            name, parameter = next(item for item in named if re.search(pattern, item[0]))
             flipped.append(name)
+            changed = engine.optimizer.state[parameter]["exp_avg"] if in_moment else parameter.data
+            if not changed.numel():
+                changed = parameter.ds_secondary_tensor.data
             if torch.distributed.get_rank() == odd:
-                parameter.data.view(torch.int32).view(-1)[-1] ^= 1 << 12
+                changed.view(torch.int32).view(-1)[-1] ^= 1 << 12
         return result
 
     loop.train_step = train_step
@@ -679,6 +689,23 @@ def test_a_flipped_bit_ends_the_run_at_the_next_comparison(
     assert f"parameters): {names[0]} between rank {odd} and {others}; continue from" in sentence(said)
     assert set(steps) == {found_at}
     assert not list(tmp_path.glob("checkpoints/step_*"))
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_a_copy_in_a_node_is_found(tiny_pipeline: Path, tmp_path: Path, new_world):
+    ds = {"zero_optimization": {**zero(3, 0)["zero_optimization"], "zero_hpz_partition_size": 2}}
+    args = (tiny_pipeline, tmp_path, ds, ("lora.rank=4",), 3, 3, "attn1.to_q.base_layer.weight")
+    said, steps, names = zip(*new_world(4, train_with_flips, *args), strict=True)
+    assert f"{names[0]} between ranks 2-3 and ranks 0-1; continue" in sentence(said)
+    assert set(steps) == {5}
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_of_a_moment_without_zero_is_found(tiny_pipeline: Path, tmp_path: Path, run_world):
+    args = (tiny_pipeline, tmp_path, zero(0), (), 1, 5, "ffn.net.2.weight", True)
+    said, steps, names = zip(*run_world(2, train_with_flips, *args), strict=True)
+    assert f"{names[0]} between rank 1 and rank 0" in sentence(said)
+    assert steps == (10, 10)  # the update of step 6 has changed the weight
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 
 from tests.support.runs import run_training
 from wands.train import loop, stragglers
+from wands.train.events import marked_steps
 from wands.train.metrics import read_rows
 
 STEPS = ("train.max_steps=10", "model.checkpointing=none")
@@ -66,7 +67,7 @@ def train_with_delays(
 
     loop.ComputeTimes, loop.train_step = build, step_after_wait
     run_training(model, out, (*STEPS, *overrides), ds, log=lines.append)
-    return [line for line in lines if "times as long" in line], read_rows(out / "metrics.jsonl")
+    return [line for line in lines if "slow ranks" in line], read_rows(out / "metrics.jsonl")
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -94,13 +95,19 @@ def test_a_slow_rank_is_named(
     lines, rows = run_world(world_size, train_with_delays, *args)[0]
     ratios = [
         re.match(
-            rf"step {step}: rank 1 on {socket.gethostname()} takes (\d\.\d\d) times as long as the other",
+            rf"step {step}: slow ranks [^:]*: rank 1 on {socket.gethostname()} \((\d+\.\d\d)\)\. All ranks",
             line,
         )
         for step, line in zip((5, 10), lines, strict=True)
     ]
     assert all(ratio and float(ratio[1]) > 1.2 for ratio in ratios), lines
     assert [row["step"] for row in rows if row["own_seconds"]] == [5, 10]
+    events = [row for row in read_rows(tmp_path / "events.jsonl") if row["event"] == "slow rank"]
+    assert [(row["step"], row["rank"], row["host"]) for row in events] == [
+        (step, 1, socket.gethostname()) for step in (5, 10)
+    ]
+    assert [f"{row['ratio']:.2f}" for row in events] == [ratio[1] for ratio in ratios if ratio]
+    assert marked_steps(tmp_path, 7)["slow-rank report"] == [5]
     for row in rows[4::5]:
         assert len(row["own_seconds"]) == world_size
         # The clock of a step would not show it: all ranks wait for rank 1.

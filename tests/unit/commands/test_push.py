@@ -42,7 +42,7 @@ RECORD: dict[str, Any] = {
     },
     "data": {"num_samples": 1234, "num_tokens": 5678901, "num_frames_total": 98765, "fingerprint": "ab12cd"},
     "loss": [[step, 1.0 / (1 + step)] for step in range(60)],
-    "events": {"restart": [20, 40], "skipped update": [33]},
+    "events": {"restart": [20, 40], "skipped update": [33], "slow-rank report": [50]},
     "dtype": "bf16",
     "wands_version": "0.1.0",
 }
@@ -228,7 +228,7 @@ def test_the_card(folder: Path, hub: FakeHub) -> None:
         "`ab12cd`",
         "bf16",
         "![loss curve](loss.png)",
-        "| 2 restarts, 1 skipped update |",
+        "| 2 restarts, 1 skipped update, 1 slow-rank report |",
     ):
         assert told in body
     recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
