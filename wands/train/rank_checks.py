@@ -115,8 +115,7 @@ def weights_checksums(
     Args:
         module: module of the engine, at the end of a step.
         device: device of the result. Each checksum is computed on the parameter's own device.
-        gather: whether to gather all partitioned parameters. If not, the result contains only parameters of which several
-            ranks or nodes have a copy.
+        gather: whether to gather partitioned parameters. If not, the result does not contain these parameters.
 
     Returns:
         (names of the P parameters, checksums int64 [P]).
@@ -126,8 +125,7 @@ def weights_checksums(
     sums = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            # zero_hpz_partition_size keeps a copy of a frozen parameter in each node. Gathering reads this copy.
-            if not gather and _is_partitioned(parameter) and parameter.ds_secondary_tensor is None:
+            if not gather and _is_partitioned(parameter):
                 continue
             with zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
                 sums[name] = tensor_checksum(parameter.detach()).to(device)
@@ -148,8 +146,8 @@ def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) 
     Args:
         engine: DeepSpeed engine of a DiT.
         device: device of this rank.
-        gather: whether to gather and compare also parameters of which the run has one partitioned copy. Their differences
-            can only come from the gathering.
+        gather: whether to gather and compare also partitioned parameters. Their differences can only come from the
+            gathering, because all ranks read the same partitions.
 
     Returns:
         Number of compared parameters.
