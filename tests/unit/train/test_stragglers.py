@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from wands.train.stragglers import SLOW, slow_ranks
+from wands.train.stragglers import SLOW, ComputeTimes, slow_ranks
 
 
 def table(loads: list[float], fixed: float, factors: dict[int, float] | None = None) -> np.ndarray:
@@ -43,3 +46,32 @@ def test_the_slowest_rank_comes_first():
 
 def test_a_slow_rank_with_more_tokens_is_slow_by_its_speed():
     assert slow_ranks(table([1000.0, 1500.0, 1000.0], 0.0, {1: 1.3})) == {1: 1.3}
+
+
+class Clock:
+    """A CUDA event: `elapsed_time` is in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time, Clock.now = Clock.now, Clock.now + 1.5
+
+    def elapsed_time(self, end: Clock) -> float:
+        return end.time - self.time
+
+
+def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
+    block = torch.nn.ModuleDict({"ffn": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))})
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block]), "head": torch.nn.Linear(4, 4)})
+    times = ComputeTimes([model], torch.device("cuda"), print, None)
+    for _ in range(3):
+        model["head"](block["ffn"](torch.ones(5, 4)))
+    assert times.end_step(1) is None
+    assert list(times._steps) == [pytest.approx((6 * 1.5e-3, 6 * 1.5e-3 / (3 * 5 * (4 + 8))))]
