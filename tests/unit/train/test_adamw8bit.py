@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import bitsandbytes
 import pytest
 import torch
 from torch import Tensor
 
-from wands.train.adamw8bit import FragmentAdamW8bit, cut_states, dequantize, quantize
+from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
+from wands.train.adamw8bit import FragmentAdamW8bit, _table, cut_states, dequantize, quantize
 from wands.train.engine_state import Fragment
 
 SHAPES = {"matrix": [70, 100], "gain": [300], "table": [4200], "bias": [5]}
@@ -197,3 +199,54 @@ def test_fp32_moments_are_quantized_when_they_are_loaded():
         assert ("absmax1" in found[name]) == (size >= 4096)
         for key, value in dequantize(found[name], 0).items():
             assert float((value - wanted[name][key]).abs().max()) <= float(value.abs().max()) / 64
+
+
+# ---- other ranks
+
+
+def moments_of(ranks: Sequence[FragmentAdamW8bit]) -> dict[str, dict[str, Tensor]]:
+    """The moments of each parameter as fp32 values, over all ranks."""
+    found: dict[str, dict[str, list[Tensor]]] = {}
+    for rank in ranks:
+        flat = flat_of(rank)
+        for fragment in rank.fragments[flat]:
+            for key, value in dequantize(rank.state[flat][fragment.name], fragment.start).items():
+                found.setdefault(fragment.name, {}).setdefault(key, []).append(value)
+    return {name: {key: torch.cat(parts) for key, parts in keys.items()} for name, keys in found.items()}
+
+
+@pytest.mark.parametrize("bounds", [[], [3500], [1000, 7001, 9300], [7300]])
+def test_moments_move_to_other_ranks_within_one_code(bounds: list[int]):
+    """Only blocks that a boundary between ranks cuts are quantized again, each value to a neighbouring code at most."""
+    ranks, others = cut([3000, 7100]), cut(bounds)
+    for gradient in gradients():
+        step(ranks, gradient)
+    stored: dict[str, list[tuple[int, Mapping[str, Tensor]]]] = {}
+    for rank in ranks:
+        for fragment in rank.fragments[flat_of(rank)]:
+            stored.setdefault(fragment.name, []).append(
+                (fragment.start, rank.state[flat_of(rank)][fragment.name])
+            )
+    for rank in others:
+        values: dict[str, Any] = {"step": STEPS}
+        for fragment in rank.fragments[flat_of(rank)]:
+            end = fragment.start + fragment.read().numel()
+            overlapping = [
+                (start, states)
+                for start, states in stored[fragment.name]
+                if start < end and fragment.start < start + len(states["state1"])
+            ]
+            values[fragment.name] = rank.join_states(fragment, overlapping)
+        rank.load_state_dict({"state": {0: values}, "param_groups": rank.state_dict()["param_groups"]})
+    before, after = moments_of(ranks), moments_of(others)
+    for name, keys in before.items():
+        for moment, key in (("1", "state1"), ("2", "state2")):
+            if sizes()[name] < MIN_8BIT:
+                assert torch.equal(after[name][key], keys[key])
+                continue
+            widest = float(_table(moment, torch.device("cpu")).diff().max())
+            for block_before, block_after in zip(
+                keys[key].split(BLOCK_8BIT), after[name][key].split(BLOCK_8BIT), strict=True
+            ):
+                gap = widest * float(block_before.abs().max())
+                assert float((block_before - block_after).abs().max()) <= gap
