@@ -126,7 +126,7 @@ class MetricsWriter:
         of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
         curves = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
         curves.pop("speed/step")
-        if times := curves.pop("speed/own_seconds"):
+        if times := curves.pop("speed/own_seconds", None):
             curves |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
         curves = {name: value for name, value in curves.items() if value is not None}
         self._board.add_scalars(row["step"], curves)
