@@ -74,6 +74,8 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     before, after = {*values["unused"], *(key for key, *_ in samples)}, set(run.data.keys)
     change = (
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
-        f"clips are left out at once. Otherwise the change takes effect at step {start[1] + 1}, where epoch {start[0]} starts."
+        "clips are left out at once. Otherwise the change takes effect"
     )
+    change = "data: the change before the checkpoint takes effect" if is_same else change
+    change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
     return replace(run, sampler=replace(sampler, start=start, earlier=earlier), data_change=change)

@@ -32,14 +32,13 @@ from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.checkpoint_files import (
     STATE_FILE,
-    STATE_METADATA,
-    FragmentFiles,
     TrainState,
     average_file,
     list_steps,
     state_file,
     step_name,
 )
+from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
 from wands.train.buffers import HostBuffers, TensorFile

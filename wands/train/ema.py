@@ -17,12 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.config.recipe import EmaConfig
-from wands.model.files.checkpoint_files import (
-    AVERAGE_METADATA,
-    Checkpoint,
-    FragmentFiles,
-    has_average,
-)
+from wands.model.files.checkpoint_files import Checkpoint, has_average
+from wands.model.files.fragment_files import AVERAGE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 from wands.train.buffers import allocate
 from wands.train.engine_state import Fragment, trained_fragments

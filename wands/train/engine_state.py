@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.errors import CheckpointError
-from wands.model.files.checkpoint_files import FragmentFiles
+from wands.model.files.fragment_files import FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 
 MASTER, FROZEN, MOMENTUM = "master", "frozen", "momentum_buffer"
@@ -196,16 +196,15 @@ def _optimizer_state(
         keys.setdefault(owner, []).append(key)
     layout, state = (_places(fragments), [flat.numel() for flat in flats]), dict[int, dict[str, Any]]()
     for fragment in fragments:
-        if fragment.flat not in state:
+        if not state.get(fragment.flat):  # at ZeRO-0, a parameter without a gradient has no states
             state[fragment.flat] = _flat_values(fragment, layout, files)
     if hasattr(base, "join_states"):  # 8-bit AdamW
         stored = files.read_overlapping({f.name: (f.start, f.start + f.read().numel()) for f in fragments})
         for fragment in fragments:
-            if (
-                "state1" not in state[fragment.flat]
-            ):  # else an earlier version had blocks of whole flat tensors
+            # An earlier version had blocks of whole flat tensors, which `load_state_dict` converts.
+            if state[fragment.flat] and "state1" not in state[fragment.flat]:
                 state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
-        return state
+        return {number: values for number, values in state.items() if values}
     wanted = {}
     for fragment in fragments:
         values = state[fragment.flat]
@@ -222,6 +221,8 @@ def _optimizer_state(
             files.read({name: (0, values) for name, values in whole.items()})
             state[number][MOMENTUM] = torch.cat([*whole.values()])
     for values in state.values():  # another class of optimizer, if the states are on another device now
+        if "step" not in values:  # no update was made yet
+            continue
         if isinstance(base, torch.optim.Adam):
             values["step"] = torch.tensor(float(values["step"]))
         elif type(base).__module__.startswith("deepspeed.ops.adam"):
@@ -234,7 +235,8 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
     found: dict[int, list[Fragment]] = {}
-    for fragment in fragments:  # DeepSpeed has one flat tensor for each parameter group
+    for fragment in sorted(fragments, key=lambda fragment: fragment.offset):
+        # DeepSpeed has one flat tensor for each parameter group.
         if base.param_groups[fragment.flat].get("use_muon"):
             found.setdefault(fragment.flat, []).append(fragment)
     return found

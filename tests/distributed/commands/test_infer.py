@@ -234,7 +234,7 @@ def test_transformer_folder_replaces_the_pipelines(
 
 def write_state(path: Path, weights: dict[str, torch.Tensor]) -> str:
     """Write the weights as the only rank of a ZeRO-0 run does. Return the hash of the file."""
-    from wands.model.files.checkpoint_files import STATE_METADATA
+    from wands.model.files.fragment_files import STATE_METADATA
     from wands.model.files.tensor_files import LazyTensor, write_safetensors
 
     path.parent.mkdir(parents=True, exist_ok=True)

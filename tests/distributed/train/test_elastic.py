@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -12,9 +13,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import losses, run_training, weights
+from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.world import WorldPool
-from wands.model.files.checkpoint_files import FragmentFiles, find_checkpoint, load_average
+from wands.model.files.checkpoint_files import find_checkpoint, load_average
+from wands.model.files.fragment_files import FragmentFiles
 from wands.train.metrics import read_rows
 
 Cell = tuple[int, int, str]
@@ -157,6 +159,22 @@ def test_a_rank_without_values(stage: int, tiny_pipeline: Path, tmp_path: Path, 
         moved = go_on(worlds, tiny_pipeline, tmp_path / "moved", cell, 2 * number, *few)
     stayed = go_on(worlds, tiny_pipeline, tmp_path / "stayed", (1, 0, "dp"), 6, *few)
     assert deviation(moved, stayed) < TOLERANCE
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_checkpoint_before_the_first_update(
+    optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """All clips of the first step are excluded, so at ZeRO-0 the optimizer has no states yet."""
+    sampler = make_run(tiny_pipeline, tmp_path, (*STEPS, data(40)), zero(0), world_size=1).sampler
+    keys = sorted({sampler.keys[i] for bin in sampler.step_plan(0).bins for i in bin})
+    more = (data(40), f"data.exclude={json.dumps(keys)}", f"optim.name={optimizer}", "ema=null")
+    stayed = go_on(worlds, tiny_pipeline, tmp_path / "stayed", (1, 0, "dp"), 4, *more)
+    for cell in ((1, 0, "dp"), (2, 2, "dp")):
+        out = tmp_path / f"zero{cell[1]}"
+        go_on(worlds, tiny_pipeline, out, (1, 0, "dp"), 1, *more)
+        assert deviation(go_on(worlds, tiny_pipeline, out, cell, 4, *more)[1:], stayed[1:]) < TOLERANCE
+    assert stayed[0] == 0
 
 
 # ---- other optimizers

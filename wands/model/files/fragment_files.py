@@ -1,0 +1,163 @@
+"""Read ranges of parameters from the files in which the ranks of a run stored fragments of a DiT.
+
+One process can read what any number of ranks wrote, at any ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wands.errors import CheckpointError
+from wands.model.files.tensor_files import open_safetensors
+
+AVERAGE_METADATA, STATE_METADATA = "wands_ema", "wands_state"
+
+
+def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, Any]:
+    """Return the JSON object that wands stored in a safetensors file of a checkpoint, next to the tensors.
+
+    Args:
+        metadata: metadata of the file.
+        path: path of the file, for error messages.
+        key: `STATE_METADATA` or `AVERAGE_METADATA`.
+
+    Returns:
+        A dict. Its key "fragments" maps a parameter name to a list that starts with [start, shape]. start is the index of the
+        fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
+
+    Raises:
+        CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
+    """
+    try:
+        return dict(json.loads(metadata[key]))
+    except (KeyError, ValueError):
+        raise CheckpointError(
+            f"{path} was not written by wands train (no {key} metadata); use an older step."
+        ) from None
+
+
+def join_fragments(
+    folder: Path, pattern: str, metadata: str, section: str, suffix: str, excluded: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Join the fragments (slices of parameters) that the ranks wrote. Only one file is open at a time.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        pattern: names of the files, without suffix.
+        metadata: name of the metadata that contains the ranges of the fragments.
+        section: key of the ranges in the metadata.
+        suffix: end of the tensor names after the parameter's name.
+        excluded: parameters to leave out.
+
+    Returns:
+        A dict that maps the name of each parameter to an fp32 CPU tensor.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+    """
+    files = FragmentFiles(folder, pattern, metadata)
+    whole = {
+        name: torch.empty(place[1])
+        for header in files.headers.values()
+        for name, place in header[section].items()
+        if name not in excluded
+    }
+    files.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
+    return whole
+
+
+class FragmentFiles:
+    """Files in which the ranks of a run stored fragments (ranges of flattened parameters) of a DiT.
+
+    Any range of a parameter can be read, whatever ranges the ranks stored.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        pattern: names of the files, without suffix.
+        metadata: name of the metadata that contains the ranges of the fragments, see `read_header`.
+
+    Attributes:
+        headers: the JSON object of each file, see `read_header`.
+        dtypes: dtype of each tensor, over all files.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+    """
+
+    def __init__(self, folder: Path, pattern: str, metadata: str) -> None:
+        self._where, self._pattern = f"checkpoint={folder.parent}", pattern
+        self.headers: dict[Path, dict[str, Any]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in sorted(folder.glob(f"{pattern}.safetensors")):
+            with open_safetensors(path, self._where) as file:
+                self.headers[path] = read_header(file.metadata() or {}, path, metadata)
+                for name in file.keys():  # noqa: SIM118, not a dict
+                    if name not in self.dtypes and file.get_slice(name).get_shape():
+                        self.dtypes[name] = file.get_slice(name)[:0].dtype
+
+    @torch.no_grad()
+    def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Read ranges of stored tensors. Only one file is open at a time.
+
+        Args:
+            wanted: maps the name of a stored tensor to (index of the first value to read, flat tensor for the values).
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the files do not have all values of a range.
+        """
+        missing = {name: target.numel() for name, (_, target) in wanted.items()}
+        for path, header in self.headers.items():
+            places = {**header.get("frozen", {}), **header["fragments"]}
+            with open_safetensors(path, self._where) as file:
+                for name in wanted.keys() & set(file.keys()):
+                    values, (first, target) = file.get_slice(name), wanted[name]
+                    start = places[name if name in places else name.rpartition("/")[0]][0]
+                    low = max(first, start)
+                    high = min(first + target.numel(), start + values.get_shape()[0])
+                    if low < high:
+                        target[low - first : high - first] = values[low - start : high - start]
+                        missing[name] -= high - low
+        if incomplete := [name for name, numel in missing.items() if numel]:
+            raise CheckpointError(
+                f"{self._where}: {self._pattern} has not all values of {incomplete[0]}; use an older step_* folder."
+            )
+
+    def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
+        """Read the tensors of one file whose names start with a prefix, and return them without the prefix in their names."""
+        with open_safetensors(path, self._where) as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
+            return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
+
+    def read_overlapping(
+        self, ranges: Mapping[str, tuple[int, int]]
+    ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
+        """Read the stored fragments that overlap with ranges of their parameters, with all tensors except the weights.
+
+        Args:
+            ranges: maps the name of a parameter to (first value, end) of the range.
+
+        Returns:
+            A dict that maps the name of a parameter to (index of the first value, tensors by key) of each fragment.
+        """
+        found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
+        for path, header in self.headers.items():
+            with open_safetensors(path, self._where) as file:
+                names: dict[str, list[str]] = {}
+                for stored in file.keys():  # noqa: SIM118, not a dict
+                    names.setdefault(stored.rpartition("/")[0], []).append(stored)
+                for name in ranges.keys() & header["fragments"].keys():
+                    start, (first, last) = header["fragments"][name][0], ranges[name]
+                    numel = file.get_slice(f"{name}/master").get_shape()[0]
+                    if start < last and first < start + numel:
+                        tensors = {stored.rpartition("/")[2]: stored for stored in names[name]}
+                        del tensors["master"]
+                        found[name].append(
+                            (start, {key: file.get_tensor(stored).clone() for key, stored in tensors.items()})
+                        )
+        return found
