@@ -180,9 +180,9 @@ def test_a_checkpoint_before_the_first_update(
 # ---- other optimizers
 
 MOVES = {
-    # The orthogonalisation of Muon amplifies differences of 1e-7 in the gradients.
-    "muon": (1e-3, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
-    "adamw8bit": (1e-3, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
+    # Muon's orthogonalisation may amplify differences of 1e-7 in the gradients; seen were 1e-7, and 2e-6 with 8 bits.
+    "muon": (1e-5, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
+    "adamw8bit": (2e-5, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
     "adafactor": (TOLERANCE, [(2, 0, "dp"), (1, 0, "dp"), (4, 0, "ring")]),
 }
 
