@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 362,
     "export": 406,
     "flow": 185,
-    "model": 2251,
+    "model": 2260,
     "planning": 625,
     "recipes": 0,
     "sampling": 908,

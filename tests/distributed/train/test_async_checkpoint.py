@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import losses, run_training
+from tests.support.runs import losses, make_run, run_training
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.errors import CheckpointError
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint
+from wands.planning.memory import estimate_memory
 from wands.train import checkpoint
+from wands.train.buffers import HostBuffers
 from wands.train.resume import check_resumable
 
 ASYNC = "checkpoint.asynchronous=true"
@@ -92,6 +94,38 @@ def test_a_save_that_fails_costs_one_checkpoint(tiny_pipeline: Path, tmp_path: P
     assert names == ["step_00000002", "step_00000006", "step_00000008"]
     with pytest.raises(AssertionError, match=r"step_00000008 could not be written .* free disk space"):
         worlds[2].run(one_fails, tiny_pipeline, tmp_path / "last", overrides, "step_00000008")
+
+
+def bytes_of_copies(model: Path, out: Path, overrides: tuple[str, ...], stage: int) -> tuple[float, float]:
+    """Train one step. Return the bytes of this rank's copy, and the bytes that the planner expects."""
+    made: list[HostBuffers] = []
+
+    class Watched(HostBuffers):
+        def __init__(self, *texts: str) -> None:
+            super().__init__(*texts)
+            made.append(self)
+
+    with mock.patch.object(checkpoint, "HostBuffers", Watched):
+        run_training(model, out, (*overrides, "train.max_steps=1"), zero(stage))
+    expected = estimate_memory(make_run(model, out, overrides, zero(stage)).workload("cpu")).host
+    return sum(map(len, made[0]._buffers.values())), expected["checkpoint copy"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (2, ("ema.decay=0.9",)),
+        pytest.param(0, (), marks=pytest.mark.slow),
+        pytest.param(3, ("checkpoint.weights_only=true",), marks=pytest.mark.slow),
+        pytest.param(2, ("lora.rank=4",), marks=pytest.mark.slow),
+        pytest.param(1, ("model.trainable=['blocks.*.attn*']",), marks=pytest.mark.slow),
+    ],
+)
+def test_the_planner_counts_the_copy(
+    stage: int, more: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    copies = worlds[2].run(bytes_of_copies, tiny_pipeline, tmp_path, (ASYNC, *more), stage)
+    assert max(size for size, _ in copies) == pytest.approx(copies[0][1], rel=0.02)
 
 
 def test_kept_and_timed_checkpoints(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
