@@ -14,6 +14,7 @@ import json
 import logging
 import resource
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -43,10 +44,10 @@ from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.changed_data import EPOCH_FILE, epoch_values
-from wands.train.ema import WeightAverage
 from wands.train.engine_state import engine_tensors, load_engine
 from wands.train.metrics import thin
-from wands.train.run import Log, TrainingRun
+from wands.train.run import TrainingRun
+from wands.train.trainer import Trainer
 
 _log = logging.getLogger(__name__)
 
@@ -96,20 +97,16 @@ class CheckpointSaver:
     continues. When no rank is writing any more, `finish` must be called.
 
     Args:
-        run: the checked training run.
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
-        log: function that prints a line for the user on rank 0.
+        trainer: engines and moving averages to save.
 
     Attributes:
         saved: folder of the last complete checkpoint; None if there is none.
     """
 
-    def __init__(
-        self, run: TrainingRun, engines: Mapping[str, Any], averages: Mapping[str, WeightAverage], log: Log
-    ) -> None:
-        self._run, self._engines, self._averages, self._log = run, engines, averages, log
-        self._config = run.recipe.checkpoint
+    def __init__(self, trainer: Trainer) -> None:
+        run, self._log = trainer.run, trainer.log
+        self._run, self._engines, self._averages = run, trainer.engines, trainer.averages
+        self._config, self._last_save = run.recipe.checkpoint, time.perf_counter()
         texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
         self._buffers = HostBuffers(*texts) if self._config.asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
@@ -125,6 +122,16 @@ class CheckpointSaver:
     def is_writing(self) -> bool:
         """Whether this rank still writes its files of the started checkpoint."""
         return self._pending is not None and not self._pending[1].done()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether `checkpoint.every` asks for a checkpoint of this step. Equal on all ranks."""
+        return bool(self._config.every) and step % self._config.every == 0
+
+    @property
+    def minutes_passed(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed since the last save. May differ between the ranks."""
+        minutes = self._config.every_minutes
+        return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
     def save(self, state: TrainState, plan: StepPlan, required: bool) -> None:
         """Save a checkpoint, or start it with `checkpoint.asynchronous`. Every rank must call this method.
@@ -145,6 +152,7 @@ class CheckpointSaver:
             self._start(state, plan)
         if self.is_pending and (required or not self._config.asynchronous):
             self.finish(required)
+        self._last_save = time.perf_counter()
 
     def finish(self, required: bool = False) -> None:
         """Complete the started checkpoint, and delete old checkpoints. Every rank must call this method.

@@ -7,16 +7,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
-from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
-from wands.train.append_log import AppendLog
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
 from wands.train.checkpoint import CheckpointSaver, build_state
@@ -24,14 +23,14 @@ from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.events import EventLog
-from wands.train.metrics import MetricsWriter, continue_rows, describe_step, step_metrics, to_line
+from wands.train.metrics import StepLog
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
-from wands.train.step import SampleLoss, train_step
+from wands.train.step import train_step
 from wands.train.stragglers import ComputeTimes
+from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
-from wands.variants import Expert
 
 T = TypeVar("T")
 
@@ -52,14 +51,10 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
-    events = EventLog(run, rank)
-    engines = _build_engines(run, groups, device)
-    restore(engines, checkpoint, run.output_dir, rank, log)
-    averages = build_averages(engines, recipe.ema, checkpoint, log)
-    past_losses = checkpoint.state.loss if checkpoint else ()
-    writer = MetricsWriter(run.output_dir, start_step, past_losses) if rank == 0 else None
-    sample_log, bad_steps = _open_sample_log(run, groups.dims, start_step), BadSteps(run, events)
-    saver, last_save = CheckpointSaver(run, engines, averages, log), time.perf_counter()
+    trainer = _build_trainer(run, rank, device, groups, log)
+    engines, averages, events = trainer.engines, trainer.averages, trainer.events
+    step_log, bad_steps = StepLog(run, rank, device, log), BadSteps(run, events)
+    saver = CheckpointSaver(trainer)
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
@@ -76,47 +71,39 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             ]
             own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
             own_request = requests.poll(rank)
-            minutes = recipe.checkpoint.every_minutes
-            if rank == 0 and minutes and time.perf_counter() - last_save >= 60 * minutes:
+            if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
             losses, (data_wait, is_writing), request = _reduce(
                 own_losses, (own_wait, float(saver.is_writing)), own_request, device
             )
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 bad_steps.check(plan, expert, loss, result)
-                if sample_log is not None:
-                    _log_samples(sample_log, step, expert, result.samples)
                 if averages and not result.skipped:
                     averages[expert.subfolder].update(step)
             seconds, started = time.perf_counter() - started, time.perf_counter()
             watchdog.end_step(step, seconds)
             own_seconds = compute_times.end_step(step)
-            if writer is not None:
-                norms = [result.grad_norm for result in results]
-                ema_decay = next((average.decay for average in averages.values()), None)
-                row = step_metrics(
-                    run, plan, device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
-                )
-                writer.write(row)
-                if step % recipe.train.log_every == 0 or step == total_steps:
-                    log(describe_step(row, total_steps))
-            is_due = recipe.checkpoint.every and step % recipe.checkpoint.every == 0
+            ema_decay = next((average.decay for average in averages.values()), None)
+            step_log.write(plan, losses, results, lr, ema_decay, seconds, data_wait, own_seconds)
+
             is_last = request.quit or step == total_steps
-            is_due = is_due or request.save or is_last
+            is_due = is_last or request.save or saver.is_due(step)
             every, reads_all = recipe.train.check_every, request.check or plan.step == start_step
-            if reads_all or (every and (is_due or step % every == 0)):
+            checks = reads_all or bool(every and (is_due or step % every == 0))
+            if checks:
                 num_equal = sum(check_step(engine, plan, device, reads_all) for engine in engines.values())
                 if reads_all:
                     log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
-                started = time.perf_counter()
-            if saver.is_pending and (is_due or not is_writing):
+            finishes = saver.is_pending and (is_due or not is_writing)
+            if finishes:
                 saver.finish()
-                started = time.perf_counter()
             if is_due:
-                history = writer.history if writer else []
-                state = replace(build_state(run, step, plan.epoch, history), bad_steps=bad_steps.state)
+                state = replace(
+                    build_state(run, step, plan.epoch, step_log.history), bad_steps=bad_steps.state
+                )
                 saver.save(state, plan, required=is_last)
-                last_save = started = time.perf_counter()
+            if checks or finishes or is_due:
+                started = time.perf_counter()  # the next step does not contain this time
             if watchdog.saved != saver.saved:
                 watchdog.saved = saver.saved
                 events.write("save", checkpoint=watchdog.saved and watchdog.saved.name)
@@ -126,10 +113,24 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 break
             watchdog.begin_step(step + 1)
     events.write("end" if step == total_steps else "stop")
-    for log_file in (writer, sample_log, events):
-        if log_file is not None:
-            log_file.close()
+    for log_file in (step_log, events):
+        log_file.close()
     return saver.saved
+
+
+def _build_trainer(
+    run: TrainingRun, rank: int, device: torch.device, groups: ProcessGroups, log: Log
+) -> Trainer:
+    """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from."""
+    events = EventLog(run, rank)
+    store = ActivationOffloader(device)  # experts run one after the other and share this host memory
+    engines = {}
+    for expert in run.experts:
+        model = build_model(run, groups, device, expert, store)
+        engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
+    restore(engines, run.checkpoint, run.output_dir, rank, log)
+    averages = build_averages(engines, run.recipe.ema, run.checkpoint, log)
+    return Trainer(run, rank, device, groups, engines, averages, events, log)
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
@@ -138,16 +139,6 @@ def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
     for batch in batches:
         yield batch, time.perf_counter() - requested
         requested = time.perf_counter()
-
-
-def _build_engines(run: TrainingRun, groups: ProcessGroups, device: torch.device) -> dict[str, Any]:
-    """Build the model and the engine of each trained DiT, and return a dict that maps the DiT's subfolder to its engine."""
-    store = ActivationOffloader(device)  # experts run one after the other and share this host memory
-    engines = {}
-    for expert in run.experts:
-        model = build_model(run, groups, device, expert, store)
-        engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
-    return engines
 
 
 def _reduce(
@@ -170,22 +161,3 @@ def _reduce(
     dist.all_reduce(combined, op=dist.ReduceOp.MAX)
     values = combined.tolist()
     return summed.tolist(), values[: len(maxima)], ControlRequest(*map(bool, values[len(maxima) :]))
-
-
-def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:
-    """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
-
-    Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
-    """
-    own = run.output_dir / f"samples-rank{grid.rank}.jsonl"
-    if grid.rank == 0:  # an earlier part of the run may have had more ranks
-        for path in run.output_dir.glob("samples-rank*.jsonl"):
-            continue_rows(path, start_step)
-    if not run.recipe.train.log_samples or grid.cp_rank != 0:
-        return None
-    return continue_rows(own, start_step)[1]
-
-
-def _log_samples(log: AppendLog, step: int, expert: Expert, losses: list[SampleLoss]) -> None:
-    prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
-    log.append(*(to_line({**prefix, **vars(item)}) for item in losses))

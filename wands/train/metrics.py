@@ -12,10 +12,71 @@ from typing import Any
 import torch
 
 from wands.data.sampler import StepPlan
+from wands.distributed.dims import ParallelDims
 from wands.files import write_text
 from wands.planning.hardware import peak_tflops
 from wands.train.append_log import AppendLog, TensorBoardLog
-from wands.train.run import TrainingRun
+from wands.train.run import Log, TrainingRun
+from wands.train.step import StepResult
+
+
+class StepLog:
+    """Writer of the results of each step: `metrics.jsonl`, the trackers, lines on the terminal, and the loss of each sample.
+
+    Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
+    group writes the losses of its samples.
+
+    Args:
+        run: the checked training run. If it resumes, rows of later steps are removed, because the run writes them again.
+        rank: rank of this process.
+        device: device of this process.
+        log: function that prints a line for the user on rank 0.
+    """
+
+    def __init__(self, run: TrainingRun, rank: int, device: torch.device, log: Log) -> None:
+        self._run, self._device, self._log = run, device, log
+        state = run.checkpoint.state if run.checkpoint else None
+        start_step, past = (state.step, state.loss) if state else (0, ())
+        self._writer = MetricsWriter(run.output_dir, start_step, past) if rank == 0 else None
+        self._samples = _open_sample_log(run, run.grid(rank), start_step)
+
+    @property
+    def history(self) -> list[tuple[int, float]]:
+        """(step, loss) pairs of the run so far; empty on other ranks than 0."""
+        return self._writer.history if self._writer else []
+
+    def write(
+        self,
+        plan: StepPlan,
+        losses: Sequence[float],
+        results: Sequence[StepResult],
+        lr: float,
+        ema_decay: float | None,
+        seconds: float,
+        data_wait: float,
+        own_seconds: Sequence[float] | None,
+    ) -> None:
+        """Write the results of a step. The arguments are those of `step_metrics`, and the result of each trained DiT."""
+        step, total_steps = plan.step + 1, self._run.sampler.total_steps
+        if self._samples is not None:
+            for expert, result in zip(self._run.experts, results, strict=True):
+                prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
+                self._samples.append(*(to_line({**prefix, **vars(item)}) for item in result.samples))
+        if self._writer is None:
+            return
+        norms = [result.grad_norm for result in results]
+        row = step_metrics(
+            self._run, plan, self._device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
+        )
+        self._writer.write(row)
+        if step % self._run.recipe.train.log_every == 0 or step == total_steps:
+            self._log(describe_step(row, total_steps))
+
+    def close(self) -> None:
+        """Write the rows that could not be written before, or report that rows are missing."""
+        for log_file in (self._writer, self._samples):
+            if log_file is not None:
+                log_file.close()
 
 
 def step_metrics(
@@ -177,3 +238,17 @@ def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[i
     if len(history) <= most:
         return list(history)
     return [history[round(i * (len(history) - 1) / (most - 1))] for i in range(most)]
+
+
+def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:
+    """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
+
+    Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
+    """
+    own = run.output_dir / f"samples-rank{grid.rank}.jsonl"
+    if grid.rank == 0:  # an earlier part of the run may have had more ranks
+        for path in run.output_dir.glob("samples-rank*.jsonl"):
+            continue_rows(path, start_step)
+    if not run.recipe.train.log_samples or grid.cp_rank != 0:
+        return None
+    return continue_rows(own, start_step)[1]

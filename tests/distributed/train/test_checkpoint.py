@@ -248,7 +248,9 @@ def save_without_space(model: Path, out: Path) -> str:
     )
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     saver, plan = (
-        CheckpointSaver(training_run, {"transformer": engine}, {}, print),
+        CheckpointSaver(
+            SimpleNamespace(run=training_run, engines={"transformer": engine}, averages={}, log=print)
+        ),
         training_run.sampler.step_plan(0),
     )
     with pytest.raises(CheckpointError) as caught:
