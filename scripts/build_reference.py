@@ -10,6 +10,7 @@ import click
 
 from wands.cli import main
 from wands.config.reference import WIDTH, list_sections
+from wands.variants import VARIANTS, sampling_table
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change the docstrings there. -->"
@@ -22,6 +23,10 @@ _CLI_INTRO = """\
 `wands COMMAND --help` prints the same texts. `python -m wands` is the same as `wands`; launchers such as torchrun and
 deepspeed start it this way. `wands -v COMMAND` prints debug messages. Exit code 2 means an error that you can fix; the last
 line names the option or key and the fix."""
+_SAMPLING_INTRO = """\
+These values are the defaults of `wands infer`. They come from the configs, `generate.py` and the README of Wan 2.1 and 2.2. Two
+numbers of guidance are for the high-noise and the low-noise expert. A model with another shape has the size 832 x 480, 81
+frames, 50 steps, guidance 5, the shift of its scheduler, and no negative prompt."""
 
 
 def recipe_page() -> str:
@@ -58,6 +63,12 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
             "\n".join(f"- `{option}`: {' '.join(help.split())}" for option, help in records),
             f"```bash\n{textwrap.dedent(examples).strip()}\n```",
         ]
+    lines += ["## Sampling options of the models' authors", _SAMPLING_INTRO, sampling_table()]
+    prompts: dict[str, list[str]] = {}
+    for variant in VARIANTS.values():
+        prompts.setdefault(variant.sampling.negative_prompt, []).append(variant.name)
+    lines.append("Negative prompts:")
+    lines.append("\n".join(f"- {', '.join(names)}: {prompt}" for prompt, names in prompts.items()))
     return "\n\n".join(lines) + "\n"
 
 

@@ -27,6 +27,7 @@ from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
 from wands.texts import log_to_stderr, printable, safe_lines
+from wands.variants import sampling_table
 
 
 class _CommandGroup(click.Group):
@@ -186,3 +187,4 @@ result is printed.
 
 for _options, _run in COMMANDS.items():
     main.add_command(build_command(_options, partial(_print_result, _run) if isinstance(_run, str) else _run))
+main.commands["infer"].epilog = f"\b\nOptions of the models' authors:\n{sampling_table()}"

@@ -1,7 +1,8 @@
 """Table of the Wan variants, and computations on the shape of a DiT (diffusion transformer).
 
 A variant is recognised from the config of a model, never from the name of a folder.
-Sources: the official Wan 2.1 and 2.2 configs, and the converted configs of diffusers.
+Sources: the official Wan 2.1 and 2.2 configs (`wan/configs/*.py`), their `generate.py` and README, and the converted
+configs of diffusers.
 """
 
 from __future__ import annotations
@@ -176,6 +177,45 @@ class Expert:
     sigma_range: tuple[float, float]
 
 
+_NEGATIVE_PROMPT = (
+    "色调艳丽，过曝，静态，细节模糊不清，字幕，风格，作品，画作，画面，静止，整体发灰，最差质量，低质量，JPEG压缩残留，丑陋的，残缺的，"
+    "多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，杂乱的背景，三条腿，背景人很多，"
+    "倒着走"
+)
+_STEADY = "镜头晃动，"  # shaking camera
+_ONE_SHOT = "镜头切换，"  # change of the camera
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Options with which the authors of a model sample its videos.
+
+    The defaults are for models without official options. Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. The README
+    of Wan 2.1 has other values for the 1.3B model: its size, guidance 6 and shift 8 (8 to 12).
+
+    Attributes:
+        height: height of the video in pixels.
+        width: width of the video in pixels.
+        num_frames: number of frames of the video.
+        num_inference_steps: number of denoising steps.
+        guidance_scale: scale of classifier-free guidance, of the high-noise expert if there are two experts.
+        guidance_scale_2: guidance scale of the low-noise expert; None uses `guidance_scale`.
+        flow_shift: shift of the noise schedule.
+        scheduler_shift: shift of the scheduler in the published diffusers pipeline.
+        negative_prompt: negative prompt.
+    """
+
+    height: int = 480
+    width: int = 832
+    num_frames: int = 81
+    num_inference_steps: int = 50
+    guidance_scale: float = 5.0
+    guidance_scale_2: float | None = None
+    flow_shift: float = 3.0
+    scheduler_shift: float = 3.0
+    negative_prompt: str = ""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A published Wan model.
@@ -193,7 +233,7 @@ class Variant:
         dit: shape of the DiT, or of each expert.
         vae_stride: factors by which the VAE divides the numbers of (frames, rows, columns) of a video.
         fps: frame rate of the training videos.
-        default_shift: flow shift of official inference.
+        sampling: official options of sampling.
         boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
             DiT.
         conditions: names of the conditions from the list above.
@@ -203,7 +243,7 @@ class Variant:
     dit: DiTShape
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     fps: int = 16
-    default_shift: float = 5.0
+    sampling: SamplingDefaults = SamplingDefaults()
     boundary_ratio: float | None = None
     conditions: tuple[str, ...] = ("text",)
 
@@ -255,34 +295,69 @@ _14B = (40, 40, 13824)
 _CLIP = {"in_channels": 36, "image_dim": 1280, "image_len": IMAGE_LEN}
 _CLIP_2 = {"in_channels": 36, "image_dim": 1280, "image_len": 2 * IMAGE_LEN, "image_positions": 2 * IMAGE_LEN}
 _I2V = ("text", "image")
+_480P = SamplingDefaults(negative_prompt=_NEGATIVE_PROMPT)
+_480P_I2V = replace(_480P, num_inference_steps=40, negative_prompt=_STEADY + _NEGATIVE_PROMPT)
+_720P = replace(_480P, height=720, width=1280, flow_shift=5.0)
+_720P_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_scale_2=3.5)
+_720P_FLF2V = replace(
+    _720P, flow_shift=16.0, scheduler_shift=16.0, negative_prompt=_ONE_SHOT + _480P_I2V.negative_prompt
+)
 _ROWS = (
-    Variant("wan2.1-t2v-1.3b", _shape(12, 30, 8960)),
-    Variant("wan2.1-t2v-14b", _shape(*_14B)),
-    Variant("wan2.1-i2v-14b", _shape(*_14B, **_CLIP), conditions=(*_I2V, "clip")),
+    Variant(
+        "wan2.1-t2v-1.3b", _shape(12, 30, 8960), sampling=replace(_480P, guidance_scale=6.0, flow_shift=8.0)
+    ),
+    Variant("wan2.1-t2v-14b", _shape(*_14B), sampling=_720P),
+    Variant("wan2.1-i2v-14b", _shape(*_14B, **_CLIP), sampling=_480P_I2V, conditions=(*_I2V, "clip")),
     Variant(
         "wan2.1-flf2v-14b",
         _shape(*_14B, **_CLIP_2),
-        default_shift=16.0,
+        sampling=_720P_FLF2V,
         conditions=(*_I2V, "last_image", "clip"),
     ),
-    Variant("wan2.2-t2v-a14b", _shape(*_14B), default_shift=12.0, boundary_ratio=0.875),
-    Variant("wan2.2-i2v-a14b", _shape(*_14B, in_channels=36), boundary_ratio=0.9, conditions=_I2V),
+    Variant(
+        "wan2.2-t2v-a14b",
+        _shape(*_14B),
+        sampling=replace(_720P_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
+        boundary_ratio=0.875,
+    ),
+    Variant(
+        "wan2.2-i2v-a14b",
+        _shape(*_14B, in_channels=36),
+        sampling=_720P_A14B,
+        boundary_ratio=0.9,
+        conditions=_I2V,
+    ),
     Variant(
         "wan2.2-ti2v-5b",
         _shape(24, 30, 14336, in_channels=48, out_channels=48),
         vae_stride=(4, 16, 16),
         fps=24,
+        sampling=replace(_720P, height=704, num_frames=121, scheduler_shift=5.0),
         conditions=("text", "first_frame"),
     ),
 )
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 
 
+def sampling_table() -> str:
+    """Return a Markdown table of the official sampling options of all variants, except the negative prompts."""
+    rows = [["variant", "width x height", "frames", "fps", "steps", "guidance", "shift"]]
+    rows.append(["-" * len(title) for title in rows[0]])
+    for name, variant in VARIANTS.items():
+        official = variant.sampling
+        scales = filter(None, (official.guidance_scale, official.guidance_scale_2))
+        numbers = (official.num_frames, variant.fps, official.num_inference_steps)
+        guidance, shift = " / ".join(f"{scale:g}" for scale in scales), f"{official.flow_shift:g}"
+        rows.append([name, f"{official.width} x {official.height}", *map(str, numbers), guidance, shift])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+
+
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognised from its configs.
 
     A model with an unpublished shape, such as the demo model, belongs to the family of variants with the same inputs. The
-    name of its variant ends in "-tiny".
+    name of its variant ends in "-tiny", and it has no official options of sampling.
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
@@ -296,7 +371,9 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
     shape, index = DiTShape.from_config(config), index or {}
     family = _family(shape, index)
     rows = [row for row in VARIANTS.values() if row.name.startswith(f"{family}-")]
-    tiny = replace(rows[0], name=f"{family}-tiny", dit=shape)
+    shift = rows[0].sampling.scheduler_shift
+    sampling = SamplingDefaults(flow_shift=shift, scheduler_shift=shift)
+    tiny = replace(rows[0], name=f"{family}-tiny", dit=shape, sampling=sampling)
     row = next((row for row in rows if row.dit == shape), tiny)
     boundary = index.get("boundary_ratio")
     return row if boundary is None else replace(row, boundary_ratio=float(boundary))

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wands.variants import IMAGE_LEN, VARIANTS, DiTShape, legal_frames, variant_of
+from wands.variants import IMAGE_LEN, VARIANTS, DiTShape, Variant, legal_frames, variant_of
 
 CONFIG = {
     "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16,
@@ -92,7 +92,10 @@ def test_a_shape_of_ones_own_has_the_interfaces_of_its_family(kind: dict, index:
     found, published = variant_of(CONFIG | kind, index), VARIANTS[like]
     assert found.name == name
     assert found.dit == DiTShape.from_config(CONFIG | kind)
-    assert replace(found, name="", dit=published.dit) == replace(published, name="")
+    assert replace(found, name="", dit=published.dit, sampling=published.sampling) == replace(
+        published, name=""
+    )
+    assert found.sampling.flow_shift == published.sampling.scheduler_shift
 
 
 def test_a_boundary_of_the_pipeline_is_kept():
@@ -111,6 +114,16 @@ def test_the_pictures_of_a_variant():
     for row in VARIANTS.values():
         assert row.dit.condition_channels == (20 if row.num_images else 0)
         assert row.dit.image_len == (row.num_images * IMAGE_LEN if "clip" in row.conditions else 0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda row: row.name)
+def test_official_sizes_can_be_sampled(variant: Variant):
+    chosen = variant.sampling
+    frames, height, width = variant.latent_size(chosen.num_frames, chosen.height, chosen.width)
+    assert (frames - 1) * 4 + 1 == chosen.num_frames
+    assert (height % 2, width % 2) == (0, 0)
+    assert (height * variant.vae_stride[1], width * variant.vae_stride[2]) == (chosen.height, chosen.width)
+    assert (chosen.guidance_scale_2 is None) == (variant.boundary_ratio is None)
 
 
 def test_legal_frames():

@@ -254,7 +254,8 @@ class TrainOptions(RecipeOptions):
 class InferOptions(Options):
     """Sample videos from prompts and images.
 
-    With a launcher such as torchrun, all processes work together on each video.
+    With a launcher such as torchrun, all processes work together on each video. The options that you leave out have the
+    values of the model's authors, which the table below lists.
 
     Examples:
         wands infer --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a red kite" --out videos/
@@ -272,29 +273,30 @@ class InferOptions(Options):
     """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, with
     a prompt and its options."""
     height: tuple[int, ...] = ()
-    """Height of the video in pixels. Give the option several times to set one value per prompt [default: 480]."""
+    """Height of the video in pixels. Give the option several times to set one value per prompt [default: see below]."""
     width: tuple[int, ...] = ()
-    """Width of the video in pixels. Give the option several times to set one value per prompt [default: 832]."""
+    """Width of the video in pixels. Give the option several times to set one value per prompt [default: see below]."""
     num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
     """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
-    prompt [default: 81]."""
+    prompt [default: see below]."""
     num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
-    """Number of denoising steps. Give the option several times to set one value per prompt [default: 50]."""
+    """Number of denoising steps. Give the option several times to set one value per prompt [default: see below]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
     """Scale of classifier-free guidance. Values above 1 follow the prompt more strongly; values up to 1 turn guidance
-    off. Give the option several times to set one value per prompt [default: 5]."""
+    off. Give the option several times to set one value per prompt [default: see below]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
     """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
-    per prompt [default: the value of --guidance]."""
+    per prompt [default: the value of --guidance if you set it, else see below]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
     """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
-    set one value per prompt [default: the flow shift of the model's scheduler]."""
+    set one value per prompt [default: see below; for models that are not in the table, the flow shift of the model's
+    scheduler]."""
     seed: tuple[int, ...] = ()
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
     the option several times to set one value per prompt [default: 0]."""
     negative_prompt: tuple[str, ...] = ()
     """Text that describes what the video must not show. This option needs --guidance above 1. Give the option several
-    times to set one value per prompt [default: empty]."""
+    times to set one value per prompt [default: the Chinese text of the model's authors; "" sets no text]."""
     image: tuple[str, ...] = ()
     """File with the first frame: an image, or a video whose first frame is used. The frame is scaled and cropped to
     --height x --width. Give the option several times to set one value per prompt."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from wands.config.options import InferOptions, Spelling
 from wands.errors import ConfigError, one_line, suggest
-from wands.variants import Variant
+from wands.variants import SamplingDefaults, Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
@@ -23,19 +24,19 @@ FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is No
 
 class SampleRequest(BaseModel):
     """Prompt and options of one video to sample. If a line of a prompt file sets a field, the field overrides the command line
-    option with the same name.
+    option with the same name. `build_requests` fills fields that are not set with the official options of the model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt: str
-    height: int = Field(default=480, gt=0)
+    height: int = Field(default=SamplingDefaults.height, gt=0)
     """Height of the video in pixels."""
-    width: int = Field(default=832, gt=0)
+    width: int = Field(default=SamplingDefaults.width, gt=0)
     """Width of the video in pixels."""
-    num_frames: int = Field(default=81, gt=0)
-    num_inference_steps: int = Field(default=50, gt=0)
-    guidance_scale: float = Field(default=5.0, ge=0, allow_inf_nan=False)
+    num_frames: int = Field(default=SamplingDefaults.num_frames, gt=0)
+    num_inference_steps: int = Field(default=SamplingDefaults.num_inference_steps, gt=0)
+    guidance_scale: float = Field(default=SamplingDefaults.guidance_scale, ge=0, allow_inf_nan=False)
     """Scale of classifier-free guidance. Values up to 1 turn guidance off."""
     guidance_scale_2: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Guidance scale of the low-noise expert; None uses `guidance_scale`."""
@@ -156,7 +157,7 @@ def build_requests(
         options: maps a field of `SampleRequest` to one value for all prompts, or to a list with one value per prompt.
             None or an empty list means that the option was not given. If there is only one `seed`, prompt number i
             (from 0) gets seed + i, so that equal prompts give different videos.
-        variant: variant of the model.
+        variant: variant of the model, whose official options fill the fields that are not set.
 
     Returns:
         (requests, error texts of all prompts). A prompt with an invalid field has error texts and no request.
@@ -185,9 +186,25 @@ def build_requests(
         except ValidationError as error:
             broken_rules += [(i, f"{flag_of(key)}={value}", text) for key, value, text in _rules(error)]
             continue
+        request = fill_defaults(request, variant.sampling)
         requests.append(request)
         broken_rules += [(i, option, text) for option, text in find_problems(request, variant)]
     return requests, problems + _join_prompts(broken_rules, len(prompts))
+
+
+def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleRequest:
+    """Return a copy of a request, in which the official options of the model replace the fields that are not set."""
+    options = asdict(sampling)
+    # A scheduler with the shift of the published pipeline has the official shift in some pipelines, and diffusers' 3 in others.
+    if options.pop("scheduler_shift") == sampling.flow_shift:
+        del options["flow_shift"]
+    given = request.model_fields_set
+    if "guidance_scale" in given:  # the official second scale fits only the official first scale
+        del options["guidance_scale_2"]
+    filled = request.model_copy(update={key: options[key] for key in options.keys() - given})
+    if filled.guidance_scale > 1 or "negative_prompt" in given:
+        return filled
+    return filled.model_copy(update={"negative_prompt": ""})
 
 
 def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:

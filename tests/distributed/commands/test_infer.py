@@ -989,7 +989,29 @@ def test_unusable_prompt_file(tmp_path: Path, name: str, content: bytes | None, 
 
 
 def test_defaults_are_the_models_own() -> None:
-    requests, problems = build_requests(["a"], {"height": None, "seed": ()}, VARIANTS["wan2.1-t2v-1.3b"])
-    assert problems == []
-    assert requests == [SampleRequest(prompt="a")]
-    assert (requests[0].height, requests[0].width, requests[0].num_frames) == (480, 832, 81)
+    def fields(name: str, **options: object) -> SampleRequest:
+        requests, problems = build_requests(
+            ["a"], {"height": None, "seed": (), "image": "f.png", **options}, VARIANTS[name]
+        )
+        assert not [text for text in problems if "image" not in text]
+        return requests[0]
+
+    plain = fields("wan2.1-t2v-1.3b")
+    assert (plain.height, plain.width, plain.num_frames, plain.num_inference_steps) == (480, 832, 81, 50)
+    assert (plain.guidance_scale, plain.guidance_scale_2, plain.flow_shift) == (6.0, None, 8.0)
+    assert plain.negative_prompt.startswith("色调艳丽，过曝")
+    two = fields("wan2.2-t2v-a14b")
+    assert (two.width, two.guidance_scale, two.guidance_scale_2, two.flow_shift) == (1280, 4.0, 3.0, 12.0)
+    # Who sets the first scale means both experts; who turns guidance off has no use for a negative prompt.
+    assert fields("wan2.2-t2v-a14b", guidance_scale=6.0).guidance_scale_2 is None
+    assert fields("wan2.2-t2v-a14b", guidance_scale=1.0).negative_prompt == ""
+    assert fields("wan2.1-t2v-14b", negative_prompt="").negative_prompt == ""
+    chosen = fields("wan2.2-ti2v-5b", height=64, num_frames=5, flow_shift=2.0)
+    assert (chosen.height, chosen.width, chosen.num_frames, chosen.flow_shift) == (64, 1280, 5, 2.0)
+    # The schedulers of these pipelines have the official shift, 3 for the 480p and 5 for the 720p model of I2V.
+    assert {fields(name).flow_shift for name in ("wan2.1-i2v-14b", "wan2.2-ti2v-5b")} == {None}
+
+
+def test_a_model_of_another_shape_has_no_official_options(tiny_pipeline: Path) -> None:
+    requests, problems = build_requests(["a"], {}, find_pipeline(tiny_pipeline).variant)
+    assert (requests, problems) == ([SampleRequest(prompt="a")], [])

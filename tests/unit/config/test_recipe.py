@@ -110,7 +110,7 @@ def test_every_variant_has_a_full_and_a_lora_recipe(variant: Variant):
         assert recipe.model.experts == ("both" if variant.boundary_ratio else None)
     # Shifts of official inference, but for T2V of Wan 2.1, whose authors advise lower ones in training.
     if not variant.name.startswith("wan2.1-t2v"):
-        assert full.flow.flow_shift == (3.0 if variant.name == "wan2.1-i2v-14b" else variant.default_shift)
+        assert full.flow.flow_shift == variant.sampling.flow_shift
 
 
 @pytest.mark.parametrize("name", list_recipes())

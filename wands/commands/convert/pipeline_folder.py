@@ -59,16 +59,17 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     tokenizer.save_pretrained(out / "tokenizer")
-    family = variant.name.split("-")[1]
-    shift = {"flf2v": 16.0, "ti2v": 5.0}.get(family, 3.0)
     diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        num_train_timesteps=1000,
+        flow_shift=variant.sampling.scheduler_shift,
     ).save_pretrained(out / "scheduler")
     index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline" if "image" in variant.conditions else "WanPipeline",
         "_diffusers_version": diffusers.__version__,
         "boundary_ratio": variant.boundary_ratio,
-        "expand_timesteps": family == "ti2v",
+        "expand_timesteps": "first_frame" in variant.conditions,
         "scheduler": ["diffusers", "UniPCMultistepScheduler"],
         "text_encoder": ["transformers", "UMT5EncoderModel"],
         "tokenizer": ["transformers", type(tokenizer).__name__],
