@@ -7,7 +7,8 @@ every rank has all weights, but each rank averages only its own range of every p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from wands.model.files.checkpoint_files import Checkpoint, has_average
 from wands.model.files.fragment_files import AVERAGE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 from wands.train.buffers import allocate
-from wands.train.engine_state import Fragment, trained_fragments
+from wands.train.engine_state import Fragment, refresh_weights, trained_fragments
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
@@ -91,6 +92,23 @@ class WeightAverage:
             if updated is not average:
                 average.copy_(updated, non_blocking=master.is_cuda)
 
+    @torch.no_grad()
+    def exchange(self, engine: Any) -> None:
+        """Exchange the moving average and the weights. A second call restores every bit. Every rank must call this function.
+
+        Args:
+            engine: the engine from which this average was built.
+        """
+        for average, fragment in zip(self._averages, self._fragments, strict=True):
+            master = fragment.read()
+            weights = master.clone()  # the copies run in the order of the stream
+            master.copy_(average, non_blocking=master.is_cuda)
+            average.copy_(weights, non_blocking=master.is_cuda)
+        if engine.zero_optimization_stage():
+            refresh_weights(engine)
+        else:
+            _gather_shares(engine)
+
     def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
         """Return this rank's part of the moving average as tensors and metadata of a file."""
         if self._crosses:
@@ -150,6 +168,25 @@ def build_averages(
     return averages
 
 
+@contextmanager
+def averaged_weights(engines: Mapping[str, Any], averages: Mapping[str, WeightAverage]) -> Iterator[None]:
+    """Put the moving averages into the models while the `with` block runs, then restore the weights bit for bit.
+
+    Every rank must enter and leave the block between two optimizer steps. In the block, a checkpoint would be wrong.
+
+    Args:
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        averages: maps the same subfolders to the moving averages; {} changes nothing.
+    """
+    for part, average in averages.items():
+        average.exchange(engines[part])
+    try:
+        yield
+    finally:
+        for part, average in averages.items():
+            average.exchange(engines[part])
+
+
 def _own_fragments(engine: Any) -> list[Fragment]:
     """Return the fragments of all trained parameters that this rank averages. At ZeRO-0, where every rank has all
     weights, this is the rank's share of each parameter.
@@ -157,13 +194,27 @@ def _own_fragments(engine: Any) -> list[Fragment]:
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():
         return fragments
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     shares = []
     for fragment in fragments:
-        start, end = (fragment.read().numel() * r // world_size for r in (rank, rank + 1))
+        start, end = _own_range(fragment)
         if start < end:
             shares.append(fragment._replace(start=start, read=partial(_range, fragment.read, start, end)))
     return shares
+
+
+def _own_range(fragment: Fragment) -> tuple[int, int]:
+    """Return the start and the end of this rank's share of a whole parameter at ZeRO-0."""
+    rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.read().numel()
+    return numel * rank // world_size, numel * (rank + 1) // world_size
+
+
+def _gather_shares(engine: Any) -> None:
+    """Send each rank's share of every parameter to all ranks, at ZeRO-0."""
+    for fragment in trained_fragments(engine):
+        start, end = _own_range(fragment)
+        bits = fragment.read().view(torch.int32)  # a sum with zeros keeps all bits, also those of -0.0
+        bits[:start] = bits[end:] = 0
+        dist.all_reduce(bits)
 
 
 def _range(read: Callable[[], Tensor], start: int, end: int) -> Tensor:

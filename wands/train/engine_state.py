@@ -186,6 +186,22 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         setattr(engine, name, header["counters"][name])
 
 
+@torch.no_grad()
+def refresh_weights(engine: Any) -> None:
+    """Copy the fp32 master weights, which were changed between two steps, to the weights of the model.
+
+    Every rank must call this function. ZeRO-0 has no separate master weights, so there is nothing to do.
+    """
+    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    if stage == 3:
+        optimizer.checkpoint_event_prologue()  # parameters that are kept whole between steps have the old values
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        optimizer.checkpoint_event_epilogue()
+    elif stage:
+        optimizer.update_lp_params()
+
+
 def _optimizer_state(
     engine: Any, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
 ) -> dict[int, dict[str, Any]]:

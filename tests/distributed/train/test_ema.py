@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -38,6 +39,7 @@ from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.tensor_files import write_safetensors
 from wands.sampling.pipeline import load_pipeline
 from wands.train import ema, loop
+from wands.train.engine_state import engine_tensors
 from wands.train.summary import start_block
 
 Weights = dict[str, torch.Tensor]
@@ -224,6 +226,114 @@ def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
         stock = WanTransformer3DModel.from_pretrained(merged / part).state_dict()
         assert same(stock, load_full_weights(tmp_path / "run", part, ema=True))
         assert not same(stock, load_full_weights(tmp_path / "run", part))
+
+
+def exchanged_run(*args: Any) -> dict[str, list[str]]:
+    """A run that has its averages in the model before its third step: what differed then and what differs afterwards."""
+    import deepspeed
+
+    trainers: list[Any] = []
+    found: dict[str, list[str]] = {}
+
+    def build(*rest: Any) -> Any:
+        trainers.append(build_trainer(*rest))
+        return trainers[-1]
+
+    def own(engine: Any) -> Weights:
+        """This rank's values, and those of parameters that ZeRO-3 keeps whole between steps."""
+        parameters = dict(engine.module.named_parameters())
+        parts = {f"own/{name}": getattr(value, "ds_tensor", value) for name, value in parameters.items()}
+        parts |= {f"whole/{name}": value for name, value in parameters.items() if value.numel()}
+        return {name: value.detach().clone() for name, value in parts.items()}
+
+    def everything(trainer: Any) -> Weights:
+        state = {}
+        for part, engine in trainer.engines.items():
+            kept, averages = engine_tensors(engine)[0], trainer.averages[part].stored()[0]
+            state |= {f"{part}/state/{item.name}": item.read().clone() for item in kept}
+            state |= {f"{part}/average/{item.name}": item.read().clone() for item in averages}
+            state |= {f"{part}/{name}": value for name, value in own(engine).items()}
+        return state
+
+    def bits(value: torch.Tensor) -> bytes:
+        return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def gathered(engine: Any, used: Weights) -> Weights:
+        """All parameters, as a forward pass would use them."""
+        every = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(
+            [*every.values()], enabled=not all(map(torch.numel, every.values()))
+        ):
+            whole = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+        return whole | {name: used[f"whole/{name}"] for name in whole if f"whole/{name}" in used}
+
+    def step_between(engine: Any, *rest: Any) -> Any:
+        if engine.global_steps == 2 and not found:
+            [trainer] = trainers
+            before, digest = everything(trainer), hashlib.sha256()
+            with ema.averaged_weights(trainer.engines, trainer.averages):
+                for part, each in trainer.engines.items():
+                    inside = gathered(each, own(each))
+                    for name, (start, _) in trainer.averages[part]._places.items():
+                        average = before[f"{part}/average/{name}"]
+                        mine = inside[name].reshape(-1)[start : start + len(average)]
+                        judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
+                        found.setdefault(judged, []).append(name)
+                        master = (
+                            before[f"{part}/state/{name}/master"] if each.zero_optimization_stage() else mine
+                        )
+                        found.setdefault("moved", []).append(str(not torch.equal(master, average)))
+                    digest.update(b"".join(map(bits, inside.values())))
+            after = everything(trainer)
+            assert before.keys() == after.keys()
+            found["other"] = [name for name in before if bits(before[name]) != bits(after[name])]
+            found["digest"] = [digest.hexdigest()]
+        return step(engine, *rest)
+
+    step, build_trainer = loop.train_step, loop._build_trainer
+    with mock.patch.multiple(loop, train_step=step_between, _build_trainer=build):
+        run_training(*args)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "ds"),
+    [
+        ("wan2.1-t2v-1.3b", (), zero(0)),
+        ("wan2.1-t2v-1.3b", (), zero(2)),
+        (
+            "wan2.1-t2v-1.3b",
+            (),
+            {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
+        ),
+        pytest.param("wan2.2-t2v-a14b", ("lora.rank=2",), zero(0), marks=pytest.mark.slow),
+        ("wan2.1-t2v-1.3b", ("precision.weights=bf16", "precision.compute=bf16"), zero(1)),
+        pytest.param("wan2.2-t2v-a14b", (), zero(3), marks=pytest.mark.slow),
+        pytest.param(
+            "wan2.1-t2v-1.3b", ("ema.device=gpu",), DS_CONFIGS["zero3_offload"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "wan2.1-t2v-1.3b", (), zero(2, offload_optimizer={"device": "cpu"}), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["zero0", "zero2", "zero3", "lora", "bf16", "experts", "offload3", "offload2"],
+)
+def test_in_the_model_for_a_while_and_every_bit_is_restored(
+    variant: str,
+    settings: Any,
+    ds: Any,
+    tiny_variant: Callable[[str], Path],
+    tmp_path: Path,
+    worlds: WorldPool,
+):
+    overrides = (*PLAIN, *STEPS, "train.max_steps=3", *settings)
+    ranks = worlds[2].run(exchanged_run, tiny_variant(variant), tmp_path, overrides, ds, False)
+    for found in ranks:
+        assert found["other"] == []
+        assert "wrong" not in found
+        assert found["right"]
+        assert "True" in found["moved"] or ds == zero(0)
+        assert found["digest"] == ranks[0]["digest"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
