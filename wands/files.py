@@ -55,6 +55,18 @@ def read_json_object(
     return value
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+    return rows
+
+
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """Return all differences between two nested JSON values.
 

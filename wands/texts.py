@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # Terminals obey control characters. The bidirectional ones make a name look like another name.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -12,6 +14,11 @@ _SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|
 _SECRET = re.compile(
     r"\b(?:hf_|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}|\b(?:github_pat_|glpat-|sk-|xox[abp]-)[\w-]{20,}"
     r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
+)
+
+_LOCAL = re.compile(r"(?:[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
+_INNER_PATH = re.compile(
+    r"(?<![\w/.~-])(?<!:(?=//))(?:file://|~|[A-Za-z]:(?!//))?(?:[/\\][\w.@+$-]+)+[/\\][\w.@+$-]+"
 )
 
 
@@ -43,6 +50,35 @@ def redact(text: str) -> str:
     # In a URL, the name is the public name of an account.
     pattern = rf"(https?://\S+)|(?<=[/\\])(?:{name})(?![\w-]|\.\w)" if name else r"(?!)"
     return re.sub(pattern, lambda match: match[1] or "$USER", hide_secrets(text))
+
+
+def without_paths(value: Any) -> Any:
+    """Return a copy of a JSON value in which each absolute path is shortened to its last component. Secrets are hidden.
+
+    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
+    machine.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_paths(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    text = redact(value)
+    return last_part(text) if is_local(text) else _INNER_PATH.sub(lambda match: last_part(match[0]), text)
+
+
+def is_local(text: str) -> bool:
+    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, or a path
+    that starts with a dot.
+    """
+    return bool(_LOCAL.match(text))
+
+
+def last_part(path: str) -> str:
+    """Return the last component of a path, without the name of the user."""
+    *folders, name = re.split(r"[/\\]", redact(path).rstrip("/\\"))
+    return "~" if folders[-1:] in (["home"], ["Users"]) else name  # the name of a user
 
 
 def safe_lines(text: str) -> str:

@@ -28,7 +28,7 @@ from wands.commands.plots import save_loss_plot
 from wands.config.options import PushOptions
 from wands.errors import WandsError, one_line
 from wands.export import model_card
-from wands.export.model_card import FolderContents, LoraFile, without_paths
+from wands.export.model_card import FolderContents, LoraFile
 from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import read_json_object, write_text
 from wands.model.files.hashes import HASH_FILE
@@ -36,7 +36,7 @@ from wands.model.files.hub import is_hub_id
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
-from wands.texts import hide_secrets
+from wands.texts import hide_secrets, is_local, without_paths
 
 log = logging.getLogger(__name__)
 
@@ -364,5 +364,5 @@ def _without_origin(value: Any) -> Any:
     return {
         key: _without_origin(item)
         for key, item in value.items()
-        if not (key in origins and isinstance(item, str) and model_card.is_local(item))
+        if not (key in origins and isinstance(item, str) and is_local(item))
     }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from wands.errors import WandsError
 from wands.model.files.hub import is_hub_id
-from wands.texts import redact
+from wands.texts import last_part, redact, without_paths
 from wands.variants import VARIANTS, Variant
 
 MARKER = (
@@ -31,10 +30,6 @@ SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
 DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
-_LOCAL = re.compile(r"(?:[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
-_INNER_PATH = re.compile(
-    r"(?<![\w/.~-])(?<!:(?=//))(?:file://|~|[A-Za-z]:(?!//))?(?:[/\\][\w.@+$-]+)+[/\\][\w.@+$-]+"
-)
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -71,29 +66,6 @@ class FolderContents:
     class_name: str = ""
     loras: tuple[LoraFile, ...] = ()
     folders: tuple[str, ...] = ()
-
-
-def without_paths(value: Any) -> Any:
-    """Return a copy of a JSON value in which each absolute path is shortened to its last component. Secrets are hidden.
-
-    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
-    machine.
-    """
-    if isinstance(value, Mapping):
-        return {key: without_paths(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    text = redact(value)
-    return _last(text) if is_local(text) else _INNER_PATH.sub(lambda match: _last(match[0]), text)
-
-
-def is_local(text: str) -> bool:
-    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, or a path
-    that starts with a dot.
-    """
-    return bool(_LOCAL.match(text))
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
@@ -172,14 +144,14 @@ def build_card(
         ],
         lora_settings=(record.get("recipe") or {}).get("lora"),
         base_id=base_id,
-        local_base=_last(base),
-        checkpoint=_last(str(record.get("checkpoint") or "")),
+        local_base=last_part(base),
+        checkpoint=last_part(str(record.get("checkpoint") or "")),
         samples=samples,
         has_loss=bool(loss_points(record)),
         loss_file=LOSS_FILE,
         recipe=recipe and yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True),
         repo_id=repo_id,
-        base=base_id or _last(base) or "the base model",
+        base=base_id or last_part(base) or "the base model",
         source="base" if loras else "repo",
         loras=loras,
         class_name=class_name,
@@ -214,8 +186,3 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
         link = f"samples/{quote(path.name)}"
         samples.append({"caption": caption, "link": link, "is_image": path.suffix == ".png"})
     return samples
-
-
-def _last(path: str) -> str:
-    *folders, name = re.split(r"[/\\]", redact(path).rstrip("/\\"))
-    return "~" if folders[-1:] in (["home"], ["Users"]) else name  # the name of a user

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from wands import __version__
-from wands.distributed.bootstrap import ranks_per_node
+from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.errors import one_line
+from wands.files import read_rows
 from wands.train.append_log import AppendLog
-from wands.train.metrics import continue_rows, read_rows, to_line
+from wands.train.metrics import continue_rows, to_line
 from wands.train.run import TrainingRun
 
 
@@ -39,6 +40,12 @@ class EventLog:
         values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
         values["num_nodes"] = run.world_size // ranks_per_node()
         values["checkpoint"] = run.checkpoint and run.checkpoint.folder.name
+        values |= {
+            "device": accelerator_type(),
+            "variant": run.variant.name,
+            "total_steps": run.sampler.total_steps,
+        }
+        values["data"] = {"num_samples": len(run.data.keys), "num_tokens": int(run.seq_lens.sum())}
         if is_restart:
             steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]
             number = 1 + sum(row["event"] == "restart" for row in past)

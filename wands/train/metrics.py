@@ -13,7 +13,7 @@ import torch
 
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
-from wands.files import write_text
+from wands.files import read_rows, write_text
 from wands.planning.hardware import peak_tflops
 from wands.train.append_log import AppendLog, TensorBoardLog
 from wands.train.run import Log, TrainingRun
@@ -201,18 +201,6 @@ class MetricsWriter:
 def to_line(row: Mapping[str, Any]) -> bytes:
     """Return a row as a line of a `.jsonl` file, with null in place of numbers that are not finite."""
     return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
 
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:

@@ -24,9 +24,9 @@ from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
 from wands.commands import push as push_module
 from wands.errors import WandsError
-from wands.export import model_card
 from wands.export import upload as hub_repo
 from wands.model.files.checkpoint_files import TrainState
+from wands.texts import without_paths
 
 TOKEN = "hf_SecretOfAlice0123456789"
 NAME = "alice/wan-tiny"
@@ -378,7 +378,7 @@ def test_the_licence_is_the_bases(small: Path, hub: FakeHub, tmp_path: Path) -> 
     ],
 )
 def test_paths_are_cut(text: str, kept: str) -> None:
-    assert model_card.without_paths({"a": [text, 1, None]}) == {"a": [kept, 1, None]}
+    assert without_paths({"a": [text, 1, None]}) == {"a": [kept, 1, None]}
 
 
 # ---- repositories
