@@ -123,6 +123,9 @@ def test_show_timesteps_follows_the_recipe():
     high = invoke("train", "--show-timesteps", "--set", "flow.flow_shift=12").output
     assert low != high
     assert len(low.splitlines()) >= 10
+    cut = invoke("train", "--show-timesteps", "--set", "flow.min_timestep=500").output
+    assert " 450 -  500    0.0%" in cut
+    assert " 450 -  500    0.0%" not in low
 
 
 def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_path: Path):

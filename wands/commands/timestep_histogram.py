@@ -6,7 +6,7 @@ import numpy as np
 
 from wands.config.recipe import FlowConfig
 from wands.flow.rng import philox
-from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
+from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 
 BAR_WIDTH = 50
 
@@ -54,4 +54,7 @@ def _heading(flow: FlowConfig) -> str:
         "mode": f"({flow.mode_scale:g})",
     }[flow.timestep_sampling]
     mixture = f", {flow.mix_uniform:.0%} uniform unshifted" if flow.mix_uniform else ""
-    return f"{flow.preset}: {flow.timestep_sampling}{details}, flow_shift {flow.flow_shift:g}{mixture}"
+    by_size = f", for a clip of {BASE_TOKENS:,} tokens" * flow.shift_by_size
+    return (
+        f"{flow.preset}: {flow.timestep_sampling}{details}, flow_shift {flow.flow_shift:g}{mixture}{by_size}"
+    )

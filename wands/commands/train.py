@@ -171,5 +171,5 @@ def _show_timesteps(recipe: Recipe, log: Log) -> None:
     for expert in experts or (None,):
         if expert and expert.name:
             log(f"{expert.name}-noise expert ({expert.subfolder})")
-        sigma_range = expert.sigma_range if expert else (0.0, 1.0)
+        sigma_range = expert.sigma_range if expert else recipe.flow.sigma_range
         log(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))

@@ -327,6 +327,19 @@ class FlowConfig(StrictModel):
     flow_shift: float = Field(default=3.0, gt=0)
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
     high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
+    shift_by_size: bool = False
+    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), with all video tokens of the
+    clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, such a clip in
+    1280 x 720 gets 4.6. Use this key for data with several sizes. The loss weight `linear` always uses `flow_shift`."""
+    min_timestep: float = Field(default=0.0, ge=0, lt=1000)
+    """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated to the range
+    from min_timestep to max_timestep, so no sample is lost. An expert trains the part of the range that it shares."""
+    max_timestep: float = Field(default=1000.0, gt=0, le=1000)
+    """Largest timestep to train, after the shift. It is excluded unless it is 1000."""
+    stratified: bool = False
+    """Whether the noise levels of a clip are spread evenly over the epochs, instead of drawn independently. Each single
+    draw has the same distribution. After a few epochs, the mean loss of a clip varies less: see docs/training.md. The key
+    has no effect in the first epoch."""
     mix_uniform: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the samples whose sigma is drawn uniformly and is not shifted. The other samples use
     `timestep_sampling` and `flow_shift`. With 0, all samples use `timestep_sampling` and `flow_shift`."""
@@ -347,6 +360,17 @@ class FlowConfig(StrictModel):
         if not isinstance(values, dict):
             return values
         return {**FLOW_PRESETS.get(values.get("preset", "finetune"), {}), **values}
+
+    @model_validator(mode="after")
+    def _check_timesteps(self) -> FlowConfig:
+        if self.min_timestep >= self.max_timestep:
+            raise ValueError("min_timestep must be smaller than max_timestep")
+        return self
+
+    @property
+    def sigma_range(self) -> tuple[float, float]:
+        """Smallest and largest noise level to train, after the shift."""
+        return self.min_timestep / 1000, self.max_timestep / 1000
 
 
 class LossConfig(StrictModel):

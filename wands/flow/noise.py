@@ -5,8 +5,9 @@ Letters: L local tokens, S samples, M timesteps, P channels of a token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from torch import Tensor
 from wands.config.recipe import FlowConfig
 from wands.distributed.layout import ContextLayout
 from wands.flow.rng import SampleKey, rng
-from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
+from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma, with_clip_shift
+
+_GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def add_noise(
     assert len(tokens) == len(layout.token_index)
     # Copies from the host are asynchronous, so that the host does not wait for the device.
     to_device: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
-    host_sigmas = [sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range) for key in keys]
+    pairs = zip(keys, layout.seq_lens, strict=True)
+    host_sigmas = [draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs]
     sigmas = torch.tensor(host_sigmas, dtype=torch.float32).to(**to_device)
     noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**to_device)
     clean = tokens.to(torch.float32)
@@ -93,6 +97,23 @@ def add_noise(
         timesteps=timesteps,
         trained=trained,
     )
+
+
+def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
+    """Draw the noise level for one use of a sample.
+
+    With `flow.stratified`, the quantile of a sample starts at a random number and grows by the golden ratio, modulo 1, from
+    epoch to epoch. Consecutive epochs then cover the numbers from 0 to 1 evenly.
+
+    Args:
+        seed: `train.seed`.
+        key: key of the random numbers.
+        flow: distribution of sigma, with the shift of this sample.
+        sigma_range: (smallest, largest) sigma.
+    """
+    start = rng(seed, replace(key, epoch=0), "sigma_start").random() if flow.stratified else 0.0
+    stratum = [(start + key.epoch * _GOLDEN_RATIO) % 1.0] if flow.stratified else []
+    return sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range, *stratum)
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:

@@ -44,7 +44,7 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
     Args:
         seed: `train.seed`.
         key: sample_id, repeat_index and epoch of the use.
-        purpose: "noise", "sigma", "first_frame", "cfg_dropout" or "dropout". Generators for different purposes are
+        purpose: "noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout". Generators for different purposes are
             independent.
     """
     return philox(seed, key.sample_id, key.repeat_index, key.epoch, purpose)

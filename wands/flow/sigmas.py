@@ -19,6 +19,9 @@ from wands.config.recipe import FlowConfig
 NUM_TRAIN_TIMESTEPS = 1000
 """Timestep of pure noise (sigma 1). Wan's sinusoidal timestep features expect timesteps from 0 to 1000."""
 
+BASE_TOKENS = 32760
+"""Number of tokens of a clip of 832 x 480 pixels and 81 frames, whose shift is `flow.flow_shift` with `flow.shift_by_size`."""
+
 _NORMAL = NormalDist()
 
 
@@ -32,8 +35,18 @@ def shift_sigma(sigma: float, shift: float) -> float:
     return shift * sigma / (1.0 + (shift - 1.0) * sigma)
 
 
+def with_clip_shift(flow: FlowConfig, num_tokens: int) -> FlowConfig:
+    """Return a copy of `flow` with the shift for a clip of `num_tokens` video tokens, or `flow` without `shift_by_size`.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23 with n = `BASE_TOKENS`.
+    """
+    if not flow.shift_by_size:
+        return flow
+    return flow.model_copy(update={"flow_shift": flow.flow_shift * math.sqrt(num_tokens / BASE_TOKENS)})
+
+
 def sample_sigma(
-    generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0
+    generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0, *stratum: float
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
@@ -46,6 +59,7 @@ def sample_sigma(
         flow: distribution, shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
+        stratum: at most one quantile of the mixture, from 0 to 1, that replaces both numbers of the generator.
 
     Returns:
         sigma, rounded to fp32 inside the range.
@@ -56,6 +70,9 @@ def sample_sigma(
     base_low, base_high = (shift_sigma(bound, 1.0 / flow.flow_shift) for bound in (low, high))
     uniform_mass = flow.mix_uniform * (high - low)
     base_mass = (1.0 - flow.mix_uniform) * _mass(flow, base_low, base_high)
+    for pick in stratum:
+        share = uniform_mass / ((uniform_mass + base_mass) or 1.0)
+        quantile = max(pick / share if pick < share else (pick - share) / (1.0 - share), 2.0**-54)
     # In a range whose mass underflows in float64, sigma is uniform.
     if base_mass <= 0.0 or pick * (uniform_mass + base_mass) < uniform_mass:
         sigma = low + (high - low) * quantile

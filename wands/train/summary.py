@@ -66,8 +66,9 @@ def start_block(run: TrainingRun) -> str:
             f"{run.sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"
         ],
         "flow": [
-            f"{flow.preset}: {flow.timestep_sampling}, shift {flow.flow_shift}, uniform share {flow.mix_uniform}, "
-            f"weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
+            f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
+            f"{' by size' * flow.shift_by_size}, timesteps {flow.min_timestep:g} to {flow.max_timestep:g}, "
+            f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
             + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
         ],
         "memory": [_memory_line(run)],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from wands.config.recipe import Recipe
+from wands.config.recipe import FlowConfig, Recipe
 from wands.errors import ConfigError
 from wands.model.files.loading import build_empty, load_config, load_index
 from wands.model.freezing import freeze_parameters
@@ -20,11 +21,11 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
     """Read the configs of the model that the recipe names.
 
     Returns:
-        (diffusers config of the DiT, variant of the model, DiTs that the recipe trains).
+        (diffusers config of the DiT, variant of the model, DiTs that the recipe trains with the noise levels to train).
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, does not have the experts that the recipe names,
-            or has experts with different configs.
+            or has experts with different configs. Also if an expert has no timestep to train.
     """
     path = recipe.model.path
     if not path:
@@ -45,7 +46,18 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
                 f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
-    return config, variant, experts
+    return config, variant, tuple(_cut_range(expert, recipe.flow) for expert in experts)
+
+
+def _cut_range(expert: Expert, flow: FlowConfig) -> Expert:
+    """Return the expert with the part of its noise levels that `flow.min_timestep` and `flow.max_timestep` leave."""
+    (least, most), (low, high) = expert.sigma_range, flow.sigma_range
+    if max(least, low) >= min(most, high):
+        raise ConfigError(
+            f"flow.min_timestep={flow.min_timestep:g} and flow.max_timestep={flow.max_timestep:g} leave no timestep of the "
+            f"{expert.name}-noise expert, which has {1000 * least:g} to {1000 * most:g}; change the keys or model.experts."
+        )
+    return replace(expert, sigma_range=(max(least, low), min(most, high)))
 
 
 def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:

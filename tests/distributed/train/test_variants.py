@@ -210,6 +210,23 @@ def test_the_histogram_is_that_of_each_expert(pipelines: dict[str, Path]):
     assert "expert" not in show("flow.flow_shift=5")
 
 
+def test_an_expert_trains_the_timesteps_that_the_recipe_leaves(
+    pipelines: dict[str, Path], tiny_pipeline: Path, tmp_path: Path
+):
+    def ranges(model: Path, *flow: str) -> list[tuple[float, float]]:
+        run = make_run(model, tmp_path, flow, world_size=1)
+        return [expert.sigma_range for expert in run.experts]
+
+    experts = pipelines["wan2.2-i2v-a14b"]
+    assert ranges(tiny_pipeline, "flow.min_timestep=100", "flow.max_timestep=950") == [(0.1, 0.95)]
+    assert ranges(experts, "flow.min_timestep=500", "flow.max_timestep=950") == [(0.9, 0.95), (0.5, 0.9)]
+    assert ranges(experts, "flow.max_timestep=900", "model.experts=low") == [(0.0, 0.9)]
+    with pytest.raises(ConfigError, match=r"max_timestep=900 leave no timestep of the high-noise expert"):
+        ranges(experts, "flow.max_timestep=900")
+    with pytest.raises(ConfigError, match="min_timestep must be smaller than max_timestep"):
+        ranges(tiny_pipeline, "flow.min_timestep=900", "flow.max_timestep=900")
+
+
 def test_experts_of_a_model_that_has_one(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.experts=high applies to models with two experts"):
         make_run(tiny_pipeline, tmp_path, ONE_EXPERT)

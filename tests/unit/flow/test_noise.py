@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,12 +12,15 @@ from hypothesis import strategies as st
 
 import wands.flow.noise as noise_module
 from tests.support.examples import examples
+from tests.unit.flow.test_sigmas import cdf, ks_distance
 from wands.config.recipe import FlowConfig
 from wands.distributed.layout import ContextLayout
-from wands.flow.noise import NoisyBatch, add_noise, draw_noise
+from wands.flow.noise import NoisyBatch, add_noise, draw_noise, draw_sigma
 from wands.flow.rng import SampleKey, philox, rng
+from wands.flow.sigmas import sample_sigma
 
 FLOW = FlowConfig(preset="pretrain")
+BY_SIZE = FlowConfig(shift_by_size=True, stratified=True)
 P = 6
 
 
@@ -26,12 +32,14 @@ def clean_of(name: str, length: int) -> torch.Tensor:
     return torch.from_numpy(philox("clean", name).standard_normal((length, P))).float()
 
 
-def add_noise_to_pack(samples: list[tuple[str, int]], seed: int = 0, epoch: int = 0) -> dict[str, tuple]:
+def add_noise_to_pack(
+    samples: list[tuple[str, int]], seed: int = 0, epoch: int = 0, flow: FlowConfig = FLOW
+) -> dict[str, tuple]:
     """Add noise to a pack of (name, length); return noisy rows, target rows, sigma and timestep of each sample."""
     names, lens = zip(*samples, strict=True)
     layout = ContextLayout.build(lens)
     tokens = torch.cat([clean_of(name, length) for name, length in samples])
-    noisy = add_noise(tokens, layout, [key(name, epoch=epoch) for name in names], FLOW, seed)
+    noisy = add_noise(tokens, layout, [key(name, epoch=epoch) for name in names], flow, seed)
     halves = zip(noisy.tokens.split(lens), noisy.target.split(lens), strict=True)
     levels = zip(noisy.sigmas.tolist(), noisy.timesteps.tolist(), strict=True)
     rows = [(*half, *level) for half, level in zip(halves, levels, strict=True)]
@@ -75,13 +83,19 @@ def test_bf16_latents_are_corrupted_in_fp32():
     lens=st.lists(st.integers(1, 20), min_size=2, max_size=6),
     data=st.data(),
     seed=st.integers(0, 2**31),
+    flow=st.sampled_from([FLOW, BY_SIZE]),
 )
-def test_a_sample_is_the_same_in_every_pack_order_and_rank(lens: list[int], data: st.DataObject, seed: int):
+def test_a_sample_is_the_same_in_every_pack_order_and_rank(
+    lens: list[int], data: st.DataObject, seed: int, flow: FlowConfig
+):
     samples = [(f"clip{i}", length) for i, length in enumerate(lens)]
-    together = add_noise_to_pack(samples, seed)
-    shuffled = add_noise_to_pack(data.draw(st.permutations(samples)), seed)
+    together = add_noise_to_pack(samples, seed, flow=flow)
+    shuffled = add_noise_to_pack(data.draw(st.permutations(samples)), seed, flow=flow)
     cut = data.draw(st.integers(1, len(samples) - 1))
-    apart = {**add_noise_to_pack(samples[:cut], seed), **add_noise_to_pack(samples[cut:], seed)}
+    apart = {
+        **add_noise_to_pack(samples[:cut], seed, flow=flow),
+        **add_noise_to_pack(samples[cut:], seed, flow=flow),
+    }
     for name, _ in samples:
         assert_same(together[name], shuffled[name])
         assert_same(together[name], apart[name])
@@ -103,16 +117,17 @@ def test_noise_is_standard_normal():
     assert float((noise**4).mean()) == pytest.approx(3.0, abs=0.15)
 
 
-def test_a_rank_with_part_of_the_tokens_holds_that_part_of_the_noise():
+@pytest.mark.parametrize("flow", [FLOW, BY_SIZE], ids=["plain", "by size"])
+def test_a_rank_with_part_of_the_tokens_holds_that_part_of_the_noise(flow: FlowConfig):
     lens, keys = (7, 6, 1), [key("a"), key("b"), key("c")]
     clean = torch.cat([clean_of("a", 7), clean_of("b", 6), clean_of("c", 1)])
-    full = add_noise(clean, ContextLayout.build(lens), keys, FLOW, 0)
+    full = add_noise(clean, ContextLayout.build(lens), keys, flow, 0)
     num_pads = 0
     for rank in range(6):
         part = ContextLayout.build(lens, ulysses_degree=2, ring_degree=3, cp_rank=rank)
         index, valid = part.token_index, part.num_valid
         local = torch.where((index < 0)[:, None], 0.0, clean[index.clamp(min=0)])
-        here = add_noise(local, part, keys, FLOW, 0)
+        here = add_noise(local, part, keys, flow, 0)
         assert torch.equal(here.tokens[:valid], full.tokens[index[:valid]])
         assert torch.equal(here.target[:valid], full.target[index[:valid]])
         assert torch.equal(here.sigmas, full.sigmas)
@@ -120,6 +135,57 @@ def test_a_rank_with_part_of_the_tokens_holds_that_part_of_the_noise():
         assert not here.target[valid:].any()
         num_pads += len(index) - valid
     assert num_pads > 0
+
+
+def draw_many(flow: FlowConfig, clips: int, epochs: int) -> np.ndarray:
+    keys = [[key(f"clip{i}", epoch=epoch) for epoch in range(epochs)] for i in range(clips)]
+    return np.array([[draw_sigma(0, k, flow, (0.0, 1.0)) for k in row] for row in keys])
+
+
+def test_the_shift_follows_the_size_of_the_whole_clip():
+    sizes = {"small": 8190, "base": 32760, "large": 75600}
+    drawn = add_noise_to_pack(list(sizes.items()), flow=FlowConfig(shift_by_size=True))
+    for name, shift in {"small": 1.5, "base": 3.0, "large": 3.0 * math.sqrt(75600 / 32760)}.items():
+        assert drawn[name][2] == draw_sigma(0, key(name), FlowConfig(flow_shift=shift), (0.0, 1.0))
+    plain = add_noise_to_pack([("small", 80)], flow=FlowConfig())
+    assert plain["small"][2] == sample_sigma(rng(0, key("small"), "sigma"), FlowConfig())
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        FlowConfig(stratified=True),
+        FlowConfig(stratified=True, preset="pretrain"),
+        FlowConfig(stratified=True, timestep_sampling="mode", mix_uniform=0.3),
+    ],
+    ids=["uniform", "pretrain", "mode"],
+)
+def test_stratified_draws_have_the_same_distribution(flow: FlowConfig):
+    n = 600
+    sigmas = draw_many(flow, n, 3)
+    for epoch in range(
+        3
+    ):  # over clips: 1.95 / sqrt(n) is exceeded once in 1,000 draws of the right distribution
+        assert ks_distance(sigmas[:, epoch], cdf(flow, 0.0, 1.0)) < 1.95 / n**0.5
+    one_clip = draw_many(flow, 1, n)[0]  # over epochs: even, so much closer than random draws
+    assert ks_distance(one_clip, cdf(flow, 0.0, 1.0)) < 0.2 / n**0.5
+    again = draw_sigma(0, key("clip0", repeat_index=1), flow, (0.0, 1.0))
+    assert again != sigmas[0, 0]
+
+
+def test_stratified_draws_lower_the_variance_of_the_mean_loss():
+    """The numbers are in docs/training.md."""
+
+    def variance(flow: FlowConfig, epochs: int) -> float:
+        sigmas = draw_many(flow, 300, epochs)
+        losses = 0.05 + 0.3 * (1 - sigmas) ** 4 + 0.15 * sigmas**6  # high at both ends, as Wan's
+        return losses.mean(axis=1).var()
+
+    gains = [variance(FlowConfig(), n) / variance(FlowConfig(stratified=True), n) for n in (1, 2, 4, 8)]
+    assert gains[0] == pytest.approx(1.0, abs=0.3)
+    assert gains[1] > 1.7
+    assert gains[2] > 2.5
+    assert gains[3] > 6
 
 
 # Traps: each check is shown to fail once the bug is patched in.
