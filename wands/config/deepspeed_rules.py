@@ -23,8 +23,7 @@ _TYPES = {
 }
 # Keys that wands passes to DeepSpeed 0.19, grouped by the type of their value. DeepSpeed would ignore a misspelt key.
 _KEYS = {
-    "an object": "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger "
-    "tensorboard wandb csv_monitor comet",
+    "an object": "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger",
     "true or false": "wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_python_gc "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
     "a whole number": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
@@ -43,6 +42,7 @@ _UNUSED = {
     "remove the key, because wands sets the accumulation boundary": "managed_gradient_accumulation",
     "remove the key, because wands always averages gradients": "gradient_allreduce_op",
     "use the recipe's checkpoint section": "checkpoint",
+    "use logging.trackers of the recipe, which also get the loss": "tensorboard wandb csv_monitor comet",
     "remove the key, because wands does not compile the engine": "compile",
     "remove the key, because wands train does not generate": "hybrid_engine",
     "remove the key, because wands has no pipeline stages": "pipeline",

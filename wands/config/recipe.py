@@ -445,7 +445,7 @@ class TrainConfig(StrictModel):
     forward pass. The number must be a multiple of dp_size (number of ranks / cp_size). The number of gradient
     accumulation steps is bins_per_step / dp_size."""
     log_every: int = Field(default=1, gt=0)
-    """Number of optimizer steps between two lines on the terminal. TensorBoard and metrics.jsonl always contain every
+    """Number of optimizer steps between two lines on the terminal. metrics.jsonl and the trackers always contain every
     step."""
     on_bad_step: Literal["stop", "skip"] = "stop"
     """Choose what happens at a bad step. With `stop`, a loss or a gradient norm that is not finite ends the run. With
@@ -491,6 +491,24 @@ class CheckpointConfig(StrictModel):
     exported, but the run cannot resume from it."""
 
 
+Tracker = Literal[
+    "tensorboard", "wandb", "trackio", "swanlab", "mlflow", "comet_ml", "aim", "clearml", "dvclive"
+]
+
+
+class LoggingConfig(StrictModel):
+    """Experiment trackers, and the metrics that take extra time. metrics.jsonl is always written."""
+
+    trackers: list[Tracker] = Field(default=["tensorboard"])
+    """List of the experiment trackers that get the metrics, samples and recipe of the run. wands uses the trackers of
+    accelerate. Install the Python package of a tracker, and log in as its documentation explains, before you add the
+    tracker. An empty list uses no tracker."""
+    project: str = "wands"
+    """Name of the project or experiment to which the trackers add the run. TensorBoard has no projects."""
+    run_name: str | None = None
+    """Name of the run in the trackers. If this key is unset, the name of the run folder is used."""
+
+
 class Recipe(StrictModel):
     """All settings of one training run."""
 
@@ -513,6 +531,7 @@ class Recipe(StrictModel):
     precision: PrecisionConfig = PrecisionConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    logging: LoggingConfig = LoggingConfig()
 
     @property
     def uses_dropout(self) -> bool:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
-import socket
-import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from wands.errors import one_line
 
@@ -30,11 +25,10 @@ class AppendLog:
 
     Args:
         path: the file. It is created with the first record.
-        header: first record of a new file.
     """
 
-    def __init__(self, path: Path, header: bytes = b"") -> None:
-        self.path, self._header = path, header
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._num_lost, self._failed = 0, False
 
@@ -66,39 +60,10 @@ class AppendLog:
         with self.path.open("ab", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             try:
-                rest = memoryview(data if size else self._header + data)
+                rest = memoryview(data)
                 while rest:
                     rest = rest[file.write(rest) :]
             except OSError:
                 with suppress(OSError):
                     file.truncate(size)  # a full disk may have left a part of a record
                 raise
-
-
-class TensorBoardLog(AppendLog):
-    """Event file of TensorBoard. Unlike the writer of torch, it does not fail if the disk is full or its folder is deleted.
-
-    Args:
-        folder: folder of the event files.
-        start_step: number of optimizer steps that the run has made. TensorBoard hides earlier events of later steps.
-    """
-
-    def __init__(self, folder: Path, start_step: int) -> None:
-        fields = {"file_version": "brain.Event:2"}, {"session_log": {"status": 1}}  # SessionLog.START
-        header = b"".join(_event(step=start_step + 1, **field) for field in fields)
-        place = f"{socket.gethostname()}.{os.getpid()}.{start_step}"
-        super().__init__(folder / f"events.out.tfevents.{int(time.time()):010d}.{place}", header)
-
-    def add_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write the scalars of one step. `scalars` maps the name of a curve to the value of this step."""
-        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
-        self.append(_event(step=step, summary={"value": values}))
-
-
-def _event(**fields: Any) -> bytes:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    buffer = io.BytesIO()
-    RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
-    return buffer.getvalue()

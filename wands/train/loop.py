@@ -29,6 +29,7 @@ from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
 from wands.train.step import train_step
 from wands.train.stragglers import ComputeTimes
+from wands.train.trackers import Trackers
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
 
@@ -53,7 +54,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     groups = ProcessGroups.build(run.grid(rank), device)
     trainer = _build_trainer(run, rank, device, groups, log)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
-    step_log, bad_steps = StepLog(run, rank, device, log), BadSteps(run, events)
+    step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
     saver = CheckpointSaver(trainer)
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
@@ -113,7 +114,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 break
             watchdog.begin_step(step + 1)
     events.write("end" if step == total_steps else "stop")
-    for log_file in (step_log, events):
+    for log_file in (step_log, events, trainer.trackers):
         log_file.close()
     return saver.saved
 
@@ -130,7 +131,7 @@ def _build_trainer(
         engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
     restore(engines, run.checkpoint, run.output_dir, rank, log)
     averages = build_averages(engines, run.recipe.ema, run.checkpoint, log)
-    return Trainer(run, rank, device, groups, engines, averages, events, log)
+    return Trainer(run, rank, device, groups, engines, averages, events, Trackers(run, rank), log)
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:

@@ -1,4 +1,4 @@
-"""Write the metrics of a run: a line of text per step, TensorBoard scalars, and metrics.jsonl for plots and model cards."""
+"""Write the metrics of a run: a line of text per step, curves of the trackers, and metrics.jsonl for plots and model cards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.files import read_rows, write_text
 from wands.planning.hardware import peak_tflops
-from wands.train.append_log import AppendLog, TensorBoardLog
+from wands.train.append_log import AppendLog
 from wands.train.run import Log, TrainingRun
 from wands.train.step import StepResult
+from wands.train.trackers import Trackers
 
 
 class StepLog:
@@ -31,19 +32,25 @@ class StepLog:
         rank: rank of this process.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
+        trackers: trackers that get the numbers of each step.
+
+    Attributes:
+        history: (step, loss) pairs of the run so far; empty on other ranks than 0.
     """
 
-    def __init__(self, run: TrainingRun, rank: int, device: torch.device, log: Log) -> None:
-        self._run, self._device, self._log = run, device, log
+    def __init__(
+        self, run: TrainingRun, rank: int, device: torch.device, log: Log, trackers: Trackers
+    ) -> None:
+        self._run, self._device, self._log, self._trackers = run, device, log, trackers
         state = run.checkpoint.state if run.checkpoint else None
-        start_step, past = (state.step, state.loss) if state else (0, ())
-        self._writer = MetricsWriter(run.output_dir, start_step, past) if rank == 0 else None
+        start_step, self._rows = state.step if state else 0, None
+        self.history: list[tuple[int, float]] = []
+        if rank == 0:
+            rows, self._rows = continue_rows(run.output_dir / "metrics.jsonl", start_step)
+            past = state.loss if state else []  # used if the checkpoint is from another run folder
+            self.history = [(row["step"], row["loss"]) for row in rows if row["loss"]]
+            self.history = self.history or [(int(step), float(loss)) for step, loss in past]
         self._samples = _open_sample_log(run, run.grid(rank), start_step)
-
-    @property
-    def history(self) -> list[tuple[int, float]]:
-        """(step, loss) pairs of the run so far; empty on other ranks than 0."""
-        return self._writer.history if self._writer else []
 
     def write(
         self,
@@ -62,19 +69,22 @@ class StepLog:
             for expert, result in zip(self._run.experts, results, strict=True):
                 prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
                 self._samples.append(*(to_line({**prefix, **vars(item)}) for item in result.samples))
-        if self._writer is None:
+        if self._rows is None:
             return
         norms = [result.grad_norm for result in results]
         row = step_metrics(
             self._run, plan, self._device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
         )
-        self._writer.write(row)
+        if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
+            self.history.append((step, row["loss"]))
+        self._rows.append(to_line(row))
+        self._trackers.log(step, curves(row))
         if step % self._run.recipe.train.log_every == 0 or step == total_steps:
             self._log(describe_step(row, total_steps))
 
     def close(self) -> None:
         """Write the rows that could not be written before, or report that rows are missing."""
-        for log_file in (self._writer, self._samples):
+        for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()
 
@@ -162,40 +172,14 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
     )
 
 
-class MetricsWriter:
-    """Writer of `metrics.jsonl` and TensorBoard events in the run folder. Only rank 0 uses this class.
-
-    Args:
-        output_dir: the run folder.
-        start_step: number of optimizer steps that the run has made. Rows of later steps are removed from
-            `metrics.jsonl`, because the resumed run writes these rows again.
-        past: (step, loss) pairs from the checkpoint. They are used only if `metrics.jsonl` has no earlier rows.
-    """
-
-    def __init__(self, output_dir: Path, start_step: int, past: Sequence[tuple[int, float]] = ()) -> None:
-        kept, self._rows = continue_rows(output_dir / "metrics.jsonl", start_step)
-        self._board = TensorBoardLog(output_dir / "tensorboard", start_step)
-        self.history = [(int(step), float(loss)) for step, loss in past]
-        if kept:
-            self.history = [(row["step"], row["loss"]) for row in kept if row["loss"]]
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Add the metrics of one step to metrics.jsonl and to TensorBoard, and (step, loss) to the attribute `history`."""
-        if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
-            self.history.append((row["step"], row["loss"]))
-        self._rows.append(to_line(row))
-        of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
-        curves = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
-        curves.pop("speed/step")
-        if times := curves.pop("speed/own_seconds", None):
-            curves |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
-        curves = {name: value for name, value in curves.items() if value is not None}
-        self._board.add_scalars(row["step"], curves)
-
-    def close(self) -> None:
-        """Write the rows that could not be written before, or report that rows are missing."""
-        self._rows.close()
-        self._board.close()
+def curves(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a row of metrics.jsonl under the names of their curves, such as "train/loss" and "speed/seconds"."""
+    of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
+    named = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
+    named.pop("speed/step")
+    if times := named.pop("speed/own_seconds", None):
+        named |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:

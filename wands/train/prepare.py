@@ -25,6 +25,7 @@ from wands.train.changed_data import follow_data
 from wands.train.checkpoint import build_state
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
+from wands.train.trackers import check_trackers
 from wands.train.weights import list_weights, read_model
 from wands.variants import Variant
 
@@ -139,6 +140,7 @@ def prepare_run(
         with problems.check("merged config"):
             if messages := check_json(dict(ds_user), names[0]):
                 raise ConfigError(messages)
+    check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
     if recipe.lora and recipe.lora.quantize != "none":
         check("quantize", load_library, "lora")
     config, variant, experts = check("model files", lambda: read_model(recipe), "model") or _NO_MODEL

@@ -1,4 +1,4 @@
-"""Objects of one training process: DeepSpeed engines, moving averages, process groups and the event log."""
+"""Objects of one training process: DeepSpeed engines, moving averages, process groups, event log and trackers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.train.ema import WeightAverage
 from wands.train.events import EventLog
 from wands.train.run import Log, TrainingRun
+from wands.train.trackers import Trackers
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Trainer:
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         averages: maps the subfolder of each trained DiT to the moving average of its weights; empty without `ema`.
         events: log of the run's events.
+        trackers: experiment trackers of the run.
         log: function that prints a line for the user on rank 0.
     """
 
@@ -36,4 +38,5 @@ class Trainer:
     engines: Mapping[str, Any]
     averages: Mapping[str, WeightAverage]
     events: EventLog
+    trackers: Trackers
     log: Log

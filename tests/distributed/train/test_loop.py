@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.fake_wandb import SOURCE
 from tests.support.runs import losses, run_training, weights
 from wands.train.metrics import read_rows
 
@@ -165,8 +168,16 @@ def test_prefetching_changes_nothing(reference: list[float], tiny_pipeline: Path
     assert series == reference
 
 
+def run_with_wandb(model: Path, out: Path, site: Path) -> list[dict[str, Any]]:
+    (site / "wandb.py").write_text(SOURCE)
+    sys.path.insert(0, str(site))
+    os.environ["FAKE_WANDB"] = str(site / "calls")
+    overrides = ("train.max_steps=3", "logging.trackers=[tensorboard,wandb]")
+    return run_training(model, out, overrides, zero(2))
+
+
 def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
-    rows = run_world(2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=3",), zero(2))[0]
+    rows = run_world(2, run_with_wandb, tiny_pipeline, tmp_path, tmp_path)[0]
     for row in rows:
         assert 0 < row["fill"] <= 1
         assert row["imbalance"] >= 1
@@ -176,3 +187,10 @@ def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
         assert row["mfu"] is None  # a CPU's peak is not known
     assert list((tmp_path / "tensorboard").glob("events.*"))
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    # On a CPU, accelerate would take every rank for the main process.
+    calls = read_rows(tmp_path / "calls")
+    assert [(call["call"], call.get("step")) for call in calls] == [
+        *(("init", None), ("config", None), ("log", 1), ("log", 2), ("log", 3), ("finish", None))
+    ]
+    assert {call["rank"] for call in calls} == {"0"}
+    assert {"train/loss", "train/grad_norm", "speed/seconds"} < calls[2].keys()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 from wands import files
 from wands.errors import WandsError
 from wands.train import append_log
-from wands.train.append_log import AppendLog, TensorBoardLog
-from wands.train.metrics import MetricsWriter, continue_rows, read_rows
+from wands.train.append_log import AppendLog
+from wands.train.metrics import continue_rows
 
 # A real limit of the file size, under which a write succeeds in part. In a process of its own: pytest writes files, too.
 FULL = """
@@ -59,40 +57,6 @@ def test_rows_that_no_memory_is_left_for_are_counted(
     log.append(b"5\n")
     assert path.read_bytes() == b"3\n4\n5\n"
     assert caplog.messages[-1] == f"{path} can be written again; missing records: 3"
-
-
-def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    curves = EventAccumulator(str(folder)).Reload()
-    return {
-        tag: [(item.step, item.value) for item in curves.Scalars(tag)] for tag in curves.Tags()["scalars"]
-    }
-
-
-def test_a_deleted_folder_is_made_again(tmp_path: Path):
-    board = TensorBoardLog(tmp_path / "tensorboard", 0)
-    board.add_scalars(1, {"train/loss": 0.5, "speed/mfu": 0.25})
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 0.5)], "speed/mfu": [(1, 0.25)]}
-    shutil.rmtree(tmp_path / "tensorboard")
-    (tmp_path / "tensorboard").write_text("in the way")
-    board.add_scalars(2, {"train/loss": 1.5})
-    (tmp_path / "tensorboard").unlink()
-    board.add_scalars(3, {"train/loss": 2.5})
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(2, 1.5), (3, 2.5)]}
-
-
-def test_curves_and_rows_of_a_resumed_run(tmp_path: Path):
-    for start_step, end in ((0, 5), (3, 4)):
-        writer = MetricsWriter(tmp_path, start_step)
-        for step in range(start_step + 1, end + 1):
-            writer.write({"step": step, "loss": float(10 * start_step + step), "mfu": None})
-        writer.close()
-    series = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0)]
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": series}
-    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
-    assert writer.history == series
 
 
 def test_a_log_is_rewritten_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
