@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import logging
 import secrets
 import time
@@ -20,14 +19,13 @@ from accelerate import tracking
 from transformers.utils import logging as transformers_logging
 
 from wands.errors import ConfigError, one_line
-from wands.export.model_card import without_paths
 from wands.files import write_text
+from wands.texts import without_paths
 from wands.train.run import TrainingRun
 
 _log = logging.getLogger(__name__)
 
-_IMAGES = ("tensorboard", "wandb", "trackio", "swanlab", "clearml")
-_VIDEOS = ("wandb", "trackio")
+_MEDIA = {"Image": ("tensorboard", "wandb", "trackio", "swanlab"), "Video": ("wandb", "trackio")}
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -58,24 +56,15 @@ class Trackers:
 
     def __init__(self, run: TrainingRun, rank: int) -> None:
         self._trackers: dict[str, Any] = {}
-        self._send_recipe: dict[str, Callable[[], None]] = {}
         self._started: set[str] = set()
-        self._failed: set[str] = set()
         self._retry_at: dict[str, float] = {}
-        if rank != 0:
-            return
         # accelerate's own logger needs a PartialState, which sets devices and environment variables.
         tracking.logger = transformers_logging.get_logger("accelerate.tracking")
-        step = run.checkpoint.state.step + 1 if run.checkpoint else 0
-        recipe = without_paths(run.recipe.model_dump(mode="json"))
-        for name in dict.fromkeys(run.recipe.logging.trackers):
-            tracker = self._trackers[name] = _build(name, run, step)
-            tracker.main_process_only = False  # else accelerate would make a PartialState
-            send: Callable[[], None] = partial(tracker.store_init_configuration, _flatten(recipe))
-            if name == "tensorboard":  # it would show hyperparameters as one more run
-                text = f"```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```"
-                send = partial(tracker.log, {"recipe": text}, step=step)
-            self._send_recipe[name] = send
+        self._step = run.checkpoint.state.step + 1 if run.checkpoint else 0
+        self._recipe = without_paths(run.recipe.model_dump(mode="json"))
+        for name in dict.fromkeys(run.recipe.logging.trackers if rank == 0 else ()):
+            self._trackers[name] = _build(name, run, self._step)
+            self._trackers[name].main_process_only = False  # else accelerate would make a PartialState
             self._try(name, lambda: None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -85,26 +74,26 @@ class Trackers:
 
     def log_images(self, step: int, images: Mapping[str, Any]) -> None:
         """Send images to the trackers that take images. `images` maps a name to a PIL image or a uint8 array [H, W, 3]."""
-        arrays = {name: np.asarray(image) for name, image in images.items()}
-        for name, tracker in self._of_step(step, _IMAGES):
-            if name == "trackio":  # accelerate has no log_images for trackio
-                self._try(name, partial(_log_media, tracker, "Image", arrays, step))
-            else:
-                options = {"dataformats": "NHWC"} if name == "tensorboard" else {}
-                batches = {key: array[None] for key, array in arrays.items()}
-                self._try(name, partial(tracker.log_images, batches, step=step, **options))
+        self._log_media(step, "Image", {name: np.asarray(image) for name, image in images.items()})
 
     def log_videos(self, step: int, videos: Mapping[str, Path]) -> None:
         """Send videos to the trackers that take videos. `videos` maps a name to an mp4 file."""
-        paths = {name: str(path) for name, path in videos.items()}
-        for name, tracker in self._of_step(step, _VIDEOS):
-            self._try(name, partial(_log_media, tracker, "Video", paths, step))
+        self._log_media(step, "Video", {name: str(path) for name, path in videos.items()})
 
     def close(self) -> None:
         """Finish the trackers. A tracker may wait here until everything is uploaded."""
         for name in tuple(self._started):
             self._try(name, self._trackers[name].finish)
         self._trackers.clear()
+
+    def _log_media(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Send images or videos with the class `kind` of each tracker's package."""
+        for name, tracker in self._of_step(step, _MEDIA[kind]):
+            if name == "tensorboard":
+                batches = {key: image[None] for key, image in values.items()}
+                self._try(name, partial(tracker.log_images, batches, step=step, dataformats="NHWC"))
+            else:
+                self._try(name, partial(_log_objects, tracker, step, kind, values))
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
         """Return the (name, tracker) pairs with given names that take values of a step."""
@@ -121,21 +110,21 @@ class Trackers:
             if name not in self._started:
                 tracker.start()
                 self._started.add(name)
-                self._send_recipe[name]()
+                if name == "tensorboard":  # it would show hyperparameters as one more run
+                    text = f"```yaml\n{yaml.safe_dump(self._recipe, sort_keys=False)}```"
+                    tracker.log({"recipe": text}, step=self._step)
+                else:
+                    tracker.store_init_configuration(self._recipe)
             action()
         except Exception as error:  # each tracker has its own errors
-            if name not in self._failed:
+            if name not in self._retry_at:
                 _log.warning("the tracker %s fails (%s); the training continues.", name, one_line(error))
-            self._failed.add(name)
-            if name in self._started:
-                self._started.discard(name)
-                with suppress(Exception):
-                    tracker.finish()
-            if name == "tensorboard":
-                tracker.init_kwargs.pop(
-                    "purge_step", None
-                )  # the new file must not hide the steps of this process
             self._retry_at[name] = time.monotonic() + 10 * (time.monotonic() - began)
+            self._started.discard(name)
+            with suppress(Exception):
+                tracker.finish()
+            if name == "tensorboard":  # a new file must not hide the steps of this process
+                tracker.init_kwargs.clear()
 
 
 def _build(name: str, run: TrainingRun, step: int) -> Any:
@@ -150,29 +139,19 @@ def _build(name: str, run: TrainingRun, step: int) -> Any:
     run_name = run.recipe.logging.run_name or folder.resolve().name
     if name == "tensorboard":
         return tracking.TensorBoardTracker(name, folder, purge_step=step)
-    options: dict[str, Any] = {}
-    if name in ("wandb", "swanlab"):
-        id_file = folder / "tracker_id"
-        if not id_file.is_file():
-            write_text(id_file, secrets.token_hex(11)[:21])  # the length that SwanLab requires
-        options = {"id": id_file.read_text().strip(), "resume": "allow"}
-        places = {"wandb": ("name", "dir"), "swanlab": ("experiment_name", "logdir")}
-        options |= dict(zip(places[name], (run_name, str(folder)), strict=True))
-    elif name in ("trackio", "mlflow"):
-        options = {"name": run_name, "resume": "allow"} if name == "trackio" else {"run_name": run_name}
-    return tracking.LOGGER_TYPE_TO_CLASS[name](project, **options)
+    id_file = folder / "tracker_id"
+    if not id_file.is_file():
+        write_text(id_file, secrets.token_hex(11)[:21])  # the length that SwanLab requires
+    same_run = {"resume": "allow", "id": id_file.read_text().strip()}
+    options = {
+        "wandb": {"name": run_name, "dir": str(folder), **same_run},
+        "swanlab": {"experiment_name": run_name, "logdir": str(folder), **same_run},
+        "trackio": {"name": run_name, "resume": "allow"},
+        "mlflow": {"run_name": run_name},
+    }
+    return tracking.LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
 
 
-def _log_media(tracker: Any, kind: str, values: Mapping[str, Any], step: int) -> None:
-    """Send images or videos, with the class `kind` of the tracker's package."""
+def _log_objects(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:
     build = getattr(importlib.import_module(tracker.name), kind)
     tracker.log({name: build(value) for name, value in values.items()}, step=step)
-
-
-def _flatten(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe by their dotted keys. Lists and inner sections become JSON texts."""
-    sections = {name: value if isinstance(value, dict) else {"": value} for name, value in recipe.items()}
-    pairs = (
-        (f"{name}.{key}".rstrip("."), value) for name, keys in sections.items() for key, value in keys.items()
-    )
-    return {key: json.dumps(value) if isinstance(value, list | dict) else value for key, value in pairs}
