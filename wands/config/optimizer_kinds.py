@@ -52,6 +52,11 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
     return name.startswith("blocks.") and len(shape) == 2
 
 
+def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter is a norm gain, a bias or a modulation table. Arguments as for `is_hidden_matrix`."""
+    return len(shape) < 2 or name.endswith("scale_shift_table")
+
+
 def state_bytes_per_param(
     name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int
 ) -> float:

@@ -409,6 +409,9 @@ class OptimConfig(StrictModel):
     weight_decay: float = Field(default=0.01, ge=0)
     """Strength of the decoupled weight decay: each step multiplies a weight by 1 - learning rate * weight_decay. 0
     disables weight decay; 0.1 is usual for pretraining."""
+    decay_norms: bool = True
+    """Whether weight decay also applies to norm gains, biases and modulation tables. False applies weight decay only to
+    the other weights, such as matrices. LoRAs have only matrices. A resumed run must keep the value."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Choose how the learning rate changes after the warm-up. `constant` keeps the learning rate at its peak. `cosine`
     and `linear` lower the learning rate to lr * min_lr_ratio at the last step."""

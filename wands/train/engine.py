@@ -26,7 +26,7 @@ from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
 from wands.train.engine_state import fragments_by_flat
-from wands.train.optimizers import build_optimizer
+from wands.train.optimizers import build_optimizer, split_by_decay
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.run import TrainingRun
 from wands.variants import Expert
@@ -172,16 +172,16 @@ def build_engine(
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
     optimizer = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
-    groups = [{"params": [parameter for _, parameter in trained]}]
+    groups = optimizer.param_groups if optimizer else [{"params": [parameter for _, parameter in trained]}]
+    if not recipe.optim.decay_norms:
+        groups = split_by_decay(groups, trained)
     if optimizer is not None:
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if recipe.precision.weights == "bf16" and recipe.lora is None:
-        groups = split_by_dtype(
-            optimizer.param_groups if optimizer else groups, zero, recipe.precision.reduce
-        )
-        if optimizer is not None:
-            optimizer.param_groups = groups
+        groups = split_by_dtype(groups, zero, recipe.precision.reduce)
+    if optimizer is not None:
+        optimizer.param_groups = groups
     # Autocast's cache would keep a bf16 copy of every weight until the end of the forward pass. With ZeRO-3, every rank would
     # then have a copy of the whole model.
     torch.set_autocast_cache_enabled(False)

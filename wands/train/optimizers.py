@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from wands.config.optimizer_kinds import is_hidden_matrix, kind_of
+from wands.config.optimizer_kinds import is_hidden_matrix, is_norm_or_bias, kind_of
 from wands.errors import ConfigError, one_line
 
 _MUON_MOMENTUM = 0.95  # the value of Muon's author and of all later work
@@ -68,6 +68,29 @@ def muon_ratio(rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) / math.sqrt(max(1.0, rows / columns))
 
 
+def split_by_decay(
+    groups: Iterable[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Any]]
+) -> list[dict[str, Any]]:
+    """Split parameter groups so that norm gains, biases and modulation tables are in groups without weight decay.
+
+    Args:
+        groups: parameter groups of an optimizer.
+        named_parameters: (name, parameter) of each trained parameter.
+    """
+    named = named_parameters
+    kept = {id(parameter) for name, parameter in named if is_norm_or_bias(name, _whole_shape(parameter))}
+    split = [
+        {**group, "params": [p for p in group["params"] if (id(p) in kept) == bool(other)], **other}
+        for group in groups
+        for other in ({}, {"weight_decay": 0.0})
+    ]
+    return [group for group in split if group["params"]]
+
+
+def _whole_shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3, parameters are partitioned
+
+
 def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fused: bool) -> Any:
     import torch
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -75,7 +98,7 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
     shapes: dict[tuple[int, ...], list[Any]] = {}
     others: list[Any] = []
     for name, parameter in named:
-        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3: shape of the whole parameter
+        shape = _whole_shape(parameter)
         parameter.use_muon = is_hidden_matrix(name, shape)
         (shapes.setdefault(shape, []) if parameter.use_muon else others).append(parameter)
     if not shapes:

@@ -26,7 +26,7 @@ _FIXED_KEYS = {
         *("train.seed", "train.bins_per_step"),
         *("packing.max_tokens", "packing.level_bins", "packing.buffer_size"),
     ),
-    "because the checkpoint contains the states of this optimizer": ("optim.name",),
+    "because the checkpoint contains the states of this optimizer": ("optim.name", "optim.decay_norms"),
     "because the checkpoint's weights depend on this key": (
         *("lora.rank", "lora.alpha", "lora.targets", "lora.quantize"),
         *("model.trainable", "model.freeze", "precision.weights"),
@@ -36,7 +36,12 @@ _FIXED_KEYS = {
 # fingerprint of the base weights allow other paths.
 _BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
 # Values to compare with if the checkpoint's recipe is older than the key.
-_OLD_DEFAULTS = {"precision.weights": "fp32", "lora.quantize": "none", "optim.name": "adamw"}
+_OLD_DEFAULTS = {
+    "precision.weights": "fp32",
+    "lora.quantize": "none",
+    "optim.name": "adamw",
+    "optim.decay_norms": True,
+}
 
 
 def find_resume(
@@ -167,7 +172,7 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     value = (recipe.get(section) or {}).get(key, _OLD_DEFAULTS.get(name))
     if name == "model.path" and value:
         return PurePath(value).name  # the folder may have moved
-    return value if section in ("train", "packing") else value or None
+    return value if section in ("train", "packing", "optim") else value or None
 
 
 def restore(

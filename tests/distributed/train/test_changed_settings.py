@@ -70,6 +70,18 @@ def test_keys_that_the_checkpoint_is_older_than_are_no_changes(tiny_pipeline: Pa
     assert "checkpoint:" not in start_block(resume(tiny_pipeline, tmp_path / "run", *LORA))
 
 
+def test_the_parameters_without_decay_may_not_change(tiny_pipeline: Path, tmp_path: Path):
+    step = save_state(first_run(tiny_pipeline, tmp_path / "run", *LORA))
+    with pytest.raises(
+        CheckpointError, match=r"optim\.decay_norms=False must equal the checkpoint's value True"
+    ):
+        resume(tiny_pipeline, tmp_path / "run", *LORA, "optim.decay_norms=false")
+    values = json.loads((step / STATE_FILE).read_text())
+    del values["recipe"]["optim"]["decay_norms"]  # an older checkpoint
+    (step / STATE_FILE).write_text(json.dumps(values))
+    resume(tiny_pipeline, tmp_path / "run", *LORA)
+
+
 @pytest.fixture(scope="module")
 def caches(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("caches")

@@ -295,6 +295,62 @@ def test_muons_update_is_of_adamws_size():
             assert float(update.square().mean().sqrt()) == pytest.approx(0.2, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "more"),
+    [
+        ("adamw", 3, ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("adamw", stage, ()) for stage in (0, 1, 2)),
+                *(("adamw8bit", stage, ()) for stage in (2, 3)),
+                *(("muon", stage, ("optim.grad_clip=0",)) for stage in (0, 1, 3)),
+            )
+        ),
+    ],
+)
+def test_norms_biases_and_modulation_are_not_decayed(
+    name: str, stage: int, more: tuple[str, ...], tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    overrides = (f"optim.name={name}", f"optim.grad_clip={CLIP}", "optim.decay_norms=false", *more)
+    run = worlds[2].run(record, tiny_pipeline, tmp_path, overrides, zero(stage))[0]
+    norms = {key for key, value in run.start.items() if value.dim() < 2 or "scale_shift_table" in key}
+    assert {"blocks.0.norm2.weight", "blocks.0.scale_shift_table", "proj_out.bias"} <= norms
+
+    def build(params: dict[str, torch.nn.Parameter]) -> list[Any]:
+        parts = {0.0: [], DECAY: []}
+        for key, parameter in params.items():
+            parts[0.0 if key in norms else DECAY].append(parameter)
+        settings = {"lr": LR, "betas": BETAS, "eps": EPS}
+        return [torch.optim.AdamW(part, weight_decay=decay, **settings) for decay, part in parts.items()]
+
+    wanted = alone(run, build, 0 if more else CLIP)
+    judged = run.start.keys() if name == "adamw" else norms
+    sides = ({key: values[key] for key in judged} for values in (run.end, wanted, run.start))
+    assert far(*sides) <= 1e-3
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_dtypes_and_no_decay_are_four_groups(stage: int, tiny_pipeline: Path, tmp_path: Path):
+    from wands.model.files.loading import load_transformer
+    from wands.train.optimizers import split_by_decay
+    from wands.train.precision import split_by_dtype, weight_dtype_policy
+
+    run = make_run(tiny_pipeline, tmp_path, ("precision.weights=bf16", "precision.compute=bf16"))
+    model = load_transformer(
+        str(tiny_pipeline), init="pretrained", seed=0, storage=weight_dtype_policy(run.recipe)
+    )
+    trained = list(model.named_parameters())
+    groups = split_by_decay([{"params": [parameter for _, parameter in trained]}], trained)
+    groups = split_by_dtype(groups, {"stage": stage, "reduce_bucket_size": 10**9}, "fp32")
+    found = [({p.dtype for p in group["params"]}, group.get("weight_decay")) for group in groups]
+    wide = [({torch.float32}, None), ({torch.float32}, 0.0)]
+    narrow = [({torch.bfloat16}, None), ({torch.bfloat16}, 0.0)]
+    assert [entry for entry in found if entry in narrow + wide] == found
+    assert sum(len(group["params"]) for group in groups) == len(trained)
+    assert len(groups) >= 3
+
+
 # ---- whole runs
 
 
@@ -320,6 +376,14 @@ def run_eagerly(*args: Any) -> list[dict[str, Any]]:
     ("name", "stage", "more"),
     [
         ("adamw8bit", 3, ()),
+        pytest.param("adamw", 2, ("optim.decay_norms=false",), marks=pytest.mark.slow),
+        pytest.param("adamw8bit", 3, ("optim.decay_norms=false", "optim.lr=1e-3"), marks=pytest.mark.slow),
+        pytest.param(
+            "adamw",
+            2,
+            ("optim.decay_norms=false", "precision.weights=bf16", "precision.compute=bf16"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "adamw8bit", 2, ("precision.weights=bf16", "precision.compute=bf16"), marks=pytest.mark.slow
         ),
