@@ -255,7 +255,9 @@ class DataConfig(StrictModel):
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example, holds
     out one clip in 50. A hash of the clip's name decides whether the clip is held out, so all samples of a clip are
-    held out together. If you add clips, the decision for the other clips does not change."""
+    held out together. If you add clips, the decision for the other clips does not change. If the data has only a few long
+    films, spans of each film are held out. Samples next to a span, and samples nearly equal to a held-out sample, are not
+    used."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
     other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""

@@ -16,7 +16,7 @@ import numpy as np
 from wands.config.recipe import DataConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
-from wands.data.holdout import hold_out
+from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
 from wands.data.mock import MockDataset
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
@@ -35,12 +35,15 @@ class SelectedSource:
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
+        num_left_out: number of samples on the other side of the split, and of samples on neither side: the samples that
+            are close in time to a held-out sample, and the samples that are nearly equal to one.
     """
 
     name: str
     data: Data
     chosen: np.ndarray
     repeat: Fraction
+    num_left_out: tuple[int, ...] = (0, 0, 0)
 
 
 class CombinedDataset:
@@ -154,7 +157,9 @@ def open_data(
         if section.mock is not None
         else _open_caches(section, configs, variant, fingerprint())
     )
-    chosen = _choose_side(section, opened)
+    sides = _choose_sides(section, opened)
+    wanted = HELD_OUT if section.split == "holdout" else TRAIN
+    chosen = [np.flatnonzero(side == wanted) for side in sides]
     repeats = [exact(source.repeat or 1) for source in configs]
     if any(source.weight for source in configs):
         repeats = repeats_of_weights(
@@ -162,10 +167,10 @@ def open_data(
         )
     if len(opened) == 1 and len(chosen[0]) == len(opened[0].keys) and repeats == [1]:
         return opened[0]
-    names = [source.path for source in configs]
-    return CombinedDataset(
-        [SelectedSource(*items) for items in zip(names, opened, chosen, repeats, strict=True)], seed
-    )
+    kinds = (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE)
+    left_out = [tuple(int((side == kind).sum()) for kind in kinds) for side in sides]
+    parts = zip([source.path for source in configs], opened, chosen, repeats, left_out, strict=True)
+    return CombinedDataset([SelectedSource(*part) for part in parts], seed)
 
 
 def check_excluded(section: DataConfig, data: Dataset) -> None:
@@ -184,22 +189,25 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source by a dictionary with its path, num_samples, num_other_side and repeat.
+    """Describe each source by a dictionary with its path, num_samples, num_other_side, num_gap, num_duplicates and
+    repeat.
 
-    num_samples counts the samples that the run uses, and num_other_side the samples that `data.split` leaves out.
-    repeat is how often an epoch uses each sample.
+    num_samples counts the samples that the run uses, and num_other_side the samples of the other side of `data.split`.
+    num_gap and num_duplicates count the samples in neither side (see `SelectedSource`). repeat is how often an epoch uses
+    each sample.
 
     Args:
         section: `data` of the recipe.
         data: result of `open_data`.
     """
     if isinstance(data, CombinedDataset):
-        sources = [(part.name, len(part.chosen), len(part.data.keys), part.repeat) for part in data.sources]
+        sources = [(part.name, len(part.chosen), part.num_left_out, part.repeat) for part in data.sources]
     else:
-        sources = [(_configured_sources(section)[0].path, len(data.keys), len(data.keys), Fraction(1))]
+        sources = [(_configured_sources(section)[0].path, len(data.keys), (0, 0, 0), Fraction(1))]
+    names = ("num_other_side", "num_gap", "num_duplicates")
     return [
-        {"path": path, "num_samples": num, "num_other_side": of - num, "repeat": float(repeat)}
-        for path, num, of, repeat in sources
+        {"path": path, "num_samples": num, **dict(zip(names, left_out, strict=True)), "repeat": float(repeat)}
+        for path, num, left_out, repeat in sources
     ]
 
 
@@ -212,13 +220,18 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
         for item in listed
     ]
     if section.holdout:
-        here, there = (sum(item[name] for item in listed) for name in ("num_samples", "num_other_side"))
+        here, there, gap, duplicates = (
+            sum(item[name] for item in listed)
+            for name in ("num_samples", "num_other_side", "num_gap", "num_duplicates")
+        )
         shares = {
             "train": f"{here:,} clips to train on, {there:,} held out",
             "holdout": f"{here:,} held-out clips, {there:,} left out",
             "all": f"all {here:,} clips, none held out",
         }
         lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
+        if gap or duplicates:
+            lines[-1] += f"; left out: {gap:,} next to held-out clips, {duplicates:,} nearly equal to one"
     lines += [f"data.exclude leaves out {len(section.exclude):,} of the samples"] * bool(section.exclude)
     return lines
 
@@ -273,18 +286,26 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 
-def _choose_side(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return for each source the positions of the samples that `data.split` selects."""
+def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
+    """Return for each source the side of each sample: TRAIN, HELD_OUT, GAP or DUPLICATE (`wands.data.holdout`)."""
     if not section.holdout or section.split == "all":
-        return [np.arange(len(data.keys)) for data in opened]
-    held = [hold_out(data.keys, section.holdout) for data in opened]
-    num_held, total = sum(int(mask.sum()) for mask in held), sum(map(len, held))
-    if num_held in (0, total):
+        return [np.full(len(data.keys), TRAIN) for data in opened]
+    caches = [data for data in opened if isinstance(data, LatentCache)]
+    # All names of mock data differ, so its lengths are not needed.
+    seconds = [cache.index.num_frames / cache.index.fps for cache in caches]
+    names = [key for data in opened for key in data.keys]
+    sides = choose_sides(names, seconds or [np.zeros(len(names))], section.holdout)
+    if caches:
+        contents = np.concatenate([_contents(cache) for cache in caches])
+        drop_duplicates(sides, contents, np.concatenate([cache.index.signatures for cache in caches]))
+    num_held, num_train = ((sides == side).sum() for side in (HELD_OUT, TRAIN))
+    if not num_held or not num_train:
         raise ConfigError(
-            f"data.holdout={section.holdout} holds out {num_held} of {total} samples, but at least one sample must be "
-            f"held out and one must remain; {'raise' if num_held == 0 else 'lower'} data.holdout, or add clips."
+            f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} to train "
+            "on (the others are next to held-out samples or nearly equal to them), but at least one sample must be held "
+            f"out and one must remain; {'raise' if num_held == 0 else 'lower'} data.holdout, or add clips."
         )
-    return [np.flatnonzero(mask == (section.split == "holdout")) for mask in held]
+    return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:

@@ -1,13 +1,22 @@
-"""Choose the clips that are held out of training. The choice depends only on the name of each clip."""
+"""Choose the samples that are held out of training, and the samples that would leak them into training.
+
+A hash of the clip's name decides, so new clips do not move other clips from one side to the other. Of a few long films,
+spans of time are held out instead of whole films.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from wands.data.cache.format import checksum, to_bits
 from wands.data.clips.records import CLIP_EXTENSIONS
 
 SUFFIX = re.compile(
@@ -15,6 +24,12 @@ SUFFIX = re.compile(
     re.IGNORECASE,
 )
 """Suffixes that follow the clip's name in a key: time range, hash of the caption (`ClipRecord.key`), file extension."""
+PLACE = re.compile(r"(?:@(\d+\.\d+)(?:-(\d+\.\d+))?)?(?:~[0-9a-f]{8})?(?:#(\d+))?(?:#\d+x\d+)?\Z")
+"""End of a key: (start, end) in seconds, hash of the caption, number of the window, size."""
+TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
+"""Sides of a sample. GAP: too close to a held-out sample of its film. DUPLICATE: nearly equal to a held-out sample."""
+Range = tuple[float, float]
+MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
 
 
 def clip_name(key: str) -> str:
@@ -46,11 +61,116 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
     Returns:
         bool [N], True for samples of held-out clips.
     """
-    # This hash differs from the hash of data_tools.split. Otherwise all clips of one split could be held out.
-    purpose, limit = hashlib.blake2b(digest_size=8, person=b"wands holdout"), int(fraction * 2.0**64)
-    held_out = []
-    for key in keys:
-        digest = purpose.copy()
-        digest.update(clip_name(key).encode("utf-8", "surrogateescape"))
-        held_out.append(int.from_bytes(digest.digest(), "big") < limit)
-    return np.array(held_out, dtype=bool)
+    limit = int(fraction * 2.0**64)
+    return np.array([_hash(clip_name(key), b"wands holdout") < limit for key in keys], dtype=bool)
+
+
+def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
+    """Choose for each sample whether it is held out of training, trained on, or in neither side.
+
+    The rule is `hold_out`, unless the data has few films. A film is a clip with at least `MIN_WINDOWS` time windows.
+    If fewer than `FEW_FILMS` films would be held out, or would remain, a span of consecutive windows of each film is held
+    out instead. The hash of the film's name decides where the span is, and rounds its number of windows up or down.
+    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are in neither side.
+
+    Clips that are not films do not change the decision for other clips. Neither do further films, as long as the rule
+    stays the same.
+
+    Args:
+        keys: keys of the samples of all sources.
+        seconds: for each source, lengths of its samples in seconds.
+        fraction: share of the clips to hold out, from 0 to 1.
+
+    Returns:
+        int8 [N]: TRAIN, HELD_OUT or GAP.
+    """
+    names = [clip_name(key) for key in keys]
+    sides, counts = hold_out(keys, fraction).astype(np.int8), Counter(names)
+    # All windows of a source have the same length, but the last window of a film may be shorter.
+    longest = np.repeat([part.max(initial=0) for part in seconds], [len(part) for part in seconds])
+    films: defaultdict[str, defaultdict[Range, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for row, (name, length) in enumerate(zip(names, np.concatenate(seconds), strict=True)):
+        if counts[name] >= MIN_WINDOWS:
+            films[name][_time_range(keys[row], length, longest[row])].append(row)
+    cut = {name: windows for name, windows in films.items() if len(windows) >= MIN_WINDOWS}
+    if len(cut) * min(fraction, 1 - fraction) < FEW_FILMS:
+        for name, windows in cut.items():
+            for time_range, side in _cut_film(name, sorted(windows), fraction):
+                sides[windows[time_range]] = side
+    return sides
+
+
+def signature(latents: Tensor) -> np.ndarray:
+    """Return 128 bits that are nearly equal for a video, its re-encoded copies, and copies of a similar size.
+
+    The first 64 bits compare the quadrants of the mean frame in 16 channels. The other 64 bits compare how the quadrants
+    change from the first half of the video to the second, so that two takes of the same scene differ. For one latent
+    frame, the other bits are a checksum: stills with the same composition are not duplicates.
+
+    Args:
+        latents: [C, f, h, w].
+
+    Returns:
+        uint64 [2].
+    """
+    frames = latents[:16].detach().cpu().float()
+    half = max(1, frames.shape[1] // 2)
+    first, last = F.adaptive_avg_pool2d(torch.stack([frames[:, :half].mean(1), frames[:, -half:].mean(1)]), 2)
+    x = torch.cat([first + last, last - first])
+    bits = np.packbits(torch.cat([x[:, :, 0] > x[:, :, 1], x[:, 0] > x[:, 1]], dim=1).numpy())
+    words = np.resize(np.pad(bits, (0, 16)), 16).view(np.uint64)
+    if frames.shape[1] == 1:
+        words[1] = checksum(to_bits(latents))
+    return words
+
+
+def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndarray) -> None:
+    """Mark training samples that are equal or nearly equal to a held-out sample as DUPLICATE, in place.
+
+    Args:
+        sides: int8 [N], result of `choose_sides`.
+        contents: int64 [N]. Samples with the same number have the same content.
+        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` bits differ. Zeros are
+            no signature.
+    """
+    duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
+    signatures = signatures[rows]
+    own = np.unique(signatures[sides[rows] == HELD_OUT], axis=0)
+    # Comparing all pairs is slow, so two samples must agree in one of four parts of the first number.
+    for part in range(4):
+        mine, others = (words.view(np.uint16).reshape(-1, 8)[:, part] for words in (own, signatures))
+        order = np.argsort(others, kind="stable")
+        starts, ends = (np.searchsorted(others[order], mine, side) for side in ("left", "right"))
+        ordered = signatures[order]
+        for words, start, end in zip(own, starts.tolist(), ends.tolist(), strict=True):
+            near = np.bitwise_count(ordered[start:end] ^ words) @ np.ones(2) <= MAX_BITS
+            duplicates[rows[order[start:end][near]]] = True
+    sides[(sides == TRAIN) & duplicates] = DUPLICATE
+
+
+def _hash(name: str, purpose: bytes) -> int:
+    # The purpose differs from the hash of data_tools.split. Otherwise all clips of one split could be held out.
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8, person=purpose)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _time_range(key: str, length: float, longest: float) -> Range:
+    """Return (start, end) of a sample in its file, from its length and the longest length of its source, in seconds.
+
+    A sample of `--clip-mode middle` can be anywhere in the time range of its key, so the whole range is returned.
+    """
+    start, end, number = next(PLACE.finditer(key)).groups()
+    begin = float(start or 0) + int(number or 0) * longest
+    return round(begin, 3), round(float(end) if end and not number else begin + length, 3)
+
+
+def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[tuple[Range, int]]:
+    """Yield each window of a film with its side: a span of consecutive windows is held out, and a gap is around it."""
+    place, rounding = (_hash(name, purpose) / 2.0**64 for purpose in (b"wands span", b"wands span size"))
+    count = int(len(windows) * fraction + rounding)
+    first = int(place * (len(windows) - count + 1))
+    span = windows[first : first + count]
+    for number, window in enumerate(windows):
+        next_to = first - 1 <= number <= first + count
+        close = any(window[0] < end + GAP_SECONDS and window[1] > start - GAP_SECONDS for start, end in span)
+        yield window, HELD_OUT if window in span else GAP if span and (next_to or close) else TRAIN

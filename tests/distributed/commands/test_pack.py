@@ -126,7 +126,14 @@ def test_held_out_clips_and_windows_are_in_the_plan(tiny_pipeline: Path, tmp_pat
         num, other = len(sides[split]), 7 - len(sides[split])
         assert (header["split"], header["holdout"], header["buffer_size"]) == (split, 0.4, 2)
         assert header["sources"] == [
-            {"path": "mock", "num_samples": num, "num_other_side": other, "repeat": 1.0}
+            {
+                "path": "mock",
+                "num_samples": num,
+                "num_other_side": other,
+                "num_gap": 0,
+                "num_duplicates": 0,
+                "repeat": 1.0,
+            }
         ]
         assert header["num_samples"] == num
         assert header["num_tokens"] == sum(TOKENS[KEYS.index(key)] for key in sides[split])

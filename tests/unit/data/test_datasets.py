@@ -24,14 +24,20 @@ VARIANT = VARIANTS["wan2.1-t2v-1.3b"]
 ENCODERS = {"vae": {"weights": "aa"}}
 
 
-def write(path: Path, clips: Iterable[tuple[str, int]], max_samples: int = 3, **fingerprint: Any) -> Path:
-    """Clips of a name and a number, which decides what they look like."""
+def write(
+    path: Path,
+    clips: Iterable[tuple[Any, ...]],
+    max_samples: int = 3,
+    num_frames: int = 1,
+    **fingerprint: Any,
+) -> Path:
+    """Clips of a name and a number, which decides what they look like, and perhaps a number of another caption."""
     with CacheWriter(path, VARIANT, ENCODERS | {"settings": str(path)} | fingerprint, max_samples) as writer:
-        for key, number in clips:
+        for key, number, *caption in clips:
             draw = torch.Generator().manual_seed(number)
             latents = torch.randn(16, 1 + number % 3, 4, 4, generator=draw).bfloat16()
-            text = torch.randn(2, 8, generator=draw).bfloat16()
-            writer.add(key, latents, text, {"num_frames": 1, "fps": 16.0, "content": "c"})
+            text = torch.randn(2, 8, generator=draw.manual_seed(*caption) if caption else draw).bfloat16()
+            writer.add(key, latents, text, {"num_frames": num_frames, "fps": 16.0, "content": "c"})
         writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
     return path
 
@@ -155,6 +161,31 @@ def test_what_is_said_of_the_data(caches):
     here, there = (sum(one[name] for one in listed) for name in ("num_samples", "num_other_side"))
     assert split == f"split train (data.holdout=0.4): {here} clips to train on, {there} held out"
     assert describe_data(DataConfig(cache="a"), LatentCache(caches("a"))) == ["a: 7 clips"]
+
+
+def test_what_would_leak_is_on_neither_side(tmp_path: Path):
+    """A film of 40 windows, and three of its windows under other names in a second cache, with other captions."""
+    write(tmp_path / "film", [(f"film#{i:04d}", 3 * i + 1) for i in range(40)], num_frames=81)
+    film = open_section(cache=str(tmp_path / "film"), holdout=0.1, split="holdout")
+    held = [int(key[-4:]) for key in film.keys]
+    assert held == list(range(held[0], held[0] + 4))
+    train = next(i for i in range(40) if abs(i - held[0]) > 20 or abs(i - held[0]) > 10)
+    copies = [(f"copy{i}", 3 * i + 1, 7) for i in (held[0], held[1], train)]
+    write(tmp_path / "copies", copies)
+    sources = [{"path": str(tmp_path / name)} for name in ("film", "copies")]
+    section = DataConfig(sources=sources, holdout=0.1)
+    data = open_data(section, VARIANT, seed=0, fingerprint=lambda: ENCODERS)
+    assert not set(data.keys) & {f"film#{i:04d}" for i in range(held[0] - 1, held[0] + 5)}
+    assert [key for key in data.keys if key.startswith("copy")] == [f"copy{train}"]
+    listed = list_sources(section, data)
+    counts = [
+        [item[f"num_{name}"] for name in ("samples", "other_side", "gap", "duplicates")] for item in listed
+    ]
+    assert counts == [[34, 4, 2, 0], [1, 0, 0, 2]]
+    split = describe_data(section, data)[-1]
+    assert split.endswith(
+        "35 clips to train on, 4 held out; left out: 2 next to held-out clips, 2 nearly equal to one"
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ class CacheIndex:
         offsets: int64 [N, arrays of a sample], position in bytes in the shard at which each array starts.
             With this position, reading does not need HDF5.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
+        signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
+            samples that an earlier version of wands wrote.
     """
 
     keys: tuple[str, ...]
@@ -55,6 +57,7 @@ class CacheIndex:
     null_text: np.ndarray
     offsets: np.ndarray
     shard_ids: tuple[str, ...]
+    signatures: np.ndarray
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -85,6 +88,7 @@ class CacheIndex:
             null_text=null_text,
             offsets=np.array([entry.offsets for entry in entries] or np.zeros((0, 2)), np.int64),
             shard_ids=tuple(read_shard_id(path / name) for name in names),
+            signatures=np.array([entry.signature for entry in entries], np.uint64).reshape(-1, 2),
         )
 
     def to_bytes(self) -> bytes:
@@ -106,9 +110,10 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
-                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
+                arrays = {"signatures": np.zeros((len(npz["crc32"]), 2), np.uint64), **npz}
+                arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            wrong = {name for name in SAMPLE_ARRAYS if len(arrays[name]) != len(index)}
+            wrong = {name for name in (*SAMPLE_ARRAYS, "signatures") if len(arrays[name]) != len(index)}
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:

@@ -39,6 +39,8 @@ class IndexEntry:
     for imported latents."""
     last: bool = False
     """Whether the sample contains the last window of its clip."""
+    signature: tuple[int, int] = (0, 0)
+    """Bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for shards of earlier versions."""
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, as fractions. Empty for imported latents."""
 
@@ -140,6 +142,7 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
             offsets=read_offsets(group),
             video=meta.get("video", ""),
             last=meta.get("last", False),
+            signature=tuple(group.attrs.get("signature", (0, 0))),
             display_size=tuple(meta.get("display_size", ())),
         )
 

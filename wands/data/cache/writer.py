@@ -47,6 +47,7 @@ from wands.data.cache.shards import (
     shard_number,
 )
 from wands.data.cache.write_ahead_log import LogRecord, read_records
+from wands.data.holdout import signature
 from wands.errors import CacheError
 from wands.files import differences, publish
 from wands.lock import LOCK_NAME, WriterLock
@@ -149,6 +150,7 @@ class ShardWriter:
             group.attrs.update(
                 key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
+            group.attrs["signature"] = signature(latents)
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         self._num_samples += 1
