@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 18_756
+TOTAL = 18_774
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,14 +19,14 @@ CORE_FILES = (
 FOLDERS = {
     ".": 731,
     "attention": 820,
-    "commands": 4045,
-    "config": 1124,
+    "commands": 4056,
+    "config": 1125,
     "data": 3930,
     "distributed": 398,
     "encoders": 362,
     "export": 387,
     "flow": 200,
-    "model": 2260,
+    "model": 2266,
     "planning": 625,
     "recipes": 0,
     "sampling": 921,

@@ -38,6 +38,7 @@ from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.watchdog import Watchdog
 from wands.train.weights import read_model
+from wands.variants import VARIANTS
 
 
 def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
@@ -56,6 +57,7 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     """
     rank = int(os.environ.get("RANK", "0"))
     log = log if rank == 0 else lambda text: None
+    options = options.model_copy(update={"overrides": (*_mock_overrides(options.mock), *options.overrides)})
     if options.show_timesteps:
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
@@ -79,6 +81,18 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
 
         rank, _, device = init_process_group()
         log(f"done: {train(run, rank, device, log, watchdog)}")
+
+
+def _mock_overrides(name: str | None) -> tuple[str, ...]:
+    """Return the `--set` texts of `--mock`: the variant with random weights, and random clips of its official size."""
+    if name is None:
+        return ()
+    if name not in VARIANTS:
+        raise ConfigError(f"--mock {name} is not a published model; use one of {', '.join(VARIANTS)}.")
+    variant, official = VARIANTS[name], VARIANTS[name].sampling
+    size = official.num_frames, official.height, official.width
+    mock = f"data={{mock: {{num_samples: 1000, shapes: [{list(variant.latent_size(*size))}]}}}}"
+    return f"model.path={name}", "model.init=random", mock, f"packing.max_tokens={variant.num_tokens(*size)}"
 
 
 def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:

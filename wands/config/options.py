@@ -247,6 +247,9 @@ class TrainOptions(RecipeOptions):
     """Run all checks, print the settings of the run, and exit without training."""
     force: bool = False
     """Start training even if wands predicts that the run needs more memory than is available."""
+    mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
+    """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
+    random weights on random clips of its official size. RECIPE and --set choose the other settings."""
     show_timesteps: bool = False
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
 

@@ -36,7 +36,8 @@ class ModelConfig(StrictModel):
     init: Literal["pretrained", "random"] = "pretrained"
     """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at
     `model.path`. `random` reads only the config there, and initialises the weights as official Wan does. Use `random`
-    to pretrain a model from scratch."""
+    to pretrain a model from scratch. With `random`, model.path may also be the name of a variant, such as
+    wan2.1-t2v-1.3b, which needs no files."""
     experts: Literal["high", "low", "both"] | None = None
     """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
     low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level

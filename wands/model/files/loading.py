@@ -42,6 +42,7 @@ from wands.model.files.tensor_files import TensorFiles, find_weights, sample_dig
 from wands.model.quantize import QuantizedLinear
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
+from wands.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = f"{DIT_STEM}.safetensors"
@@ -54,7 +55,7 @@ def load_config(
     """Read the config of a DiT and return it in the format of diffusers.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or an official Wan repository.
+        path: folder or Hub id of a diffusers pipeline or an official Wan repository, or name of a published variant.
         subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository,
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
         key: option or recipe key that the user typed, for error messages.
@@ -63,7 +64,14 @@ def load_config(
         ConfigError: if the model does not exist or is not a Wan DiT.
         CheckpointError: if the config of an official repository contradicts the shapes of the weights.
     """
+    if (variant := _published(path)) is not None:
+        return variant.dit.to_config()
     return _read_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
+
+
+def _published(path: str | Path) -> Variant | None:
+    """Return the variant whose name is `path`, if there is no such folder. Its config is known without files."""
+    return None if Path(path).exists() else VARIANTS.get(str(path))
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
@@ -73,12 +81,14 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     noise), return only the entries that describe the experts: "boundary_ratio" and "transformer_2".
 
     Args:
-        path: folder or Hub id of a pipeline, a DiT or an official repository.
+        path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.
         key: option or recipe key that the user typed, for error messages.
 
     Raises:
         ConfigError: if the model does not exist or the file is damaged.
     """
+    if (variant := _published(path)) is not None:
+        return {"boundary_ratio": variant.boundary_ratio}
     file = fetch_model(path, key=key, allow=["model_index.json"]) / "model_index.json"
     if file.is_file():
         return _read_object(f"{key}={path}", file)
@@ -105,7 +115,8 @@ def load_transformer(
     """Build a DiT (diffusion transformer), and load its weights or initialise them at random.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or an official Wan repository.
+        path: folder or Hub id of a diffusers pipeline or an official Wan repository. With random weights, also the name of a
+            published variant.
         subfolder: folder of the DiT in `path`, such as "transformer"; "" if `path` is the folder of the DiT. `load_config`
             explains the names for official repositories.
         init: "pretrained" reads the weights. "random" reads only the config, and initialises the weights as official
@@ -129,15 +140,14 @@ def load_transformer(
     """
     assert init in ("pretrained", "random"), init
     where = f"{key}={path}"
-    folder = _find_folder(path, subfolder, _MODEL_FILES[:1] if init == "random" else _MODEL_FILES, key)
-    model = build_empty(_read_config(where, folder))
+    model = build_empty(load_config(path, subfolder, key=key))
     num_params = sum(parameter.numel() for parameter in model.parameters())
     fill = partial(_fill, model, merge, storage, zero_init_context)
     with _freed_is_returned():
         if init == "random":
             fill(lambda name, shape: _initial_value(name, shape, seed))
         else:
-            with _open_weights(where, folder, model) as read:
+            with _open_weights(where, _find_folder(path, subfolder, _MODEL_FILES, key), model) as read:
                 # Cast to fp32 before merging, because bf16 would lose a small update.
                 fill(lambda name, _: read(name).to(torch.float32))
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
