@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 18_774
+TOTAL = 18_776
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 362,
     "export": 387,
     "flow": 200,
-    "model": 2266,
+    "model": 2268,
     "planning": 625,
     "recipes": 0,
     "sampling": 921,

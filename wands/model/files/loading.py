@@ -140,14 +140,16 @@ def load_transformer(
     """
     assert init in ("pretrained", "random"), init
     where = f"{key}={path}"
-    model = build_empty(load_config(path, subfolder, key=key))
+    folder = None if init == "random" else _find_folder(path, subfolder, _MODEL_FILES, key)
+    config = _read_config(where, folder) if folder else load_config(path, subfolder, key=key)
+    model = build_empty(config)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     fill = partial(_fill, model, merge, storage, zero_init_context)
     with _freed_is_returned():
-        if init == "random":
+        if folder is None:
             fill(lambda name, shape: _initial_value(name, shape, seed))
         else:
-            with _open_weights(where, _find_folder(path, subfolder, _MODEL_FILES, key), model) as read:
+            with _open_weights(where, folder, model) as read:
                 # Cast to fp32 before merging, because bf16 would lose a small update.
                 fill(lambda name, _: read(name).to(torch.float32))
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
