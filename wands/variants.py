@@ -183,7 +183,7 @@ _NEGATIVE_PROMPT = (
     "倒着走"
 )
 _STEADY = "镜头晃动，"  # shaking camera
-_ONE_SHOT = "镜头切换，"  # change of the camera
+_ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 
 
 @dataclass(frozen=True)
@@ -295,35 +295,24 @@ _14B = (40, 40, 13824)
 _CLIP = {"in_channels": 36, "image_dim": 1280, "image_len": IMAGE_LEN}
 _CLIP_2 = {"in_channels": 36, "image_dim": 1280, "image_len": 2 * IMAGE_LEN, "image_positions": 2 * IMAGE_LEN}
 _I2V = ("text", "image")
+_FIRST_LAST = (*_I2V, "last_image", "clip")
 _480P = SamplingDefaults(negative_prompt=_NEGATIVE_PROMPT)
 _480P_I2V = replace(_480P, num_inference_steps=40, negative_prompt=_STEADY + _NEGATIVE_PROMPT)
+_480P_SMALL = replace(_480P, guidance_scale=6.0, flow_shift=8.0)
 _720P = replace(_480P, height=720, width=1280, flow_shift=5.0)
-_720P_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_scale_2=3.5)
-_720P_FLF2V = replace(
-    _720P, flow_shift=16.0, scheduler_shift=16.0, negative_prompt=_ONE_SHOT + _480P_I2V.negative_prompt
-)
+_FLF2V = replace(_720P, flow_shift=16.0, scheduler_shift=16.0, negative_prompt=_ONE_SHOT + _NEGATIVE_PROMPT)
+_I2V_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_scale_2=3.5)
+_T2V_A14B = replace(_I2V_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0)
 _ROWS = (
-    Variant(
-        "wan2.1-t2v-1.3b", _shape(12, 30, 8960), sampling=replace(_480P, guidance_scale=6.0, flow_shift=8.0)
-    ),
+    Variant("wan2.1-t2v-1.3b", _shape(12, 30, 8960), sampling=_480P_SMALL),
     Variant("wan2.1-t2v-14b", _shape(*_14B), sampling=_720P),
     Variant("wan2.1-i2v-14b", _shape(*_14B, **_CLIP), sampling=_480P_I2V, conditions=(*_I2V, "clip")),
-    Variant(
-        "wan2.1-flf2v-14b",
-        _shape(*_14B, **_CLIP_2),
-        sampling=_720P_FLF2V,
-        conditions=(*_I2V, "last_image", "clip"),
-    ),
-    Variant(
-        "wan2.2-t2v-a14b",
-        _shape(*_14B),
-        sampling=replace(_720P_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
-        boundary_ratio=0.875,
-    ),
+    Variant("wan2.1-flf2v-14b", _shape(*_14B, **_CLIP_2), sampling=_FLF2V, conditions=_FIRST_LAST),
+    Variant("wan2.2-t2v-a14b", _shape(*_14B), sampling=_T2V_A14B, boundary_ratio=0.875),
     Variant(
         "wan2.2-i2v-a14b",
         _shape(*_14B, in_channels=36),
-        sampling=_720P_A14B,
+        sampling=_I2V_A14B,
         boundary_ratio=0.9,
         conditions=_I2V,
     ),

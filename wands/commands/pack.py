@@ -9,11 +9,9 @@ from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.data.packing import imbalance
 from wands.files import atomic_path
+from wands.train.plan_file import FORMAT
 from wands.train.prepare import load_run
 from wands.train.run import TrainingRun
-
-FORMAT = "wands-plan-1"
-"""Name of the file format, in the first line of a plan file. The number at the end changes when the keys change."""
 
 
 def pack(options: PackOptions) -> str:

@@ -57,7 +57,9 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     """
     rank = int(os.environ.get("RANK", "0"))
     log = log if rank == 0 else lambda text: None
-    options = options.model_copy(update={"overrides": (*_mock_overrides(options.mock), *options.overrides)})
+    more = [] if options.plan is None else [f"packing.plan={options.plan}"]
+    overrides = (*_mock_overrides(options.mock), *options.overrides, *more)
+    options = options.model_copy(update={"overrides": overrides})
     if options.show_timesteps:
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return

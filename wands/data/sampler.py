@@ -77,7 +77,8 @@ class StepPlan:
 
 
 class EarlierEpoch(NamedTuple):
-    """Plan of an epoch that started before the data changed. A resumed run finishes this epoch as it was planned.
+    """Plan of an epoch that is not planned again: a resumed run finishes an epoch that started before the data changed, or a
+    plan file contains the epoch.
 
     Attributes:
         epoch: pass over the data, from 0.
@@ -115,6 +116,7 @@ class PlanSampler:
             samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
         earlier: the epoch before `start`, if a step of this epoch is still needed.
+        given: an epoch whose plan was read from a file. It has as many steps as the epoch that it replaces.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
@@ -139,6 +141,7 @@ class PlanSampler:
     excluded: Collection[str] = ()
     start: tuple[int, int] = (0, 0)
     earlier: EarlierEpoch | None = None
+    given: EarlierEpoch | None = None
 
     def __post_init__(self) -> None:
         assert len(self.seq_lens) == len(self.keys)
@@ -225,8 +228,8 @@ class PlanSampler:
         """Return the indices of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
         sample.
         """
-        if self.earlier is not None and epoch == self.earlier.epoch:
-            return np.array([i for step in self.earlier.plan.steps for bin in step for i in bin], np.int64)
+        if (plan := self._given_plan(epoch)) is not None:
+            return np.array([i for step in plan.steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
@@ -249,9 +252,12 @@ class PlanSampler:
         used[rows] = True
         return [window for window in (window[used[window]] for window in windows) if len(window)]
 
+    def _given_plan(self, epoch: int) -> EpochPlan | None:
+        return next((item.plan for item in (self.earlier, self.given) if item and item.epoch == epoch), None)
+
     def _plan_epoch(self, epoch: int) -> EpochPlan:
-        if self.earlier is not None and epoch == self.earlier.epoch:
-            return self.earlier.plan
+        if (plan := self._given_plan(epoch)) is not None:
+            return plan
         return plan_epoch(
             self.seq_lens,
             max_tokens=self.max_tokens,

@@ -23,6 +23,7 @@ from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
 from wands.train.changed_data import follow_data
 from wands.train.checkpoint import build_state
+from wands.train.plan_file import follow_plan
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
 from wands.train.trackers import check_trackers
@@ -176,6 +177,7 @@ def prepare_run(
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
     run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint)
+    run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run
 
 

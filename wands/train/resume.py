@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from wands.config.recipe import Recipe
+from wands.config.recipe import Recipe, inner_section
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
@@ -24,7 +24,7 @@ from wands.train.checkpoint import load_checkpoint
 _FIXED_KEYS = {
     "because the key decides which samples a step contains": (
         *("train.seed", "train.bins_per_step"),
-        *("packing.max_tokens", "packing.level_bins", "packing.buffer_size"),
+        *("packing.max_tokens", "packing.level_bins", "packing.buffer_size", "packing.plan"),
     ),
     "because the checkpoint contains the states of this optimizer": ("optim.name", "optim.decay_norms"),
     "because the checkpoint's weights depend on this key": (
@@ -35,13 +35,6 @@ _FIXED_KEYS = {
 # Keys that a resumed LoRA run may not change, because a LoRA checkpoint does not contain the base weights. Checkpoints with a
 # fingerprint of the base weights allow other paths.
 _BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
-# Values to compare with if the checkpoint's recipe is older than the key.
-_OLD_DEFAULTS = {
-    "precision.weights": "fp32",
-    "lora.quantize": "none",
-    "optim.name": "adamw",
-    "optim.decay_norms": True,
-}
 
 
 def find_resume(
@@ -169,7 +162,10 @@ def list_changes(saved: TrainState, current: TrainState) -> list[str]:
 
 def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     section, key = name.split(".")
-    value = (recipe.get(section) or {}).get(key, _OLD_DEFAULTS.get(name))
+    config: Any = inner_section(Recipe.model_fields[section].annotation)
+    # The recipe may be older than the key.
+    default = config.model_fields[key].get_default(call_default_factory=True)
+    value = recipe[section].get(key, default) if recipe.get(section) else None
     if name == "model.path" and value:
         return PurePath(value).name  # the folder may have moved
     return value if section in ("train", "packing", "optim") else value or None

@@ -14,7 +14,10 @@ from tests.support.commands import pack
 from tests.support.runs import BASE, make_run, run_training
 from wands.cli import main
 from wands.commands.pack import FORMAT
-from wands.errors import DataError, WandsError
+from wands.errors import CheckpointError, ConfigError, DataError, WandsError
+from wands.model.files.checkpoint_files import find_checkpoint
+from wands.train.checkpoint import build_state
+from wands.train.resume import check_resumable
 
 KEYS = [f"mock-{i:06d}" for i in range(7)]
 TOKENS = [8, 12, 2, 24, 6, 16, 9]  # of the mock data of tests/support/runs.py
@@ -83,14 +86,84 @@ def test_training_forwards_exactly_these_bins(tiny_pipeline: Path, tmp_path: Pat
         _, steps = read(tmp_path / f"plan{epoch}")
         planned |= {step["step"] + 1: Counter(tuple(bin["keys"]) for bin in step["bins"]) for step in steps}
     run_world(2, _train, str(tiny_pipeline), str(tmp_path / "run"))
-    forwarded: dict[int, Counter[tuple[str, ...]]] = {}
-    for rank in (0, 1):  # a bin of the two of a step on each
-        rows = [json.loads(line) for line in (tmp_path / "run" / f"samples-rank{rank}.jsonl").open()]
-        for step in planned:
-            mine = tuple(row["sample_id"] for row in rows if row["step"] == step)
-            forwarded.setdefault(step, Counter())[mine] += 1
     assert len(planned) == 4
-    assert forwarded == planned
+    assert _forwarded(tmp_path / "run", 4) == planned
+
+
+def _train_plan(model: str, folder: str, plan: str | None, resume: bool = False) -> None:
+    settings = () if plan is None else (f"packing.plan={plan}",)
+    more = ("train.epochs=3", "train.log_samples=true", "checkpoint.every=3", *settings)
+    run_training(Path(model), Path(folder), more, resume=resume)
+
+
+def test_training_follows_the_file(tiny_pipeline: Path, tmp_path: Path, run_world: Any):
+    """The bins of the second epoch in another order: a file that wands would not have planned."""
+    plan = tmp_path / "plan.jsonl"
+    pack(None, overrides=settings(tiny_pipeline), out=plan, epoch=1)
+    header, steps = read(plan)
+    bins = [step["bins"] for step in steps]
+    steps[0]["bins"], steps[1]["bins"] = [bins[1][0], bins[0][1]], [bins[0][0], bins[1][1]]
+    plan.write_text("".join(json.dumps(line) + "\n" for line in (header, *steps)))
+
+    run_world(2, _train_plan, str(tiny_pipeline), str(tmp_path / "run"), str(plan))
+    forwarded = _forwarded(tmp_path / "run", 6)
+    for number, step in enumerate(steps, start=3):
+        assert forwarded[number] == Counter(tuple(bin["keys"]) for bin in step["bins"])
+    run_world(2, _train_plan, str(tiny_pipeline), str(tmp_path / "plain"), None)
+    plain = _forwarded(tmp_path / "plain", 6)
+    assert [forwarded[n] == plain[n] for n in range(1, 7)] == [True, True, False, False, True, True]
+    # In the middle of this epoch, the run resumes with the same file and refuses to do so without it.
+    (tmp_path / "run" / "checkpoints" / "step_00000006").rename(tmp_path / "set aside")
+    run_world(2, _train_plan, str(tiny_pipeline), str(tmp_path / "run"), str(plan), True)
+    assert _forwarded(tmp_path / "run", 6) == forwarded
+    saved = find_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003")[1]
+    with pytest.raises(CheckpointError, match=r"packing\.plan=None must equal the checkpoint's value"):
+        check_resumable(saved, build_state(make_run(tiny_pipeline, tmp_path), 3, 0, []), "run")
+
+
+def _forwarded(run: Path, num_steps: int) -> dict[int, Counter[tuple[str, ...]]]:
+    found: dict[int, Counter[tuple[str, ...]]] = {step: Counter() for step in range(1, num_steps + 1)}
+    for rank in (0, 1):  # a bin of the two of a step on each
+        rows = [json.loads(line) for line in (run / f"samples-rank{rank}.jsonl").open()]
+        for step, bins in found.items():
+            bins[tuple(row["sample_id"] for row in rows if row["step"] == step)] += 1
+    return found
+
+
+def test_a_file_that_does_not_fit_is_refused(tiny_pipeline: Path, tmp_path: Path):
+    plan = tmp_path / "plan.jsonl"
+    pack(None, overrides=settings(tiny_pipeline), out=plan)
+    header, steps = read(plan)
+    first, second = (step["bins"] for step in steps)
+
+    def error(*lines: Any, overrides: tuple[str, ...] = ()) -> str:
+        plan.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with pytest.raises(ConfigError) as caught:
+            make_run(tiny_pipeline, tmp_path / "run", (f"packing.plan={plan}", *overrides))
+        text = str(caught.value)
+        assert text.endswith("write it again with wands pack --out and this recipe.")
+        return text
+
+    other = "has other samples, steps or bins than epoch 0 of this run"
+    assert other in error({**header, "format": "wands-plan-0"}, *steps)
+    assert other in error(header, *steps, overrides=("data.mock.num_samples=6",))
+    assert other in error(header, steps[0])
+    assert other in error(header, *steps, overrides=("train.bins_per_step=1",))
+    assert other in error(header, {"bins": [first[0], first[0]]}, {"bins": second})
+    whole = {"indices": [i for bin in (*first, *second) for i in bin["indices"]]}
+    assert "has a bin above packing.max_tokens=24" in error(
+        header, {"bins": [whole, {"indices": []}]}, {"bins": [{"indices": []}] * 2}
+    )
+    assert "cannot be read ('bins')" in error(header, {"step": 0})
+    assert "cannot be read" in error()
+    assert "cannot be read" in error(["a list"], *steps)
+
+
+def test_the_option_sets_the_key(tiny_pipeline: Path, tmp_path: Path):
+    options = [part for item in settings(tiny_pipeline) for part in ("--set", item)]
+    result = CliRunner().invoke(main, ["train", "--dry-run", "--plan", str(tmp_path / "no"), *options])
+    assert result.exit_code == 2
+    assert f"packing.plan={tmp_path / 'no'} cannot be read (No such file or directory)" in result.stderr
 
 
 def test_the_command_says_what_it_planned(tiny_pipeline: Path, tmp_path: Path):
