@@ -1,4 +1,7 @@
-"""Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped."""
+"""Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped.
+
+With `train.on_bad_step=stop`, a spike changes nothing: it is an event with the clips of the step.
+"""
 
 from __future__ import annotations
 
@@ -78,16 +81,22 @@ class BadSteps:
         step, norm, budget = plan.step + 1, result.grad_norm, self._config.max_bad_steps
         if not plan.num_samples:
             return
+        past, event = self.state[expert.subfolder], "bad update"
         if not result.skipped and math.isfinite(loss) and math.isfinite(norm):
-            past = self.state[expert.subfolder]
+            event = "spike"
+            is_judged = self._config.on_bad_step == "stop" and len(past) >= MIN_UPDATES
+            is_spike = is_judged and self._is_bad(past, self._run.count(plan), result.loss, norm)
             past[:] = [*past, (loss, norm)][-WINDOW:]
-            return
+            if not is_spike:
+                return
         gathered: list[list[SampleLoss]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, result.samples)
         # The ranks of a context-parallel group have the same clips.
         clips = {(clip.sample_id, clip.repeat_index): clip for clip in chain(*gathered)}.values()
         row = {"expert": expert.name, "skipped": result.skipped, "loss": loss, "grad_norm": norm}
-        self._events.write("bad update", **row, clips=list(map(vars, clips)))
+        self._events.write(event, **row, clips=list(map(vars, clips)))
+        if event == "spike":
+            return
         self.state["skipped"] += [step] * result.skipped
         if result.skipped and len(self.state["skipped"]) <= budget:
             _log.warning("step %d: the update is skipped, see events.jsonl in the run folder", step)

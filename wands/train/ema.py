@@ -48,7 +48,7 @@ class WeightAverage:
         self.section = section
         # `_first` is the step at which the average starts. `_last` is the step of its last update.
         self._first = self._last = step
-        self._fragments = _own_fragments(engine)
+        self._fragments = own_fragments(engine)
         self._places = {fragment.name: [fragment.start, fragment.shape] for fragment in self._fragments}
         masters = [fragment.read() for fragment in self._fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
@@ -187,7 +187,7 @@ def averaged_weights(engines: Mapping[str, Any], averages: Mapping[str, WeightAv
             average.exchange(engines[part])
 
 
-def _own_fragments(engine: Any) -> list[Fragment]:
+def own_fragments(engine: Any) -> list[Fragment]:
     """Return the fragments of all trained parameters that this rank averages. At ZeRO-0, where every rank has all
     weights, this is the rank's share of each parameter.
     """

@@ -23,7 +23,7 @@ from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.events import EventLog
-from wands.train.metrics import StepLog
+from wands.train.metrics import StepLog, memory_peaks, sigma_sums
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
@@ -66,17 +66,23 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             divisor, step = run.denominator(plan), plan.step + 1
             events.step = step
             trained = zip(run.experts, engines.values(), bad_steps.judges(plan), strict=True)
+            blocks_every = recipe.logging.blocks_every
+            measures = bool(blocks_every and step % blocks_every == 0)
             results = [
-                train_step(engine, slices, run, groups, device, divisor, expert.sigma_range, is_bad)
+                train_step(engine, slices, run, groups, device, divisor, expert.sigma_range, is_bad, measures)
                 for expert, engine, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
             own_request = requests.poll(rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
-            losses, (data_wait, is_writing), request = _reduce(
-                own_losses, (own_wait, float(saver.is_writing)), own_request, device
+            sums, (data_wait, is_writing, *peaks), request = _reduce(
+                torch.cat([own_losses.double(), sigma_sums(results, groups.dims).to(device)]),
+                (own_wait, float(saver.is_writing), *memory_peaks(device)),
+                own_request,
+                device,
             )
+            losses, of_sigmas = sums[: len(results)], sums[len(results) :]
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 bad_steps.check(plan, expert, loss, result)
                 if averages and not result.skipped:
@@ -85,7 +91,9 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             watchdog.end_step(step, seconds)
             own_seconds = compute_times.end_step(step)
             ema_decay = next((average.decay for average in averages.values()), None)
-            step_log.write(plan, losses, results, lr, ema_decay, seconds, data_wait, own_seconds)
+            step_log.write(
+                plan, losses, results, lr, ema_decay, seconds, data_wait, own_seconds, of_sigmas, peaks
+            )
 
             is_last = request.quit or step == total_steps
             is_due = is_last or request.save or saver.is_due(step)
@@ -143,22 +151,21 @@ def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
 
 
 def _reduce(
-    losses: torch.Tensor, maxima: Sequence[float], request: ControlRequest, device: torch.device
+    sums: torch.Tensor, maxima: Sequence[float], request: ControlRequest, device: torch.device
 ) -> tuple[list[float], list[float], ControlRequest]:
     """Combine the losses, other numbers and the requests of all ranks with two small all-reduces.
 
     Args:
-        losses: this rank's part of the loss, one value for each trained DiT.
+        sums: numbers of this rank whose sum over the ranks is returned, float64.
         maxima: numbers of which the largest over the ranks is returned.
         request: requests to save, stop or check that this rank received.
         device: device of this rank.
 
     Returns:
-        (losses summed over the ranks, maxima over the ranks, requests that any rank received).
+        (sums over the ranks, maxima over the ranks, requests that any rank received).
     """
-    summed = losses.to(torch.float64)
     combined = torch.tensor([*maxima, *request], dtype=torch.float64, device=device)
-    dist.all_reduce(summed)
+    dist.all_reduce(sums)
     dist.all_reduce(combined, op=dist.ReduceOp.MAX)
     values = combined.tolist()
-    return summed.tolist(), values[: len(maxima)], ControlRequest(*map(bool, values[len(maxima) :]))
+    return sums.tolist(), values[: len(maxima)], ControlRequest(*map(bool, values[len(maxima) :]))

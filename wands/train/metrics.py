@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -19,6 +22,11 @@ from wands.train.append_log import AppendLog
 from wands.train.run import Log, TrainingRun
 from wands.train.step import StepResult
 from wands.train.trackers import Trackers
+
+NUM_SIGMAS = 10
+"""Number of equal ranges of the noise level for which the loss is reported."""
+NUM_RECENT = 50
+"""Number of steps whose median duration predicts the end of the run."""
 
 
 class StepLog:
@@ -45,6 +53,7 @@ class StepLog:
         state = run.checkpoint.state if run.checkpoint else None
         start_step, self._rows = state.step if state else 0, None
         self.history: list[tuple[int, float]] = []
+        self._recent, self._times = deque[float](maxlen=NUM_RECENT), (0.0, 0, 0.0)
         if rank == 0:
             rows, self._rows = continue_rows(run.output_dir / "metrics.jsonl", start_step)
             past = state.loss if state else []  # used if the checkpoint is from another run folder
@@ -62,8 +71,23 @@ class StepLog:
         seconds: float,
         data_wait: float,
         own_seconds: Sequence[float] | None,
+        of_sigmas: Sequence[float],
+        peaks: Sequence[float],
     ) -> None:
-        """Write the results of a step. The arguments are those of `step_metrics`, and the result of each trained DiT."""
+        """Write the results of a step.
+
+        Args:
+            plan: packing plan of the step.
+            losses: argument of `step_metrics`, as are `lr`, `ema_decay`, `seconds`, `data_wait` and `own_seconds`.
+            results: result of each trained DiT on this rank.
+            lr: see `losses`.
+            ema_decay: see `losses`.
+            seconds: see `losses`.
+            data_wait: see `losses`.
+            own_seconds: see `losses`.
+            of_sigmas: result of `sigma_sums`, summed over the ranks.
+            peaks: result of `memory_peaks`, the largest over the ranks.
+        """
         step, total_steps = plan.step + 1, self._run.sampler.total_steps
         if self._samples is not None:
             for expert, result in zip(self._run.experts, results, strict=True):
@@ -75,6 +99,19 @@ class StepLog:
         row = step_metrics(
             self._run, plan, self._device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
         )
+        for expert, result in zip(self._run.experts, results, strict=True):
+            name = f"{expert.name}." if expert.name else ""
+            for key, of_blocks in result.blocks.items():
+                row.setdefault(key, {}).update({name + block: value for block, value in of_blocks.items()})
+        row |= {
+            "tokens_per_second_per_gpu": row["tokens_per_second"] / self._run.world_size,
+            "loss_by_sigma": [
+                s / n if n else None for s, n in zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
+            ],
+            "device_peak": round(peaks[0]) or None,
+            "host_peak": round(peaks[1]),
+            "eta_seconds": self._eta(seconds, total_steps - step),
+        }
         if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
             self.history.append((step, row["loss"]))
         self._rows.append(to_line(row))
@@ -82,11 +119,39 @@ class StepLog:
         if step % self._run.recipe.train.log_every == 0 or step == total_steps:
             self._log(describe_step(row, total_steps))
 
+    def _eta(self, seconds: float, steps_left: int) -> float:
+        """Return the seconds to the end of the run: the median of the last steps, and the mean time between steps."""
+        now, (began, num_steps, total) = time.perf_counter(), self._times
+        self._times = began, num_steps, total = began or now - seconds, num_steps + 1, total + seconds
+        self._recent.append(seconds)
+        between = now - began - total  # saves and evaluations
+        return steps_left * (median(self._recent) + between / num_steps)
+
     def close(self) -> None:
         """Write the rows that could not be written before, or report that rows are missing."""
         for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()
+
+
+def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tensor:
+    """Return the sum of the losses and the number of this rank's clips in each range of the noise level, float64 [20].
+
+    Args:
+        results: result of each trained DiT.
+        grid: dims of this rank. Only the first rank of a context-parallel group counts its clips, which all ranks have.
+    """
+    sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64)
+    for item in [item for result in results for item in result.samples if grid.cp_rank == 0]:
+        row = min(int(item.sigma * NUM_SIGMAS), NUM_SIGMAS - 1)
+        sums[row] += torch.tensor([item.loss, 1.0], dtype=torch.float64)
+    return sums.flatten()
+
+
+def memory_peaks(device: torch.device) -> tuple[float, float]:
+    """Return the largest memory of this process so far, in bytes: (tensors on the device, or 0 on a CPU; host memory)."""
+    on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return on_device, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def step_metrics(
@@ -177,6 +242,10 @@ def curves(row: Mapping[str, Any]) -> dict[str, float]:
     of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
     named = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
     named.pop("speed/step")
+    for i, value in enumerate(named.pop("train/loss_by_sigma", ())):
+        named[f"loss_by_sigma/{i / NUM_SIGMAS:g}"] = value
+    for key in ("train/grad_norm_blocks", "speed/update_ratio_blocks"):
+        named |= {f"{key.partition('/')[2]}/{block}": value for block, value in named.pop(key, {}).items()}
     if times := named.pop("speed/own_seconds", None):
         named |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
     return {name: value for name, value in named.items() if value is not None}
@@ -189,7 +258,7 @@ def to_line(row: Mapping[str, Any]) -> bytes:
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
     """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
-    writes these rows again. Events other than bad updates stay, because they have happened.
+    writes these rows again. Events other than bad updates and spikes stay, because they have happened.
 
     Returns:
         (remaining rows, log to which rows can be appended).
@@ -197,7 +266,7 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
     """
-    rows, cut = read_rows(path), (None, "bad update")
+    rows, cut = read_rows(path), (None, "bad update", "spike")
     rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
     lines = b"".join(map(to_line, rows))
     if path.is_file() and path.read_bytes() != lines:

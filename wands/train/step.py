@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
+from wands.train.block_norms import measure_blocks
 from wands.train.run import TrainingRun
 
 
@@ -47,12 +48,14 @@ class StepResult:
         samples: loss of each sample in the bins of this rank.
         grad_norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
+        blocks: result of `measure_blocks`; empty if the blocks were not measured.
     """
 
     loss: torch.Tensor
     samples: list[SampleLoss]
     grad_norm: float
     skipped: bool
+    blocks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 def train_step(
@@ -64,6 +67,7 @@ def train_step(
     denominator: float,
     sigma_range: tuple[float, float] = (0.0, 1.0),
     is_bad: Callable[[torch.Tensor, float], bool] | None = None,
+    measures_blocks: bool = False,
 ) -> StepResult:
     """Run one optimizer step: the forward and backward pass of every micro step, then the update of the weights.
 
@@ -78,6 +82,7 @@ def train_step(
         sigma_range: (lowest, highest) noise level of the expert that the engine trains.
         is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
             norm of the whole gradient. Its result must be equal on all ranks. None discards no update.
+        measures_blocks: whether to measure the gradient and the update of each block.
     """
     recipe = run.recipe
     total, micro_losses = torch.zeros((), device=device), []
@@ -110,9 +115,11 @@ def train_step(
         total += loss.detach()
         micro_losses.append((host_slice, noisy.sigmas, errors))
     unpartitioned = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
+    finish = measure_blocks(engine) if measures_blocks else None
     skipped, grad_norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
     # The losses are read after the step, because a read makes the host wait for the device.
-    return StepResult(total, _sample_losses(micro_losses, groups), grad_norm, skipped)
+    blocks = finish() if finish else {}
+    return StepResult(total, _sample_losses(micro_losses, groups), grad_norm, skipped, blocks)
 
 
 def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:

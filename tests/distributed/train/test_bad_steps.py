@@ -108,9 +108,9 @@ def watch(
     return [(*states, average) for states, average in zip(found, kept, strict=True)]
 
 
-def events(out: Path) -> list[dict[str, Any]]:
+def events(out: Path, event: str = "bad update") -> list[dict[str, Any]]:
     """The rows of bad updates, without their times."""
-    rows = [row for row in read_rows(out / "events.jsonl") if row["event"] == "bad update"]
+    rows = [row for row in read_rows(out / "events.jsonl") if row["event"] == event]
     return [{key: value for key, value in row.items() if key != "time"} for row in rows]
 
 
@@ -242,6 +242,25 @@ def spiky(
     bad_steps.MIN_UPDATES = 1
     with damaged_clip(1e4):
         return run_training(model, out, overrides, zero(2), resume)
+
+
+@pytest.mark.parametrize("judges", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_spike_is_named_and_changes_nothing(judges: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
+    """With on_bad_step=stop, a spike is only an event. A resumed run writes the event again, in its place."""
+    overrides = ("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=5", "train.spike_zscore=60")
+    rows = run_world(2, spiky, tiny_pipeline, tmp_path / "run", overrides)[0]
+    if not judges:
+        unjudged = (*overrides, "train.spike_zscore=1e9")
+        assert losses(run_world(2, spiky, tiny_pipeline, tmp_path / "other", unjudged)[0]) == losses(rows)
+        assert not events(tmp_path / "other", "spike")
+        middle = tmp_path / "run" / "checkpoints" / "step_00000002"
+        run_world(2, spiky, tiny_pipeline, tmp_path / "run", overrides, middle)
+    found = events(tmp_path / "run", "spike")
+    assert found[0]["step"] == 2
+    assert [row["step"] for row in found] == sorted({row["step"] for row in found})
+    assert found[0]["loss"] == rows[1]["loss"] > 100
+    assert [clip["sample_id"] for clip in found[0]["clips"] if clip["loss"] > 100] == [BAD]
+    assert not events(tmp_path / "run")
 
 
 def odd_rank(model: Path, out: Path, overrides: tuple[str, ...]) -> list[int]:

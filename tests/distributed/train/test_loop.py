@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -172,7 +173,7 @@ def run_with_wandb(model: Path, out: Path, site: Path) -> list[dict[str, Any]]:
     (site / "wandb.py").write_text(SOURCE)
     sys.path.insert(0, str(site))
     os.environ["FAKE_WANDB"] = str(site / "calls")
-    overrides = ("train.max_steps=3", "logging.trackers=[tensorboard,wandb]")
+    overrides = ("train.max_steps=3", "logging.trackers=[tensorboard,wandb]", "train.log_samples=true")
     return run_training(model, out, overrides, zero(2))
 
 
@@ -185,6 +186,17 @@ def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
         assert row["tflops"] > 0
         assert row["grad_norm"] > 0
         assert row["mfu"] is None  # a CPU's peak is not known
+        assert row["device_peak"] is None
+        assert row["host_peak"] > 2**27
+        assert row["tokens_per_second_per_gpu"] == row["tokens_per_second"] / 2
+        buckets: list[list[float]] = [[] for _ in range(10)]
+        for (step, _, _, sigma), loss in sample_losses(tmp_path).items():
+            if step == row["step"]:
+                buckets[min(math.floor(sigma * 10), 9)].append(loss)
+        means = [value for value in row["loss_by_sigma"] if value is not None]
+        assert [value is None for value in row["loss_by_sigma"]] == [not bucket for bucket in buckets]
+        assert means == pytest.approx([sum(bucket) / len(bucket) for bucket in buckets if bucket], rel=1e-12)
+    assert rows[0]["eta_seconds"] > rows[2]["eta_seconds"] == 0
     assert list((tmp_path / "tensorboard").glob("events.*"))
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     # On a CPU, accelerate would take every rank for the main process.

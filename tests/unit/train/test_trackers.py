@@ -19,7 +19,8 @@ from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.train import trackers
-from wands.train.metrics import StepLog, curves
+from wands.train.metrics import StepLog, curves, sigma_sums
+from wands.train.step import SampleLoss
 from wands.train.trackers import Trackers, check_trackers
 
 CPU = torch.device("cpu")
@@ -34,6 +35,8 @@ def build_run(out: Path, names: tuple[str, ...] = ("tensorboard",), step: int = 
         recipe=recipe,
         output_dir=out,
         checkpoint=checkpoint,
+        world_size=1,
+        experts=(),
         sampler=SimpleNamespace(total_steps=5),
         grid=lambda rank: SimpleNamespace(rank=rank, cp_rank=0),
     )
@@ -63,7 +66,8 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "wands.train.metrics.step_metrics", lambda run, plan, device, losses, *rest: losses | {"mfu": None}
+        "wands.train.metrics.step_metrics",
+        lambda run, plan, device, losses, *rest: losses | {"mfu": None, "tokens_per_second": 2.0},
     )
     for start_step, end in ((0, 4), (3, 4)):
         run = build_run(tmp_path, step=start_step)
@@ -72,21 +76,50 @@ def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr("wands.train.metrics.describe_step", lambda row, total: "")
         for step in range(start_step + 1, end + 1):
             row = {"step": step, "loss": float(10 * start_step + step)}
-            log.write(SimpleNamespace(step=step - 1), row, [], 0.0, None, 1.0, 0.0, None)
+            log.write(SimpleNamespace(step=step - 1), row, [], 0.0, None, 1.0, 0.0, None, [0.0] * 20, (0, 0))
         board.log(0, {"eval/held_out": 1.0}) if not start_step else None
         log.close()
         board.close()
     series = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0)]
-    assert scalars(tmp_path / "tensorboard") == {"train/loss": series, "eval/held_out": [(0, 1.0)]}
+    found = {
+        name: points for name, points in scalars(tmp_path / "tensorboard").items() if "speed" not in name
+    }
+    assert found == {"train/loss": series, "eval/held_out": [(0, 1.0)]}
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
     assert log.history == series
 
 
+def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A first step of 100 s does not spoil the prediction. Saves between the steps count as they were so far."""
+    log = StepLog(build_run(tmp_path), 0, CPU, lambda text: None, Trackers(build_run(tmp_path, ()), 0))
+    now = [1000.0]
+    monkeypatch.setattr("wands.train.metrics.time.perf_counter", lambda: now[0])
+    assert log._eta(100.0, 9) == 900.0
+    for _ in range(3):
+        now[0] += 2.0
+        eta = log._eta(2.0, 10)
+    assert eta == 20.0
+    now[0] += 2.0 + 10.0  # a save of 10 s
+    assert log._eta(2.0, 10) == 10 * (2.0 + 10.0 / 5)
+
+
+def test_clips_of_a_context_parallel_group_count_once():
+    samples = [SampleLoss("a", 0, 0, sigma, loss) for sigma, loss in ((0.0, 0.1), (0.05, 0.2), (1.0, 4.0))]
+    results = [SimpleNamespace(samples=samples), SimpleNamespace(samples=samples[:1])]
+    first, second = (sigma_sums(results, SimpleNamespace(cp_rank=rank)) for rank in (0, 1))
+    assert first.tolist() == [0.1 + 0.2 + 0.1, 3, *[0] * 16, 4.0, 1]
+    assert not second.any()
+
+
 def test_names_of_curves():
     row = {"step": 3, "loss": 1.0, "loss_high": 2.0, "mfu": None, "own_seconds": [1.0, 2.0, 5.0]}
+    row |= {"loss_by_sigma": [None] * 9 + [0.5], "grad_norm_blocks": {"blocks.0": 3.0}, "device_peak": 7}
     assert curves(row) == {
         "train/loss": 1.0,
         "train/loss_high": 2.0,
+        "loss_by_sigma/0.9": 0.5,
+        "grad_norm_blocks/blocks.0": 3.0,
+        "speed/device_peak": 7,
         "speed/own_seconds_max": 5.0,
         "speed/own_seconds_median": 2.0,
     }
