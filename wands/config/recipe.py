@@ -465,8 +465,9 @@ class TrainConfig(StrictModel):
     """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
     Raise this number to continue such a run."""
     spike_zscore: float = Field(default=6.0, gt=0)
-    """Robust z-score above which `on_bad_step: skip` takes a loss or a gradient norm for a spike. The score compares the
-    logarithm of the value with the last 128 updates. The first 20 updates are not judged."""
+    """Robust z-score above which a loss or a gradient norm is a spike: `on_bad_step: skip` discards the update, and
+    `stop` only writes the event `spike` to events.jsonl. The score compares the logarithm
+    of the value with the last 128 updates. The first 20 updates are not judged."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
