@@ -172,6 +172,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.PackOptions: "wands.commands.pack:pack",
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
+    opts.ReportOptions: "wands.report.page:report",
     opts.InferOptions: _infer,
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",

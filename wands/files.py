@@ -57,14 +57,16 @@ def read_json_object(
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
-    rows: list[dict[str, Any]] = []
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-    return rows
+    return list(iter_rows(path))
+
+
+def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `.jsonl` file up to the first damaged line; nothing if the file does not exist."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:

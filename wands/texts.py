@@ -101,3 +101,10 @@ def log_to_stderr(level: int = logging.WARNING, layout: str = "%(levelname)s %(n
     handler = logging.StreamHandler()
     handler.setFormatter(_SafeFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time as text in seconds, minutes or hours, such as "90 s", "5 min" or "2.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -36,6 +36,7 @@ LAYERS = {
     "wands.sampling": 4,
     "wands.export": 4,
     "wands.planning": 4,
+    "wands.report": 4,
     "wands.train": 5,
     "wands.commands": 6,
     "wands.cli": 7,

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from wands.commands.progress import format_seconds
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import Recipe
@@ -22,6 +21,7 @@ from wands.planning.hardware import MACHINES, Machine, machine_named
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
 from wands.planning.workload import Workload
+from wands.texts import format_seconds
 from wands.train.checkpoint import checkpoint_bytes
 from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames

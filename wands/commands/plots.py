@@ -9,28 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from wands.files import atomic_path
-
-
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Return the running mean over `window` values.
-
-    Element i is the mean of the value i and of the `window` - 1 values before it. At the start, there are fewer values
-    to average. Values that are not finite are left out.
-
-    Args:
-        values: float [N].
-        window: number of values to average, at least 1.
-
-    Returns:
-        float64 [N], with NaN where the window contains no finite value.
-    """
-    assert window > 0, window
-    finite = np.isfinite(values)
-    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
-    counts = np.cumsum(np.concatenate([[0], finite]))
-    start = np.maximum(np.arange(1, len(values) + 1) - window, 0)
-    total, count = sums[1:] - sums[start], counts[1:] - counts[start]
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+from wands.report.run_data import smooth, smoothing_window
 
 
 def save_loss_plot(
@@ -66,7 +45,7 @@ def save_loss_plot(
     for i, (name, (steps, losses)) in enumerate(series.items()):
         values = np.asarray(losses, dtype=np.float64)
         assert len(values) == len(steps), (name, len(steps), len(values))
-        width = window or max(1, min(200, len(values) // 20))
+        width = window or smoothing_window(len(values))
         raw = np.where(np.isfinite(values), values, np.nan)
         lone = "o" if len(values) == 1 else ""  # a line of one point is invisible
         if width == 1:

@@ -42,10 +42,3 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
             log.info("%s: %d of %d, %.0f s passed, %.0f s left", label, done, total, now - started, left)
 
     yield advance
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a time as text in seconds, minutes or hours, such as "90 s", "5 min" or "2.5 h"."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

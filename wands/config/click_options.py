@@ -80,7 +80,10 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     if multiple:
         kind = get_args(kind)[0]
     if spelling.argument:
-        return click.Argument([name], type=_click_type(kind, field), required=field.is_required())
+        nargs = -1 if multiple else 1
+        return click.Argument(
+            [name], type=_click_type(kind, field), required=field.is_required(), nargs=nargs
+        )
     flag = spelling.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}" if field.default else flag

@@ -257,6 +257,22 @@ class TrainOptions(RecipeOptions):
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
 
 
+class ReportOptions(Options):
+    """Write a page about a run: loss, samples, speed, events and recipe. With several runs, the page compares them.
+
+    The page is one HTML file that needs no network. Training writes the page of a run by itself at each evaluation.
+
+    Examples:
+        wands report runs/my-run
+        wands report runs/my-run runs/other --out comparison.html
+    """
+
+    runs: Annotated[tuple[Path, ...], ARGUMENT]
+    """Run folders."""
+    out: Path | None = None
+    """HTML file to write [default: report.html in RUN, or comparison.html in the first of several runs]."""
+
+
 class InferOptions(Options):
     """Sample videos from prompts and images.
 

@@ -6,15 +6,15 @@ The page is one file that needs no network access. The browser sorts and filters
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 from rich import filesize
 
 from wands.commands.check.check_report import SHOWN_PROBLEMS, VERDICTS, CheckReport, describe_source
 from wands.commands.length_histogram import count_lengths
-from wands.commands.progress import format_seconds
-from wands.texts import safe_lines
+from wands.report.page import render
+from wands.texts import format_seconds
 
 MAX_ROWS = 5000
 """Largest number of clips on the page. Rejected clips are first, then clips with warnings.
@@ -28,14 +28,10 @@ def render_page(report: CheckReport) -> str:
 
     File names and captions are escaped, so that they cannot contain HTML. Paths do not contain the name of the user.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, "."),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=lambda value: safe_lines(value) if type(value) is str else value,
-    )
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
-    return environment.get_template("report.html").render(
+    return render(
+        Path(__file__).parent,
+        "report.html",
         report=report,
         settings=_settings(report),
         cards=[
@@ -56,7 +52,6 @@ def render_page(report: CheckReport) -> str:
         clips=report.clips[:MAX_ROWS],
         num_omitted=len(report.clips) - MAX_ROWS,
         describe_source=describe_source,
-        number="{:,}".format,
         base64=lambda data: Markup(base64.b64encode(data).decode()),
     )
 

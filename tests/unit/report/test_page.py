@@ -1,0 +1,331 @@
+"""report.html: the curves are the rows of metrics.jsonl, texts are escaped and clean, missing files and keys do not matter."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from tests.support.run_folder import PROMPTS, write_rows, write_run
+from wands.cli import main
+from wands.files import read_rows
+from wands.report import page as module
+from wands.report.page import render_page, write_report
+from wands.report.run_data import read_run
+
+FILES = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "samples/samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "fox", steps=40, every=10)
+
+
+def render(*folders: Path, place: Path | None = None) -> str:
+    return render_page([read_run(folder) for folder in folders], place or folders[0])
+
+
+def curves(text: str) -> dict[tuple[str, str], dict[int, float]]:
+    """Return {(chart, curve): {step: value}}, where the values are computed from the points and the axes."""
+    found = {}
+    for low, high, svg in re.findall(
+        r'data-low="(\S+)" data-high="(\S+)".*?\n(<svg.*?</svg>)', text, re.DOTALL
+    ):
+        chart, low, high = ElementTree.fromstring(svg), float(low), float(high)
+        for line in chart.iter("polyline"):
+            points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+            steps, texts = line.attrib["data-x"].split(), line.attrib["data-y"].split()
+            assert len(points) == len(steps) == len(texts)
+            values = {}
+            for (_, down), step, value in zip(points, steps, texts, strict=True):
+                drawn = high - down / 300 * (high - low)
+                assert not low <= float(value) <= high or drawn == pytest.approx(
+                    float(value), abs=(high - low) / 1000 + 1e-4 * abs(drawn)
+                )
+                values[float(step)] = float(value)
+            found[chart.attrib["aria-label"], line.attrib["data-name"]] = values
+    return found
+
+
+def test_the_curves_are_the_rows(run: Path) -> None:
+    found = curves(render(run))
+    rows, evaluations = read_rows(run / "metrics.jsonl"), read_rows(run / "evaluations.jsonl")
+    keys = {("Loss", "train, each step"): "loss", ("Gradient norm", "Gradient norm"): "grad_norm",
+            ("Learning rate", "Learning rate"): "lr",
+            ("TFLOP/s per GPU", "TFLOP/s per GPU"): "tflops", ("Step time, s", "Step time, s"): "seconds",
+            ("Wait for data, s per step", "Wait for data, s per step"): "data_wait"}  # fmt: skip
+    for name, key in keys.items():
+        assert found[name] == {row["step"]: pytest.approx(row[key], rel=1e-4) for row in rows}
+    peak = found["Largest memory of a rank, GiB", "device"]
+    assert set(peak.values()) == {61}
+    for name, weights, key in (("held-out", "raw", "held_out"), ("train clips, EMA", "ema", "train")):
+        wanted = {
+            row["step"]: pytest.approx(row[key], rel=1e-4) for row in evaluations if row["weights"] == weights
+        }
+        assert found["Loss", name] == wanted
+    last = evaluations[-2]
+    assert found["Held-out loss at each sigma", "step 40"] == {
+        item["sigma"]: pytest.approx(item["held_out"], rel=1e-4) for item in last["by"]["sigma"]
+    }
+    assert found["Held-out loss: change since step 0", "held-out"][40] == pytest.approx(
+        last["change"]["mean"], rel=1e-4
+    )
+    fall = 100 * (last["by"]["sigma"][0]["held_out"] / evaluations[0]["by"]["sigma"][0]["held_out"] - 1)
+    assert found["Held-out loss at each sigma: change, %", "0.1"][40] == pytest.approx(fall, rel=1e-3)
+    assert len([name for chart, name in found if chart == "Train loss by sigma"]) == 10
+
+
+def test_every_curve_has_the_events(run: Path) -> None:
+    text = render(run)
+    charts = [svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<polyline" in svg]
+    assert len(charts) == 12
+    for svg in charts:
+        marks = [
+            mark.attrib["data-text"]
+            for mark in ElementTree.fromstring(svg).iter("line")
+            if "data-text" in mark.attrib
+        ]
+        expected = 0 if 'aria-label="Held-out loss at each sigma"' in svg else 4
+        assert len(marks) == expected
+    assert "bad update, skipped: True, loss: 4.2" in text
+    assert "films/harbour" in text
+
+
+def test_a_long_run_is_thinned_and_keeps_its_spikes(tmp_path: Path) -> None:
+    steps = 5000
+    write_rows(
+        tmp_path / "metrics.jsonl",
+        [{"step": i, "loss": 9.0 if i == 3333 else 0.1, "seconds": 1} for i in range(1, steps + 1)],
+    )
+    found = curves(render(tmp_path))
+    raw, smooth = (found["Loss", name] for name in ("train, each step", "train, mean of 200 steps"))
+    assert raw[3333] == 9
+    assert max(map(len, (raw, smooth))) <= module.MAX_POINTS
+    assert {1, steps} <= raw.keys() & smooth.keys()
+
+
+class Page(HTMLParser):
+    """Tags, and the values of attributes that name a file."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "poster")]
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+
+def test_texts_are_escaped(run: Path, tmp_path: Path) -> None:
+    """A tag in any text of the run is shown as text."""
+    tag = "\"'><img src=x onerror=alert(1)>"
+    for name in FILES:
+        rows = [
+            json.loads(json.dumps(row).replace("fox", f"fox{json.dumps(tag)[1:-1]}"))
+            for row in read_rows(run / name)
+        ]
+        for row in rows:
+            row |= {
+                key: value + tag
+                for key, value in row.items()
+                if key in ("event", "prompt", "reason", "wands_version", "variant")
+            }
+            row |= {"clips": [clip | {"sample_id": tag} for clip in row["clips"]]} if "clips" in row else {}
+            if "grad_norm_blocks" in row:
+                row["grad_norm_blocks"] = {tag + key: value for key, value in row["grad_norm_blocks"].items()}
+        write_rows(tmp_path / name, rows)
+    (tmp_path / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("full", json.dumps(tag)))
+    text = render(tmp_path)
+    page = Page(text)
+    assert tag not in text
+    assert text.count("&gt;&lt;img src=x") > 20
+    assert "img" not in page.tags  # videos are not in this folder
+    assert page.tags.count("script") == 1
+    assert "<b>snow" not in text
+
+
+def test_the_page_needs_no_network_and_tells_nothing_about_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "hf_" + "x1" * 12
+    monkeypatch.setenv("MY_API_KEY", "a-value-of-the-environment")
+    planted = (
+        "model.path=/home/alice/models/wan",
+        f"data.exclude=[{secret}, a-value-of-the-environment]",
+        "lora.init_from=/data/alice/l",
+    )
+    run = write_run(
+        tmp_path / "fox", 40, 10, overrides=planted, reason=f"/mnt/alice/disk/a.h5 of {secret} is full"
+    )
+    text = render(run)
+    assert all(link.startswith("data:") for link in Page(text).links)
+    for word in ("http", "//", "alice", str(tmp_path), secret, "a-value-of-the-environment"):
+        assert word not in re.sub(r"base64,[\w+/=]+", "", text), word
+    assert "a.h5 of REDACTED is full" in text
+
+
+def test_videos_beyond_the_limit_are_links(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest videos are in the page, then the base model's; the others are links, or images if the page is elsewhere."""
+    rows = read_rows(run / "samples" / "samples.jsonl")
+    size = {
+        step: sum((run / row["video"]).stat().st_size * 4 // 3 for row in rows if row["step"] == step)
+        for step in (0, 20, 40)
+    }
+    assert Page(render(run)).tags.count("video") == 10
+    monkeypatch.setattr(module, "MAX_VIDEO_BYTES", size[40] + size[0] + 10)
+    links = [link for link in Page(render(run)).links if not link.startswith("data:")]
+    assert links == [row["video"] for row in sorted(rows, key=lambda row: row["number"]) if row["step"] == 20]
+    elsewhere = Page(render(run, place=tmp_path))
+    assert all(link.startswith("data:") for link in elsewhere.links)
+    assert (elsewhere.tags.count("video"), elsewhere.tags.count("img")) == (6, 4)
+
+
+def test_a_file_outside_the_run_is_not_shown(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret.mp4").write_bytes(b"secret")
+    row = read_rows(run / "samples" / "samples.jsonl")[0] | {
+        "video": "../secret.mp4",
+        "thumbnail": "/etc/hostname",
+    }
+    write_rows(tmp_path / "run" / "samples" / "samples.jsonl", [row])
+    assert Page(render(tmp_path / "run")).links == []
+
+
+@pytest.mark.parametrize("missing", [*FILES, "recipe.yaml", "samples", "all"])
+def test_missing_files(run: Path, tmp_path: Path, missing: str) -> None:
+    for path in run.rglob("*.*"):
+        name = path.relative_to(run).as_posix()
+        if path.is_file() and missing != "all" and not name.startswith(missing):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).symlink_to(path)
+    text = render(tmp_path)
+    assert "Is it learning?" in text
+    assert ("Not known yet" in text) == (missing in ("evaluations.jsonl", "all"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_missing_keys_and_unfinished_lines(run: Path, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    for name in FILES:
+        rows = read_rows(run / name)
+        keys = sorted({key for row in rows for key in row} - {"step"})
+        for key in draw.sample(keys, len(keys) * seed // 5):
+            for row in rows:
+                row.pop(key, None)
+                if draw.random() < 0.5:
+                    row[key] = None
+        write_rows(tmp_path / name, rows)
+        with (tmp_path / name).open("a") as file:
+            file.write('7\n"text"\n{"no step": 1}\n{"step": 41, "lo')
+    (tmp_path / "recipe.yaml").write_text("model: [unfinished")
+    curves(render(tmp_path))
+
+
+def test_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
+    other = write_run(
+        tmp_path / "dog", 20, 10, seed=1, media=False, overrides=("lora.rank=8", "optim.lr=3e-4")
+    )
+    text = render(run, other)
+    found = curves(text)
+    for folder in (run, other):
+        rows = [row for row in read_rows(folder / "evaluations.jsonl") if row["weights"] == "raw"]
+        assert found["Loss", f"{folder.name} held-out"] == {
+            row["step"]: pytest.approx(row["held_out"], rel=1e-4) for row in rows
+        }
+    table = text[text.index("keys that differ between") :]
+    assert re.search(r"<td>lora.rank</td><td>32</td><td>8</td>", table)
+    assert "<td>optim.warmup</td>" not in table
+    assert "<td>optim.warmup</td>" in render(run)
+
+
+def test_the_page_never_ends_a_training(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_report(tmp_path)
+    assert (tmp_path / "report.html").is_file()  # of a run that has written nothing
+    (tmp_path / "file").write_text("not a folder")
+    write_report(tmp_path / "file")
+    monkeypatch.setattr(module, "read_run", lambda folder: 1 / 0)
+    write_report(tmp_path)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "report.html cannot be written (division by zero)" in caplog.text
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["report", str(run)])
+    assert (result.exit_code, result.output.strip()) == (0, str(run / "report.html"))
+    out = tmp_path / "new" / "page.html"
+    assert CliRunner().invoke(main, ["report", str(run), str(run), "--out", str(out)]).exit_code == 0
+    assert "keys that differ between" in out.read_text()
+    refused = CliRunner().invoke(main, ["report", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "is not a run folder" in refused.output
+    assert CliRunner().invoke(main, ["report"]).exit_code == 2
+
+
+def test_the_state_and_the_time_to_the_end(run: Path, tmp_path: Path) -> None:
+    start = {"event": "start", "world_size": 4, "total_steps": 100}
+    rows = [{"step": i, "seconds": 9.0} for i in range(1, 21)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    for event, state in (("save", "running"), ("error", "failed"), ("stop", "stopped"), ("end", "finished")):
+        write_rows(
+            tmp_path / "events.jsonl",
+            [{"step": 0, **start}, {"step": 10, **start, "world_size": 8}, {"step": 20, "event": event}],
+        )
+        data = read_run(tmp_path)
+        assert data["state"] == state
+        assert data["eta_seconds"] == (720 if state == "running" else None)
+        assert data["device_hours"] == pytest.approx(9 * (10 * 4 + 10 * 8) / 3600)
+    write_rows(tmp_path / "events.jsonl", [{"step": 0, **start}])
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    assert read_run(tmp_path)["state"] == "silent"
+
+
+def test_the_samples_are_labelled(run: Path) -> None:
+    text = render(run)
+    assert text.count("<small>base</small>") == 2
+    assert text.count("<small>EMA</small>") == 4
+    for prompt in PROMPTS:
+        assert prompt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
+
+
+def changed(step: int, mean: float, half: float = 0.01, train: float | None = None) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": step, "change": {"mean": mean, "low": mean - half, "high": mean + half}}
+    return row | (
+        {"train_change": {"mean": train, "low": train - half, "high": train + half}}
+        if train is not None
+        else {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "never"),
+    [
+        ([], ("Not known yet",), ("Yes", "gap")),
+        ([{"step": 0, "change": None}], ("Not known yet",), ()),
+        ([changed(10, -0.1)], ("Yes", "-0.11000 to -0.09000"), ("lowest", "gap")),
+        ([changed(10, 0.1)], ("No:", "is higher than"), ()),
+        ([changed(10, 0.005)], ("Not visible yet", "may be the same"), ()),
+        ([changed(10, -0.005)], ("Not visible yet",), ("Yes",)),
+        ([changed(10, -0.1), changed(20, -0.05)], ("Yes", "lowest at step 10 and has risen by 0.05000"), ()),
+        ([changed(10, -0.1, train=-0.2)], ("has grown since", "memorises", "+0.10000, margin 0.01414"), ()),
+        ([changed(10, -0.1, train=-0.11)], ("not clearly grown",), ("memorises",)),
+        ([{"step": 10, "change": {"mean": -0.1, "low": None, "high": None}}], ("Not visible yet", "too few clips"), ("inf",)),
+    ],
+)  # fmt: skip
+def test_is_it_learning(rows: list[dict[str, Any]], words: tuple[str, ...], never: tuple[str, ...]) -> None:
+    text = " ".join(module.is_learning(rows))
+    assert all(word in text for word in words), text
+    assert not any(word in text for word in never), text

@@ -1,0 +1,181 @@
+"""HTML page of one or several training runs.
+
+The page is one file that needs no network access. Charts are inline SVG; videos are part of the file up to a limit. The
+template defines the charts: which values of the dict of `read_run` are curves.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import yaml
+from markupsafe import Markup
+
+from wands.config.options import ReportOptions
+from wands.errors import ConfigError, one_line
+from wands.files import write_text
+from wands.report.run_data import column, extremes, is_learning, read_run, smooth
+from wands.texts import format_seconds, safe_lines, without_paths
+
+_log = logging.getLogger(__name__)
+PAGE_NAME = "report.html"
+MAX_POINTS = 600
+"""Largest number of points of a curve."""
+MAX_VIDEO_BYTES = 20_000_000
+"""Largest size of the videos inside the page, as base64. The page links to the other videos."""
+MAX_COLUMNS = 8
+"""Largest number of steps in the table of samples."""
+
+
+def report(options: ReportOptions) -> Path:
+    """Run `wands report`: write the page of a run, or a page that compares runs. Return the path of the page.
+
+    Raises:
+        ConfigError: if a folder is not a run folder.
+    """
+    runs = [read_run(folder) for folder in options.runs]
+    for run in runs:
+        if not (run["recipe"] or run["events"] or run["metrics"]):
+            raise ConfigError(
+                f"RUNS {run['folder']} is not a run folder (it contains no recipe.yaml, events.jsonl or metrics.jsonl); "
+                "give the output_dir of a training."
+            )
+    out = options.out or options.runs[0] / (PAGE_NAME if len(runs) == 1 else "comparison.html")
+    write_text(out, render_page(runs, out.resolve().parent))
+    return out
+
+
+def write_report(run_folder: Path) -> None:
+    """Write `report.html` into a run folder. A failure is logged as a warning and never raises an error.
+
+    Rank 0 calls this function after each evaluation, and after the event `end` or `stop` is written.
+    """
+    try:
+        write_text(run_folder / PAGE_NAME, render_page([read_run(run_folder)], run_folder))
+    except Exception as error:  # a page is never worth a run
+        _log.warning(
+            "%s cannot be written (%s); the training continues.", run_folder / PAGE_NAME, one_line(error)
+        )
+
+
+def render(folder: Path, template: str, **values: Any) -> str:
+    """Return a page made from a template. Texts are escaped, and contain no secrets and no user names.
+
+    Args:
+        folder: folder of the template. The template may include files of the folder of this module.
+        template: file name of the template.
+        values: variables of the template.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: safe_lines(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
+    )
+    return environment.get_template(template).render(number="{:,}".format, **values)
+
+
+def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Return the text of the page of one run, or of a page that compares runs.
+
+    Args:
+        runs: results of `read_run`.
+        folder: folder of the page. The page links only to videos inside this folder.
+    """
+    return render(
+        Path(__file__).parent,
+        "page.html",
+        runs=runs,
+        verdicts=[is_learning(run["evaluations"]["raw"]) for run in runs],
+        recipes=[yaml.safe_dump(without_paths(run["recipe"]), sort_keys=False) for run in runs],
+        grids=_sample_grids(runs, folder),
+        chart=_chart,
+        column=column,
+        smooth=smooth,
+        spread=_spread,
+        duration=format_seconds,
+        clean=without_paths,
+    )
+
+
+def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
+    """Return the ranges, the ticks and the lines of a chart in a rectangle of 1000 x 300 units, or None without a value.
+
+    Args:
+        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. Values that are not finite are
+            left out. Outliers of the class "raw" do not determine the range.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    drawn = []
+    for name, style, *values in curves:
+        x, y, *band = (np.asarray(part, np.float64) for part in values)
+        if (known := np.isfinite(y)).any():
+            drawn.append((name, style, x[known], y[known], [part[known] for part in band]))
+    if not drawn:
+        return None
+    shown = [np.quantile(y, (0.02, 0.98)) if "raw" in style else y for _, style, _, y, _ in drawn]
+    limits = np.concatenate([*shown, *(part[np.isfinite(part)] for *_, band in drawn for part in band)])
+    ticks = MaxNLocator(4).tick_values(limits.min(), limits.max())
+    start, end = (float(pick([pick(x) for _, _, x, *_ in drawn])) for pick in (min, max))
+    end = end if end > start else start + 1
+
+    def place(x: np.ndarray, y: np.ndarray) -> Markup:
+        down = np.clip(300 * (ticks[-1] - y) / (ticks[-1] - ticks[0]), -300, 600)
+        points = zip(1000 * (x - start) / (end - start), down, strict=True)
+        return Markup(" ".join(f"{across:.1f},{down:.1f}" for across, down in points if down == down))
+
+    lines = []
+    for name, style, x, y, band in drawn:
+        at = extremes(y, MAX_POINTS)
+        x, y = x[at], y[at]
+        outline = place(np.append(x, x[::-1]), np.append(band[0][at], band[1][at][::-1])) if band else ""
+        texts = (Markup(" ".join(map(form.format, part))) for part, form in ((x, "{:.9g}"), (y, "{:.5g}")))
+        lines.append((name, style, place(x, y), outline, *texts))
+    steps = [tick for tick in MaxNLocator(5).tick_values(start, end) if start <= tick <= end]
+    return {"start": start, "end": end, "ticks": ticks, "steps": steps, "lines": lines}
+
+
+def _spread(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most `most` evenly spaced items, including the first and the last item."""
+    at = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
+    return [items[i] for i in at]
+
+
+def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Return the table of samples of each run: its steps and prompts, and a cell for each (number, step, weights).
+
+    The newest videos are put into the page first, then those of the base model and the other steps.
+    """
+    grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
+    for run in runs:
+        root = run["folder"].resolve()
+        steps = _spread(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
+        shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
+        for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
+            paths = [(root / str(row.get(key))).resolve() for key in ("thumbnail", "video")]
+            image, video = (path if path.is_file() and path.is_relative_to(root) else None for path in paths)
+            size, link = video.stat().st_size * 4 // 3 if video else 0, ""
+            if video and size <= left:
+                link, left = _data_uri(video), left - size
+            elif video and video.is_relative_to(place):
+                link = video.relative_to(place).as_posix()
+            cell = row | {"image": image and _data_uri(image), "link": link}
+            cells[row.get("number"), row["step"], row["weights"]] = cell
+        prompts = {row.get("number"): row.get("prompt") or "" for row in run["samples"]}
+        grids.append({"steps": steps, "prompts": prompts, "cells": cells})
+    return grids
+
+
+def _data_uri(path: Path) -> Markup:
+    kind = "video" if path.suffix == ".mp4" else "image"
+    return Markup(f"data:{kind}/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}")

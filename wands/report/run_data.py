@@ -1,0 +1,173 @@
+"""Read a run folder into one dict, from which the page, the comparison of runs and the model card are made."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from wands.config.recipe import Recipe
+from wands.files import differences, iter_rows
+
+_STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "running", "restart": "running"}
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return the content of a run folder. Files, keys and ends of lines may be missing, as in a run that has just started.
+
+    Returns:
+        A dict with these keys:
+        `folder`, `name`: the run folder and its name.
+        `recipe`: the resolved recipe, {} if it cannot be read.
+        `changes`: maps each recipe key that differs from its default to (value, default).
+        `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys that are null.
+        `steps`: step of each row of `metrics`, int64 [N].
+        `loss_mean`, `window`: running mean of the loss, float64 [N], without skipped updates, and its number of steps.
+        `loss_by_sigma`: mean loss in each tenth of the noise levels sigma, float64 [N, 10], with NaN for an empty tenth.
+        `evaluations`: maps "raw" and "ema" to the rows of evaluations.jsonl.
+        `start`: last event that started a process of the run; {} if there is none.
+        `state`: running, finished, stopped, failed, or silent (no step for a long time).
+        `step`, `total_steps`: number of steps made and of the whole run; `total_steps` is None if it is unknown.
+        `eta_seconds`: expected seconds to the end of a running run, else None.
+        `device_hours`: seconds of all steps x number of ranks / 3600.
+    """
+    try:
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        recipe = {}
+    recipe = recipe if isinstance(recipe, dict) else {}
+    # A section that is off by default has no keys to compare with.
+    defaults = {key: value or {} for key, value in Recipe().model_dump(mode="json").items()}
+    changes = differences(recipe, defaults)
+    metrics, events = list(_rows(folder / "metrics.jsonl")), list(_rows(folder / "events.jsonl", "event"))
+    evaluations = list(_rows(folder / "evaluations.jsonl", "weights"))
+    starts = [row for row in events if row["event"] in ("start", "restart")] or [{"step": 0}]
+    state = next((_STATES[row["event"]] for row in reversed(events) if row["event"] in _STATES), "running")
+    steps, seconds = np.array([row["step"] for row in metrics], np.int64), column(metrics, "seconds")
+    step, total = max([*steps[-1:], starts[-1]["step"]]), starts[-1].get("total_steps")
+    typical = float(np.nanmedian(seconds[-50:])) if np.isfinite(seconds[-50:]).any() else 0.0
+    silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime if metrics else 0.0
+    state = "silent" if state == "running" and silence > max(1800.0, 20 * typical) else state
+    eta = metrics[-1].get("eta_seconds", typical * (total - step) if total else None) if metrics else None
+    ranks = np.array([row.get("world_size", 1) for row in starts])
+    begun = np.searchsorted([row["step"] for row in starts], steps) - 1  # the start before each step
+    window = smoothing_window(len(metrics))
+    skipped = np.isin(steps, [row["step"] for row in events if row.get("skipped")])
+    by_sigma = [(row.get("loss_by_sigma", []) + [None] * 10)[:10] for row in metrics]
+    return {
+        "folder": folder,
+        "name": folder.resolve().name,
+        "recipe": recipe,
+        "changes": {key: pair for key, *pair in changes if pair[0] not in (None, {}, [])},
+        "metrics": metrics,
+        "events": events,
+        "samples": list(_rows(folder / "samples" / "samples.jsonl", "weights")),
+        "steps": steps,
+        "loss_mean": smooth(np.where(skipped, math.nan, column(metrics, "loss")), window),
+        "window": window,
+        "loss_by_sigma": np.array([list(map(number, losses)) for losses in by_sigma]).reshape(-1, 10),
+        "evaluations": {key: [row for row in evaluations if row["weights"] == key] for key in ("raw", "ema")},
+        "start": starts[-1],
+        "state": state,
+        "step": int(step),
+        "total_steps": total,
+        "eta_seconds": eta if state == "running" else None,
+        "device_hours": float(np.nansum(seconds * ranks[begun])) / 3600,
+    }
+
+
+def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows that have a step and the needed keys, without the keys whose value is null."""
+    for row in iter_rows(path):
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
+            yield {key: value for key, value in row.items() if value is not None}
+
+
+def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:
+    """Return the values of a key, float64 [number of rows], with NaN where a row has no finite number."""
+    return np.array([number(row.get(key)) for row in rows], np.float64)
+
+
+def number(value: Any) -> float:
+    """Return a value of a JSON file as a float, or NaN if the value is not a finite number."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Return the running mean over `window` values.
+
+    Element i is the mean of the value i and of the `window` - 1 values before it. At the start, there are fewer values
+    to average. Values that are not finite are left out.
+
+    Args:
+        values: float [N].
+        window: number of values to average, at least 1.
+
+    Returns:
+        float64 [N], with NaN where the window contains no finite value.
+    """
+    assert window > 0, window
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], finite]))
+    start = np.maximum(np.arange(1, len(values) + 1) - window, 0)
+    total, count = sums[1:] - sums[start], counts[1:] - counts[start]
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
+
+
+def smoothing_window(num_values: int) -> int:
+    """Return the number of values to average in a loss curve: a twentieth of the values, at most 200."""
+    return max(1, min(200, num_values // 20))
+
+
+def extremes(values: np.ndarray, most: int) -> np.ndarray:
+    """Return at most `most` indices of a curve in ascending order: the lowest and the highest value of each stretch, so that
+    spikes remain. The first and the last value are included.
+
+    Args:
+        values: finite float [N].
+        most: largest number of indices, at least 4.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    stretches = np.array_split(np.arange(len(values)), most // 2 - 1)
+    chosen = [i for part in stretches for i in (part[values[part].argmin()], part[values[part].argmax()])]
+    return np.unique([0, *chosen, len(values) - 1])
+
+
+def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return sentences that say whether a run learns, according to the evaluations of one kind of weights.
+
+    Args:
+        evaluations: rows of evaluations.jsonl, in order.
+    """
+    means = [number((row.get("change") or {}).get("mean")) for row in evaluations]
+    if np.all(np.isnan(means)):
+        return [
+            "Not known yet: there is no evaluation after step 0. The train loss alone cannot answer, because each step draws "
+            "other noise levels."
+        ]
+    rows = np.array(evaluations, object)
+    best, last = rows[np.nanargmin(means)], rows[np.isfinite(means)][-1]
+    mean, low, high = (number(last["change"].get(key)) for key in ("mean", "low", "high"))
+    word, relation = "Not visible yet", "may be the same as"
+    if high < 0 or low > 0:
+        word, relation = ("Yes", "is lower than") if high < 0 else ("No", "is higher than")
+    interval = f"95 % interval {low:+.5f} to {high:+.5f}" if low <= high else "no interval: too few clips"
+    text = f"the loss on held-out clips {relation} at step 0 ({mean:+.5f}, {interval})."
+    sentences = [f"{word}: at step {last['step']:,}, {text}"]
+    if best is not last:
+        rise = mean - best["change"]["mean"]
+        sentences.append(f"It was lowest at step {best['step']:,} and has risen by {rise:.5f} since.")
+    of_train = [number((last.get("train_change") or {}).get(key)) for key in ("mean", "low", "high")]
+    parting, margin = mean - of_train[0], math.hypot(high - low, of_train[2] - of_train[1]) / 2
+    if math.isfinite(parting - margin):
+        text = "has grown" if parting > margin else "has not clearly grown"
+        text = f"The gap between held-out and train clips {text} since step 0 ({parting:+.5f}, margin {margin:.5f})"
+        sentences.append(f"{text}{': the model also memorises its train clips' * (parting > margin)}.")
+    return sentences
