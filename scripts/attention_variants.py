@@ -155,7 +155,7 @@ def context_parallel(
     meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones).to(
         device
     )
-    formula = layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize).total
+    formula = sum(layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
     return Variant(name, layout.token_index.to(device), lambda q, k, v: attention(q, k, v, meta), formula)
 
 
@@ -221,7 +221,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
         chunk_lens.append(tuple(columns))
         rows.append(torch.cat(index))
     plan = ContextPlan(tuple(lens), 1, world, tuple(chunk_lens), len(rows[rank]))
-    formula = plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize).total
+    formula = sum(plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
     return Variant(
         f"padded samples (+{plan.num_pads} pads)",
         rows[rank].to(device),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 TEXT_LEN = 512
@@ -95,26 +96,15 @@ class DiTShape:
         """Width of the residual stream: number of heads x channels of a head."""
         return self.num_heads * self.head_dim
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Number of parameters of a DiT with this shape, including norms and biases."""
-        d, f, patch = self.dim, self.ffn_dim, self._patch_volume
-        attention = 4 * (d * d + d) + 2 * d  # q, k, v, out and the two qk norms
-        block = 2 * attention + 2 * d + (d * f + f) + (f * d + d) + 6 * d
-        time = (self.freq_dim * d + d) + (d * d + d) + (d * 6 * d + 6 * d)
-        text = (self.text_dim * d + d) + (d * d + d)
-        embed = self.in_channels * patch * d + d
-        head = d * self.out_channels * patch + self.out_channels * patch + 2 * d
-        image = 0
-        if self.image_dim is not None:
-            i = self.image_dim
-            block += 2 * (d * d + d) + d  # keys and values of images, and the norm of the keys
-            image = self.image_positions * i + 2 * i + (i * i + i) + (i * d + d) + 2 * d
-        return self.num_layers * block + time + text + image + embed + head
+        import torch
+        from diffusers import WanTransformer3DModel
 
-    @property
-    def _patch_volume(self) -> int:
-        return math.prod(self.patch_size)
+        with torch.device("meta"):
+            model = WanTransformer3DModel.from_config(self.to_config())
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def linear_flops_per_token(self) -> int:
         """Return the FLOPs per video token of the linear layers and the cross-attention in one forward pass.
@@ -124,7 +114,7 @@ class DiTShape:
         d = self.dim
         block = 2 * (4 * d * d + 2 * d * d + 2 * d * self.ffn_dim)  # self q k v o, cross q o, ffn
         cross = 4 * d * (TEXT_LEN + self.image_len)  # scores and values of text and images
-        ends = 2 * d * self._patch_volume * (self.in_channels + self.out_channels)
+        ends = 2 * d * math.prod(self.patch_size) * (self.in_channels + self.out_channels)
         return self.num_layers * (block + cross) + ends
 
     def linear_flops_per_sample(self) -> int:

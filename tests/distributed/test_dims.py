@@ -95,7 +95,7 @@ def test_a_world_that_groups_do_not_divide():
 def test_every_rank_has_its_own_place_and_ulysses_is_innermost():
     grids = [ParallelDims(12, rank, ulysses_degree=2, ring_degree=3) for rank in range(12)]
     assert {(g.dp_size, g.cp_size) for g in grids} == {(2, 6)}
-    places = [(g.dp_rank, g.ring_rank, g.ulysses_rank) for g in grids]
+    places = [(g.dp_rank, *divmod(g.cp_rank, g.ulysses_degree)) for g in grids]
     assert places == [(d, r, u) for d in range(2) for r in range(3) for u in range(2)]
     assert [g.cp_rank for g in grids[:6]] == list(range(6))
 

@@ -58,7 +58,7 @@ def run_step(
     from wands.flow.sigmas import sigma_weight
     from wands.model.files.loading import build_empty
     from wands.model.lora import add_lora
-    from wands.model.offload import ActivationOffloader, _BlockingCopyStream
+    from wands.model.offload import ActivationOffloader, CopyStream
     from wands.train import step
     from wands.variants import VARIANTS, DiTShape
 
@@ -91,7 +91,7 @@ def run_step(
         if recipe.uses_dropout:
             model.set_dropout(recipe.model.dropout, 0.0)
         # Pages in place of pinned memory, copies without a stream.
-        store = ActivationOffloader(torch.device("cuda"), copy_stream=_BlockingCopyStream())
+        store = ActivationOffloader(torch.device("cuda"), copy_stream=CopyStream())
         store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
         kept = recipe.model.kept_on_device, recipe.model.kept_on_host
         model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)

@@ -50,21 +50,8 @@ class ParallelDims:
 
     @property
     def cp_rank(self) -> int:
-        """Index of this rank in its context-parallel group: ring_rank * ulysses_degree + ulysses_rank."""
+        """Index of this rank in its context-parallel group: ring row * ulysses_degree + place in the ring row."""
         return self.rank % self.cp_size
-
-    @property
-    def ring_rank(self) -> int:
-        """Index of this rank in its ring: the group of ranks that exchange keys and values."""
-        return self.cp_rank // self.ulysses_degree
-
-    @property
-    def ulysses_rank(self) -> int:
-        """Index of this rank in its Ulysses group: the group of ranks that share attention heads.
-
-        The index selects this rank's heads and tokens.
-        """
-        return self.cp_rank % self.ulysses_degree
 
 
 class ContextDegrees(NamedTuple):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from torch import Tensor
 from wands.attention.packed import ChunkLens, segment_ids_of
 
 
-@dataclass(frozen=True)
-class CommBytes:
+class CommBytes(NamedTuple):
     """Number of bytes that a rank sends for one attention layer.
 
     The fields count the bytes of the Ulysses all-to-alls and the bytes of the ring transfers, each for the forward pass
@@ -35,11 +35,6 @@ class CommBytes:
     ulysses_backward: int
     ring_forward: int
     ring_backward: int
-
-    @property
-    def total(self) -> int:
-        """Number of bytes of Ulysses and the ring in the forward pass and the backward pass together."""
-        return self.ulysses_forward + self.ulysses_backward + self.ring_forward + self.ring_backward
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,22 +29,21 @@ would also waste memory: torch rounds the size of a pinned buffer up to a power 
 _GROUPS_ON_DEVICE = 2
 
 
-class CopyStream(Protocol):
-    """Stream that runs copies one after another, in the order of the calls."""
+class CopyStream:
+    """Stream that runs copies in the order of the calls. This class is for devices without streams: `run` blocks."""
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Run a copy after all computation that was submitted before this call. Return an event to pass to `wait`."""
-        ...
+        copy()
 
     def wait(self, event: Any) -> None:
         """Make later computation wait until a copy and all earlier copies are done.
 
         `event` is what `run` returned for this copy.
         """
-        ...
 
 
-class _CudaCopyStream:
+class _CudaCopyStream(CopyStream):
     """CUDA stream for copies, separate from the stream of the computation. The host never waits for a copy."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,16 +57,6 @@ class _CudaCopyStream:
 
     def wait(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
-
-
-class _BlockingCopyStream:
-    """Copy stream for devices without streams. A copy is done when `run` returns."""
-
-    def run(self, copy: Callable[[], None]) -> None:
-        copy()
-
-    def wait(self, event: None) -> None:
-        pass
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -100,8 +89,8 @@ class ActivationOffloader:
         self, device: torch.device, copy_stream: CopyStream | None = None, page_bytes: int = PAGE_BYTES
     ) -> None:
         self.device, self.page_bytes = device, page_bytes
-        default = partial(_CudaCopyStream, device) if device.type == "cuda" else _BlockingCopyStream
-        self.copy_stream: CopyStream = copy_stream or default()
+        default = partial(_CudaCopyStream, device) if device.type == "cuda" else CopyStream
+        self.copy_stream = copy_stream or default()
         self.host_bytes = self.peak_host_bytes = self.reserved_bytes = 0
         self._free_pages: list[Tensor] = []
         self._groups: deque[_Group] = deque()

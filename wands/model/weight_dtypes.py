@@ -39,18 +39,6 @@ class WeightDtypePolicy:
                     QuantizedLinear.convert(module, CODECS[self.quantize])
 
 
-def stored_bytes(model: nn.Module) -> dict[torch.dtype, int]:
-    """Return the size of a model's parameters in bytes, by dtype. The model may be on the meta device.
-
-    8-bit codes are counted as int8, 4-bit codes as uint8, and the scales of both as fp32.
-    """
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        size = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size
-    return sizes
-
-
 def stock_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that parameter `name` has after diffusers loads a DiT in `dtype`. Some layers stay in fp32."""
     keeps_fp32 = set(WanTransformer3DModel._keep_in_fp32_modules) & set(name.split("."))

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.runs import groups_of, losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
+from tests.support.stored_bytes import stored_bytes
 from tests.support.world import WorldPool
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
@@ -24,7 +25,7 @@ from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.lora_update import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear
-from wands.model.weight_dtypes import WeightDtypePolicy, stored_bytes
+from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
 from wands.train.precision import split_by_dtype, weight_dtype_policy

@@ -118,7 +118,7 @@ def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch):
     """As on a GPU that is far behind the host."""
     pack = make_pack(2)
     right = step(build("t2v", Mode("none")), pack)
-    monkeypatch.setattr(host_store, "_BlockingCopyStream", LateLane)
+    monkeypatch.setattr(host_store, "CopyStream", LateLane)
     model = build("t2v", Mode("offload", (), ("block_input", *NAMES)))
     for _ in range(2):
         found = step(model, pack)
