@@ -6,13 +6,11 @@ import os
 import time
 from typing import Any
 
-from wands.commands.check import check
 
-
-def decode(task: Any) -> Any:
-    if task.path.name == "a.mp4":
+def decode(real: Any, task: Any) -> Any:
+    if task[0].name == "a.mp4":
         os.abort()
-    return check._decode(task)
+    return real(task)
 
 
 def encode_clips(*args: Any) -> Any:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 19_118
+TOTAL = 19_065
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -17,16 +17,16 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 724,
+    ".": 714,
     "attention": 820,
-    "commands": 4042,
+    "commands": 4029,
     "config": 1134,
-    "data": 3933,
-    "distributed": 398,
+    "data": 3924,
+    "distributed": 389,
     "encoders": 362,
     "export": 387,
     "flow": 200,
-    "model": 2268,
+    "model": 2256,
     "planning": 625,
     "recipes": 0,
     "report": 220,

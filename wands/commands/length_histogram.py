@@ -22,17 +22,11 @@ def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
     lengths = np.asarray(tokens, np.int64)
     distinct = np.unique(lengths).tolist()
     if len(distinct) <= NUM_BARS:
-        ranges = [(length, length) for length in distinct]
-    else:
-        step = -(-(distinct[-1] - distinct[0] + 1) // NUM_BARS)
-        ranges = [(first, first + step - 1) for first in range(distinct[0], distinct[-1] + 1, step)]
-    return [
-        (
-            f"{low:,}" if low == high else f"{low:,} - {high:,}",
-            int(((lengths >= low) & (lengths <= high)).sum()),
-        )
-        for low, high in ranges
-    ]
+        return [(f"{length:,}", int((lengths == length).sum())) for length in distinct]
+    step = -(-(distinct[-1] - distinct[0] + 1) // NUM_BARS)
+    lows = range(distinct[0], distinct[-1] + 1, step)
+    counts = np.bincount((lengths - distinct[0]) // step)
+    return [(f"{low:,} - {low + step - 1:,}", int(count)) for low, count in zip(lows, counts, strict=True)]
 
 
 def token_histogram(tokens: Sequence[int] | np.ndarray) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 
 class StrictModel(BaseModel):
@@ -40,6 +42,12 @@ class Spelling:
     flag_value: str | None = None
     argument: bool = False
     alias: str = ""
+
+
+def limits_of(field: FieldInfo) -> dict[str, Any]:
+    """Return the bounds of a number. The keys are the names of pydantic: ``ge``, ``gt``, ``le`` and ``lt``."""
+    rules = ("ge", "gt", "le", "lt")
+    return {rule: getattr(item, rule) for item in field.metadata for rule in rules if hasattr(item, rule)}
 
 
 ARGUMENT = Spelling(argument=True)

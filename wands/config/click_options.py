@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import click
 from pydantic.fields import FieldInfo
 
-from wands.config.base import Options, Spelling
+from wands.config.base import Options, Spelling, limits_of
 
 
 def command_name(options: type[Options]) -> str:
@@ -109,12 +109,7 @@ def _click_type(kind: Any, field: FieldInfo) -> Any:
         return click.Choice(get_args(kind))
     if kind is Path:
         return click.Path(path_type=Path)
-    limits = {
-        key: getattr(item, key)
-        for item in field.metadata
-        for key in ("ge", "gt", "le", "lt")
-        if hasattr(item, key)
-    }
+    limits = limits_of(field)
     if not limits:
         return kind
     return (click.IntRange if kind is int else click.FloatRange)(

@@ -14,6 +14,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from wands.config.base import limits_of
 from wands.config.options import ConfigOptions, RecipesOptions
 from wands.config.recipe import Recipe, inner_section
 from wands.config.recipe_loading import list_recipes, load_recipe, shipped_recipe
@@ -87,8 +88,7 @@ def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Secti
 
 
 def _type_text(field: FieldInfo) -> str:
-    signs = [(rule, name) for rule in field.metadata for name in _LIMITS if hasattr(rule, name)]
-    limits = " and ".join(f"{_LIMITS[name]} {getattr(rule, name)}" for rule, name in signs)
+    limits = " and ".join(f"{_LIMITS[rule]} {bound}" for rule, bound in limits_of(field).items())
     return f"{_type_name(field.annotation)} {limits}".strip()
 
 

@@ -158,10 +158,8 @@ class PlanSampler:
         # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
         self._first_epoch, self._first_steps = self.start[0], [self.start[1]]
         if self.earlier is not None:
-            self._first_epoch, self._first_steps = (
-                self.earlier.epoch,
-                [self.earlier.first_step, self.start[1]],
-            )
+            self._first_epoch = self.earlier.epoch
+            self._first_steps.insert(0, self.earlier.first_step)
         self._plan = (self.start[0], self._plan_epoch(self.start[0]))
         self.steps_per_epoch = self._plan[1].num_steps
         self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)

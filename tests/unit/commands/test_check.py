@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -272,7 +273,9 @@ def test_estimates_of_tokens() -> None:
 def test_a_decoder_that_crashes_costs_one_clip(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = module.map_isolated
     monkeypatch.setattr(
-        module, "map_isolated", lambda _, items, **options: whole(deadly.decode, items, **options)
+        module,
+        "map_isolated",
+        lambda decode, items, **options: whole(partial(deadly.decode, decode), items, **options),
     )
     found = {clip.key: clip for clip in check(str(clips), **SMALL).clips}
     assert found["a"].reason.endswith(

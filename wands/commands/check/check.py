@@ -14,8 +14,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +76,12 @@ def check(options: CheckOptions) -> CheckReport:
         variant = read_variant(options.model)
     spec, more_pixels = clip_rules.plan_samples(options, variant)
     rows, rejections = clip_rules.read_source(options)
-    task = _Task(Path(), spec, None, None, more_pixels, options.html_path is not None, variant)
-    findings = _decode_all(
-        [
-            *(replace(task, path=row.path, start=row.start, end=row.end) for row in rows),
-            *(replace(task, path=Path(item.path)) if _is_clip(item.path) else None for item in rejections),
-        ],
-        options.num_workers,
-    )
+    decode = partial(_decode, spec, more_pixels, variant, options.html_path is not None)
+    tasks = [
+        *((row.path, row.start, row.end) for row in rows),
+        *((Path(item.path), None, None) if _is_clip(item.path) else None for item in rejections),
+    ]
+    findings = _decode_all(decode, tasks, options.num_workers)
     clips = [
         CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
         for item, (clip, _) in zip(rejections, findings[len(rows) :], strict=True)
@@ -142,17 +140,8 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 # ---- decoding of one clip in a worker process
 
 
-@dataclass(frozen=True)
-class _Task:
-    path: Path
-    spec: ClipSpec
-    start: float | None
-    end: float | None
-    more_pixels: tuple[int, ...]
-    thumbnails: bool
-    variant: Variant
-
-
+_Task = tuple[Path, float | None, float | None]
+"""A clip to decode: (path, start in seconds, end in seconds). None is the start or the end of the file."""
 _Finding = tuple[CheckedClip, tuple[str, ...]]
 """Result of decoding one clip: (clip, digest of the frames of each sample).
 
@@ -161,26 +150,29 @@ key of the clip is put in front of it later.
 """
 
 
-def _decode(task: _Task) -> _Finding:
-    path, reason, thumbnail = str(task.path), "", b""
+def _decode(
+    spec: ClipSpec, more_pixels: tuple[int, ...], variant: Variant, thumbnails: bool, task: _Task
+) -> _Finding:
+    file_path, start, end = task
+    path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
     digests: list[str] = []
     last: DecodedClip | None = None
     try:
-        with task.path.open("rb") as file:  # raises for the same files as `wands preprocess`
+        with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(task.path, task.spec, task.start, task.end, task.more_pixels):
+        for clip in decode_clip(file_path, spec, start, end, more_pixels):
             frames = clip.frames
-            check_frames(path, len(frames), task.variant.conditions)
+            check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
             content = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
             digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
             num_frames, height, width, _ = frames.shape
-            tokens = task.variant.num_tokens(num_frames, height, width)
+            tokens = variant.num_tokens(num_frames, height, width)
             samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
-            if task.thumbnails and not thumbnail:
+            if thumbnails and not thumbnail:
                 thumbnail = _thumbnail(frames[len(frames) // 2])
             last = replace(clip, frames=np.empty(0))  # frees the memory of the frames
     except DataError as error:
@@ -192,8 +184,8 @@ def _decode(task: _Task) -> _Finding:
     source = last.source if last else None
     if source is None:
         with suppress(DataError, MemoryError):  # then the report has no facts about the file
-            source = probe(task.path)
-    warnings = _file_warnings(path, last, max(s.num_frames for s in samples), task.spec) if last else ()
+            source = probe(file_path)
+    warnings = _file_warnings(path, last, max(s.num_frames for s in samples), spec) if last else ()
     return CheckedClip(
         "",
         path,
@@ -215,10 +207,13 @@ def _thumbnail(frame: np.ndarray) -> bytes:
     return buffer.getvalue()
 
 
-def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[_Finding]:
+def _decode_all(
+    decode: Callable[[_Task], _Finding], tasks: Sequence[_Task | None], num_workers: int | None
+) -> list[_Finding]:
     """Decode each distinct clip once in worker processes, and return one finding (result of decoding) for each task.
 
     Args:
+        decode: function that decodes a clip.
         tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The finding for
             None is empty.
         num_workers: number of worker processes; None starts one process per CPU core.
@@ -232,12 +227,12 @@ def _decode_all(tasks: Sequence[_Task | None], num_workers: int | None) -> list[
     with progress("clips", len(distinct)) as advance:
         limit = clip_rules.LIMIT_SECONDS
         for index, result in map_isolated(
-            _decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
+            decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
         ):
             task = distinct[index]
             if isinstance(result, Crash):
-                reason = clip_rules.crash_reason(task.path, result)
-                result = CheckedClip("", str(task.path), reason=reason), ()
+                reason = clip_rules.crash_reason(task[0], result)
+                result = CheckedClip("", str(task[0]), reason=reason), ()
             clip, digests = result
             for number in numbers[task]:
                 kept_clip = clip if number < KEPT_THUMBNAILS else replace(clip, thumbnail=b"")

@@ -11,6 +11,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -99,6 +100,12 @@ class VideoFrame:
 def _open_container(path: Path) -> Any:
     # Absolute: FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
     return av.open(str(path.absolute()), metadata_errors="replace", timeout=60.0)
+
+
+def _readable_packets(container: Any, *streams: Any) -> Iterator[Any]:
+    """Yield the packets of the streams (default: all) up to the first damage that makes the rest of the file unreadable."""
+    with suppress(*BROKEN):
+        yield from container.demux(*streams)
 
 
 def _orientation(path: Path, image: Any) -> tuple[int, bool]:
@@ -244,21 +251,18 @@ class VideoReader:
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)
-            try:
-                for packet in container.demux():
-                    is_video = packet.stream.index == self._stream.index
-                    length = float((packet.duration or 0) * packet.time_base) or (
-                        1 / self._rate if is_video else 0
-                    )
-                    stamp = packet.dts if self._is_avi else packet.pts
-                    if stamp is not None:
-                        moment = float(stamp * packet.time_base) + length
-                        anything = max(anything, moment - started)
-                        video = max(video, moment - self._origin) if is_video else video
-                    elif is_video and packet.size:  # a raw stream has no timestamps
-                        video += length
-            except BROKEN:
-                pass  # the rest of the file is unreadable: return the seconds before it
+            for packet in _readable_packets(container):
+                is_video = packet.stream.index == self._stream.index
+                length = float((packet.duration or 0) * packet.time_base) or (
+                    1 / self._rate if is_video else 0
+                )
+                stamp = packet.dts if self._is_avi else packet.pts
+                if stamp is not None:
+                    moment = float(stamp * packet.time_base) + length
+                    anything = max(anything, moment - started)
+                    video = max(video, moment - self._origin) if is_video else video
+                elif is_video and packet.size:  # a raw stream has no timestamps
+                    video += length
         return video, max(anything, video)
 
     def frame_times(self) -> tuple[float, ...] | None:
@@ -278,16 +282,13 @@ class VideoReader:
                 return None
         times, end = [], 0.0
         with _open_container(self.path) as container:
-            try:
-                for packet in container.demux(container.streams[self._stream.index]):
-                    if not packet.size or packet.is_discard or self._is_hidden(packet):
-                        continue
-                    if packet.pts is None:
-                        return None
-                    times.append(float(packet.pts * unit) - self._origin)
-                    end = max(end, times[-1] + (float((packet.duration or 0) * unit) or 1 / self._rate))
-            except BROKEN:
-                pass  # later frames are unreadable
+            for packet in _readable_packets(container, container.streams[self._stream.index]):
+                if not packet.size or packet.is_discard or self._is_hidden(packet):
+                    continue
+                if packet.pts is None:
+                    return None
+                times.append(float(packet.pts * unit) - self._origin)
+                end = max(end, times[-1] + (float((packet.duration or 0) * unit) or 1 / self._rate))
         times.sort()  # packets are in decoding order
         return None if self._is_even(times) else (*times, min(end, self.info.duration))
 
@@ -319,17 +320,11 @@ class VideoReader:
             return self._decode()
         return chain([self.first], self._frames)
 
-    def _packets(self) -> Iterator[Any]:
-        try:
-            yield from self._container.demux(self._stream)
-        except BROKEN:
-            return  # happens with FLV: the rest is unreadable, so the file is truncated
-
     def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
         end, before = 0.0, None
         clock: deque[int] = deque()  # timestamps of packets without a decoded frame yet
-        for packet in self._packets():
+        for packet in _readable_packets(self._container, self._stream):
             if packet.size and packet.dts is not None:
                 clock.append(packet.dts)
             try:
