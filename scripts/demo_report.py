@@ -273,7 +273,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     for i, sample in enumerate(samples):
         left, right = source_frames(cache, i), video_frames(out / "samples" / sample["file"])
         rows.append(
-            SheetRow(f"{note if i == 0 else ''}{cache.index.keys[i]}: {sample['prompt']}", left, right)
+            SheetRow(f"{note if i == 0 else ''}{cache.index.keys[i]}: {sample['prompt']}", [left, right])
         )
     save_contact_sheet(out / "contact_sheet.png", rows)
     steps, losses = [int(row["step"]) for row in metrics], loss_columns(metrics)

@@ -134,7 +134,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         _write(result, frames, latents, plan.origin)
         log.info("sample %d of %d in %.1f s: %s", i + 1, len(plan.requests), result.seconds, result.video)
         results.append(result)
-        rows.append(SheetRow(_label(request), pick_frames(frames, SHEET_FRAMES)))
+        rows.append(SheetRow(_label(request), [pick_frames(frames, SHEET_FRAMES)]))
     if results:
         save_contact_sheet(results[0].contact_sheet, rows, frames_per_row=SHEET_FRAMES)
     return results

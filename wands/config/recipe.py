@@ -524,6 +524,55 @@ class LoggingConfig(StrictModel):
     see blocks that learn too fast or not at all. The training does not change."""
 
 
+_PerPrompt = str | list[str] | None
+
+
+class SampleConfig(StrictModel):
+    """Videos that the run samples before the first step, every few steps and at the end. The mp4 files are in the folder
+    `samples` of the run, with a contact sheet that shows the base model, the trained weights and their moving average
+    next to each other.
+    """
+
+    every: int = Field(default=500, gt=0)
+    """Number of optimizer steps between two sets of samples. The run also samples before its first step and after its last
+    step."""
+    prompts: list[str] = Field(default_factory=list)
+    """Text prompts, one for each video. Set `prompts`, `prompts_file` or both."""
+    prompts_file: str | None = None
+    """File with prompts, as for `wands infer --prompts-file`. A .txt file contains one prompt per line. A .jsonl file
+    contains one JSON object per line, with a prompt and its options. These options override the keys of this section. If
+    this key is unset, only `prompts` are used."""
+    height: int | None = Field(default=None, gt=0)
+    """Height of the videos in pixels. If this key is unset, the official value of the model is used."""
+    width: int | None = Field(default=None, gt=0)
+    """Width of the videos in pixels. If this key is unset, the official value of the model is used."""
+    num_frames: int | None = Field(default=None, gt=0)
+    """Number of frames of a video: a multiple of 4 plus 1, such as 49 or 81. If this key is unset, the official value of the
+    model is used."""
+    num_inference_steps: int | None = Field(default=None, gt=0)
+    """Number of denoising steps. 20 to 30 steps are enough to compare the samples of a run. If this key is unset, the official
+    value of the model is used."""
+    guidance_scale: float | None = Field(default=None, ge=0)
+    """Scale of classifier-free guidance. Values up to 1 turn guidance off and halve the time. If this key is unset, the official
+    value of the model is used."""
+    guidance_scale_2: float | None = Field(default=None, ge=0)
+    """Guidance scale of the low-noise expert, in a model with two experts. If this key is unset, the scale is `guidance_scale`,
+    or the official value of the model if `guidance_scale` is unset too."""
+    flow_shift: float | None = Field(default=None, gt=0)
+    """Flow shift of the noise schedule. If this key is unset, the official value of the model is used."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the noise of the first video. The seed increases by 1 from video to video. All sets of samples of a run have
+    the same seeds, so that only the weights differ."""
+    negative_prompt: str | None = None
+    """Text that describes what the videos must not show. If this key is unset, the official text of the model is used."""
+    image: _PerPrompt = None
+    """File with the first frame: an image, or a video whose first frame is used. A list has one file per prompt. Models that
+    start from an image need this key. If it is unset, other models get no image."""
+    last_image: _PerPrompt = None
+    """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt. Models that
+    end at an image need this key. If it is unset, other models get no image."""
+
+
 class Recipe(StrictModel):
     """All settings of one training run."""
 
@@ -547,6 +596,8 @@ class Recipe(StrictModel):
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    sample: SampleConfig | None = None
+    """If this section is unset, the run samples no videos."""
 
     @property
     def uses_dropout(self) -> bool:

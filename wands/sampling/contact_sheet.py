@@ -1,11 +1,12 @@
-"""Draw contact sheets. A contact sheet is a PNG with a few frames of each sampled video, and optionally the training clip
-next to its sample.
+"""Draw contact sheets. A contact sheet is a PNG with a few frames of each sampled video, and optionally other videos, such as
+the training clip, next to its sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -19,23 +20,21 @@ MARGIN, FRAME_GAP, SIDE_GAP, ROW_GAP, LABEL_GAP = 20, 4, 28, 18, 6
 MIN_WIDTH = 480
 """Smallest width of a row in pixels, so that the caption of a narrow video has enough room."""
 LABEL_LINES = 2
+_NOTHING = Image.new("RGB", (0, 0))
 TEXT, FAINT, PAPER, LINE = (28, 28, 30), (110, 110, 118), (255, 255, 255), (222, 222, 226)
 
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One row of a contact sheet, which shows frames of one video, or frames of two videos next to each other.
+    """One row of a contact sheet, which shows frames of one or more videos next to each other.
 
     Attributes:
         label: caption above the frames.
-        left: frames of the left video, uint8 [F, H, W, 3].
-        right: frames of the right video, uint8 [F, H, W, 3]. The size may differ from the size of `left`. None leaves
-            the right half of the row empty.
+        videos: frames of each video, uint8 [F, H, W, 3]. The sizes may differ. None leaves the place of a video empty.
     """
 
     label: str
-    left: np.ndarray
-    right: np.ndarray | None = None
+    videos: Sequence[np.ndarray | None]
 
 
 def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
@@ -54,35 +53,40 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]
 
 
-def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int = 4) -> None:
+def save_contact_sheet(
+    path: Path,
+    rows: Sequence[SheetRow],
+    frames_per_row: int = 4,
+    headings: Sequence[str] = ("clip", "sample"),
+) -> None:
     """Draw a contact sheet with the rows below each other, and write the sheet as a PNG.
 
-    If any row has a right video, the left column has the heading "clip" and the right column the heading "sample".
+    If any row has several videos, each column gets a heading.
 
     Args:
         path: PNG to create or replace.
         rows: rows of the sheet, at least one.
         frames_per_row: number of evenly spaced frames to show of each video.
+        headings: text above each column.
 
     Raises:
         WandsError: if the file cannot be written.
     """
     assert rows, "a contact sheet needs a row"
-    videos = [[video for video in (row.left, row.right) if video is not None] for row in rows]
-    strips = [[_strip(video, frames_per_row) for video in pair] for pair in videos]
-    right = max(pair[0].width for pair in strips) + SIDE_GAP
-    ends = [right + pair[1].width for pair in strips if len(pair) == 2]
-    width = max(*ends, right - SIDE_GAP, MIN_WIDTH)
-    bands = [_draw_row(row.label, pair, right, width) for row, pair in zip(rows, strips, strict=True)]
+    strips = [[_strip(video, frames_per_row) for video in row.videos] for row in rows]
+    columns = list(zip_longest(*strips, fillvalue=_NOTHING))
+    widths = [max(strip.width for strip in column) for column in columns]
+    lefts = [sum(widths[:i]) + i * SIDE_GAP for i in range(len(widths))]
+    width = max(lefts[-1] + widths[-1], MIN_WIDTH)
+    bands = [_draw_row(row.label, own, lefts, width) for row, own in zip(rows, strips, strict=True)]
 
     title_font = _font(13)
-    y = MARGIN + (_line_height(title_font) + 10 if ends else 0)
+    y = MARGIN + (_line_height(title_font) + 10 if len(columns) > 1 else 0)
     height = y + sum(band.height + ROW_GAP for band in bands) - ROW_GAP + MARGIN
     sheet = Image.new("RGB", (width + 2 * MARGIN, height), PAPER)
     draw = ImageDraw.Draw(sheet)
-    if ends:
-        draw.text((MARGIN, MARGIN), "clip", font=title_font, fill=FAINT)
-        draw.text((MARGIN + right, MARGIN), "sample", font=title_font, fill=FAINT)
+    for heading, left in zip(headings, lefts, strict=False) if len(columns) > 1 else ():
+        draw.text((MARGIN + left, MARGIN), heading, font=title_font, fill=FAINT)
     for band in bands:
         if band is not bands[0]:
             draw.line((MARGIN, y - ROW_GAP // 2, MARGIN + width, y - ROW_GAP // 2), fill=LINE)
@@ -92,13 +96,13 @@ def save_contact_sheet(path: Path, rows: Sequence[SheetRow], frames_per_row: int
         sheet.save(temporary, format="PNG")
 
 
-def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int) -> Image.Image:
-    """Draw one row of a contact sheet: a caption, and below the caption one or two strips (frames of a video in a line).
+def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], width: int) -> Image.Image:
+    """Draw one row of a contact sheet: a caption, and below the caption the strips (frames of a video in a line).
 
     Args:
         label: text of the caption.
-        strips: the left strip, or the left and the right strip.
-        right: distance in pixels from the left edge of the row to the right strip.
+        strips: the strip of each video.
+        lefts: distance in pixels from the left edge of the row to each strip.
         width: width of the row in pixels.
     """
     font = _font(15)
@@ -107,12 +111,14 @@ def _draw_row(label: str, strips: Sequence[Image.Image], right: int, width: int)
     band = Image.new("RGB", (width, top + max(strip.height for strip in strips)), PAPER)
     for i, line in enumerate(lines):
         ImageDraw.Draw(band).text((0, i * line_height), line, font=font, fill=TEXT)
-    for left, strip in zip((0, right), strips, strict=False):
+    for left, strip in zip(lefts, strips, strict=False):
         band.paste(strip, (left, top))
     return band
 
 
-def _strip(frames: np.ndarray, count: int) -> Image.Image:
+def _strip(frames: np.ndarray | None, count: int) -> Image.Image:
+    if frames is None:
+        return _NOTHING
     assert frames.dtype == np.uint8, frames.dtype
     assert frames.shape[3:] == (3,), frames.shape
     cells = [

@@ -204,7 +204,7 @@ def load_pipeline(
     """
     with quiet_loading():
         dits = {part: load_dit(dit, dtype) for part, dit in source.dits.items()}
-        pipeline = _load_around(source, dits, dtype)
+        pipeline = load_components(source, dits, dtype)
     add_loras(pipeline, source.loras)
     if offload == "model":
         pipeline.enable_model_cpu_offload(device=device)
@@ -265,8 +265,8 @@ def _load_trained(
     return transformer.eval()
 
 
-def _load_around(
-    source: PipelineSource, dits: Mapping[str, torch.nn.Module], dtype: torch.dtype
+def load_components(
+    source: PipelineSource, dits: Mapping[str, torch.nn.Module | None], dtype: torch.dtype
 ) -> AnyPipeline:
     """Build a pipeline on the CPU from the given DiTs. Load all other models of the pipeline from its files.
 

@@ -236,7 +236,7 @@ class _Cut:
         This hook runs first, and stores the indices of this rank's tokens for the later hooks.
         """
         grid = grid_size(args[0].shape[2:], self.patch_size)
-        self.meta, self._mine, self._order = _token_index(grid, self.dims, args[0].device)
+        self.meta, self._mine, self._order = token_index(grid, self.dims, args[0].device)
         return tuple(table[:, self._mine] for table in output)
 
     def timesteps(
@@ -260,15 +260,29 @@ class _Cut:
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
         """Gather the last layer's outputs [B, L, P] of all ranks, and return the outputs [B, N, P] without padding."""
-        pieces = [output]
-        if self.group is not None:
-            pieces = [torch.empty_like(output) for _ in range(self.group.size())]
-            dist.all_gather(pieces, output.contiguous(), group=self.group)
-        return torch.cat(pieces, dim=1)[:, self._order]
+        return join_tokens(output, self._order, self.group)
+
+
+def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Gather the tokens of all ranks of a group. Every rank of the group must call this function.
+
+    Args:
+        tokens: [B, L, P], tokens of this rank.
+        order: positions [N] from `token_index`.
+        group: ranks that share a sample; None for one rank.
+
+    Returns:
+        [B, N, P], all tokens of the samples in order.
+    """
+    pieces = [tokens]
+    if group is not None:
+        pieces = [torch.empty_like(tokens) for _ in range(group.size())]
+        dist.all_gather(pieces, tokens.contiguous(), group=group)
+    return torch.cat(pieces, dim=1)[:, order]
 
 
 @lru_cache(maxsize=16)
-def _token_index(
+def token_index(
     grid: tuple[int, int, int], dims: ParallelDims, device: torch.device
 ) -> tuple[PackedMeta, Tensor, Tensor]:
     """Choose the tokens of this rank, and find each token of the sample among the gathered tokens of all ranks.

@@ -27,6 +27,7 @@ from wands.train.metrics import StepLog, memory_peaks, sigma_sums
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
+from wands.train.samples import RunSamples, encode_samples
 from wands.train.step import train_step
 from wands.train.stragglers import ComputeTimes
 from wands.train.trackers import Trackers
@@ -52,14 +53,18 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
+    encoded = encode_samples(run, rank, device)  # before the engines take the memory of the device
     trainer = _build_trainer(run, rank, device, groups, log)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
     step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
     saver = CheckpointSaver(trainer)
+    samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches:
+        if samples and start_step == 0:
+            samples.write(0)
         started = time.perf_counter()
         for (plan, slices), own_wait in _timed(batches):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
@@ -111,6 +116,9 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                     build_state(run, step, plan.epoch, step_log.history), bad_steps=bad_steps.state
                 )
                 saver.save(state, plan, required=is_last)
+            if samples and samples.is_due(step) and not request.quit:
+                samples.write(step)
+                checks = True
             if checks or finishes or is_due:
                 started = time.perf_counter()  # the next step does not contain this time
             if watchdog.saved != saver.saved:

@@ -26,6 +26,7 @@ from wands.train.checkpoint import build_state
 from wands.train.plan_file import follow_plan
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
+from wands.train.samples import plan_samples
 from wands.train.trackers import check_trackers
 from wands.train.weights import list_weights, read_model
 from wands.variants import Variant
@@ -171,12 +172,14 @@ def prepare_run(
         sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
         for source in sources:  # without a model, check only that the caches can be opened
             check("data files", partial(LatentCache, source.path))
-    check("samples", lambda: _check_samples(data, dp_size), "data files", "world size")
+    check("clips", lambda: _check_samples(data, dp_size), "data files", "world size")
     check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
+    plan_videos = partial(plan_samples, recipe, variant, experts)
+    samples = check("samples", plan_videos, "model files", "sample")
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
-    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint)
+    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint, None, samples)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run
 

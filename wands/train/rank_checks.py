@@ -70,6 +70,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
             "total_steps": run.sampler.total_steps,
             "bins": bins_digest(run.sampler.epoch_plan(epoch).steps),
         },
+        "samples": [request.model_dump() for request in run.samples],
     }
     return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
 

@@ -25,6 +25,7 @@ from wands.model.files.loading import sample_weights
 from wands.model.files.lora_files import find_lora_file
 from wands.model.files.tensor_files import sample_digest
 from wands.planning.workload import Weight, Workload
+from wands.sampling.requests import SampleRequest
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
 
@@ -47,6 +48,7 @@ class TrainingRun:
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
         data_change: text about clips that were added or removed since the checkpoint.
+        samples: videos that the run samples while it trains.
     """
 
     recipe: Recipe
@@ -62,6 +64,7 @@ class TrainingRun:
     degrees: ContextDegrees
     checkpoint: Checkpoint | None = None
     data_change: str | None = None
+    samples: tuple[SampleRequest, ...] = ()
 
     @property
     def shape(self) -> DiTShape:

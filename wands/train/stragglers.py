@@ -51,11 +51,13 @@ class ComputeTimes:
                     layer.register_forward_hook(self._end, prepend=True)
 
     def _begin(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._num_inputs += inputs[0].numel()
-        self._mark()
+        if layer.training:
+            self._num_inputs += inputs[0].numel()
+            self._mark()
 
-    def _end(self, *_: object) -> None:
-        self._mark()
+    def _end(self, layer: torch.nn.Module, *_: object) -> None:
+        if layer.training:  # samples and evaluations are not part of a step
+            self._mark()
 
     def _mark(self) -> None:
         if self._device.type != "cuda":

@@ -103,7 +103,7 @@ class Watchdog:
         answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(
             missing_ok=True
         )  # of an earlier run
-        self._allow("the start", self._timeout)
+        self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
         """Limit the time of a step. The first step belongs to the start.
@@ -122,7 +122,15 @@ class Watchdog:
             seconds: duration of the step.
         """
         self._durations.append(seconds)
-        self._allow(f"the work after step {step}", self._timeout)
+        self.begin_work(f"the work after step {step}")
+
+    def begin_work(self, work: str) -> None:
+        """Limit the time of work between steps, such as a checkpoint.
+
+        Args:
+            work: name of the work in messages.
+        """
+        self._allow(work, self._timeout)
 
     def _allow(self, work: str, limit: float) -> None:
         self._allowed = (work, limit)  # a new tuple, also if its values are equal

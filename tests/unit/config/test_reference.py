@@ -39,7 +39,12 @@ def test_every_key_of_a_resolved_recipe_is_listed():
         }
 
     full = Recipe.model_validate(
-        {"lora": {"rank": 4}, "ema": {}, "data": {"mock": {"num_samples": 1, "shapes": [[1, 2, 2]]}}}
+        {
+            "lora": {"rank": 4},
+            "ema": {},
+            "sample": {},
+            "data": {"mock": {"num_samples": 1, "shapes": [[1, 2, 2]]}},
+        }
     )
     listed = {key.name for key in KEYS if "[]" not in key.name}
     assert names(yaml.safe_load(full.to_yaml())) - {"model.merge_loras", "data.sources"} == listed

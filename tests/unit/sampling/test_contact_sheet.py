@@ -37,8 +37,8 @@ def test_pick_frames_takes_first_last_and_even_steps() -> None:
 def test_clip_stands_left_of_its_sample_in_order(tmp_path: Path) -> None:
     red, green, blue, grey = (200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)
     rows = [
-        SheetRow("first", video([red, green]), video([blue], 16, 64)),
-        SheetRow("second", video([grey], 48, 32)),
+        SheetRow("first", [video([red, green]), video([blue], 16, 64)]),
+        SheetRow("second", [video([grey], 48, 32)]),
     ]
     save_contact_sheet(tmp_path / "deep" / "sheet.png", rows, frames_per_row=2)
     with Image.open(tmp_path / "deep" / "sheet.png") as image:
@@ -56,8 +56,8 @@ def test_clip_stands_left_of_its_sample_in_order(tmp_path: Path) -> None:
 def test_titles_appear_with_two_sides_only(tmp_path: Path) -> None:
     frames = video([(0, 0, 0)])
     heights = {}
-    for name, right in (("one", None), ("two", frames)):
-        save_contact_sheet(tmp_path / f"{name}.png", [SheetRow("a", frames, right)])
+    for name, right in (("one", []), ("two", [frames])):
+        save_contact_sheet(tmp_path / f"{name}.png", [SheetRow("a", [frames, *right])])
         with Image.open(tmp_path / f"{name}.png") as image:
             heights[name] = image.height
     assert heights["two"] > heights["one"]
@@ -83,7 +83,7 @@ def test_unwritable_sheet_is_one_sentence_and_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    rows = [SheetRow("a", video([(1, 2, 3)]))]
+    rows = [SheetRow("a", [video([(1, 2, 3)])])]
     with pytest.raises(WandsError, match=r"sheet\.png cannot be written \(.*\); free space"):
         save_contact_sheet(tmp_path / "file" / "sheet.png", rows)
     save_contact_sheet(tmp_path / "sheet.png", rows)
@@ -137,4 +137,4 @@ def test_loss_plot_draws_every_series(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(2, 8, 8), (2, 8, 8, 1)])
 def test_frames_of_another_layout_are_a_programmers_mistake(tmp_path: Path, shape: tuple[int, ...]) -> None:
     with pytest.raises(AssertionError):
-        save_contact_sheet(tmp_path / "x.png", [SheetRow("a", np.zeros(shape, np.uint8))])
+        save_contact_sheet(tmp_path / "x.png", [SheetRow("a", [np.zeros(shape, np.uint8)])])

@@ -163,6 +163,8 @@ def test_the_limit_of_a_step_follows_the_last_steps(tmp_path: Path):
     for seconds, limit in ((2.0, 300.0), (100.0, 1000.0), (50.0, 1000.0)):
         watchdog.end_step(7, seconds)
         assert watchdog._allowed == ("the work after step 7", 3600.0)
+        watchdog.begin_work("sampling at step 7")
+        assert watchdog._allowed == ("sampling at step 7", 3600.0)
         watchdog.begin_step(8)
         assert watchdog._allowed == ("step 8", limit)
     for _ in range(50):
