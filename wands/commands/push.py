@@ -25,7 +25,7 @@ import yaml
 
 from wands import __version__
 from wands.commands.plots import save_loss_plot
-from wands.config.options import PushOptions
+from wands.config.options import ExportOptions, PushOptions
 from wands.errors import WandsError, one_line
 from wands.export import model_card
 from wands.export.model_card import FolderContents, LoraFile
@@ -62,6 +62,8 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
+    A run folder or step folder is exported to a temporary folder next to its checkpoints, and the export is uploaded.
+
     The model card ``README.md`` and the plot ``loss.png`` are written into the folder first. If the folder has a ``README.md``
     that wands did not write, both files are left unchanged. A second push uploads only files that the repository lacks. The
     visibility of an existing repository is never changed.
@@ -78,6 +80,15 @@ def push(options: PushOptions, token: str | None = None) -> str:
             name, the token or the server cannot be used, a link leads out of the folder, or a file contains a secret.
     """
     directory = options.directory
+    exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
+    if not exported and ((directory / "checkpoints").is_dir() or (directory / _STATE_FILE).is_file()):
+        from wands.commands.export import export
+        from wands.model.files.checkpoint_files import find_checkpoint
+
+        checkpoint, _ = find_checkpoint(directory)
+        with _staging_folder(checkpoint.parent) as parent:
+            folder = export(ExportOptions(checkpoint=checkpoint, out=parent / "export"))
+            return push(options.model_copy(update={"directory": folder}), token)
     contents = _check_contents(directory)
     record = _read_record(directory, options.training)
     files, left_out = _list_files(directory, contents.folders)
@@ -123,7 +134,7 @@ def _check_contents(directory: Path) -> FolderContents:
         if not loras:
             raise WandsError(
                 f"DIRECTORY {directory} is not a diffusers pipeline (no model_index.json) and has no LoRA; set DIRECTORY to a "
-                "folder that `wands export` wrote."
+                "run folder, or to a folder that `wands export` wrote."
             )
         return FolderContents(loras=loras, folders=(*EXPERT_NAMES.values(), "samples"))
     index = _read_object(index_path)
@@ -296,13 +307,17 @@ def _check_path(path: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _staging_folder() -> Iterator[Path]:
-    """Yield a temporary folder, and delete it afterwards. Also delete the folders that killed processes left."""
-    for leftover in Path(tempfile.gettempdir()).glob("wands-push-*"):
+def _staging_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary folder, and delete it afterwards. Also delete the folders that killed processes left.
+
+    Args:
+        parent: folder that contains the temporary folder; None is the folder for temporary files.
+    """
+    for leftover in (parent or Path(tempfile.gettempdir())).glob("wands-push-*"):
         with suppress(OSError):  # a folder of another user, or of a process that runs
             with _locked(leftover):
                 shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix="wands-push-") as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="wands-push-", dir=parent) as folder, _locked(Path(folder)):
         yield Path(folder)
 
 

@@ -397,17 +397,19 @@ class ExportOptions(Options):
 
 
 class PushOptions(Options):
-    """Upload an export with a model card to the Hugging Face Hub.
+    """Upload an export or a run to the Hugging Face Hub.
 
-    The command uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an upload is interrupted, run
-    the same command again to upload the missing files.
+    The command also writes a model card. It uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an
+    upload is interrupted, run the same command again to upload the missing files.
 
     Examples:
         wands push exported/ my-name/my-model
+        wands push runs/my-lora my-name/my-lora
     """
 
     directory: Annotated[Path, ARGUMENT]
-    """Folder to upload, written by `wands export`."""
+    """Folder to upload, written by `wands export`. It can also be a run folder, whose newest checkpoint is exported first, or
+    a step folder. `wands export` has more options, such as --dtype and --ema."""
     repo_id: Annotated[str, ARGUMENT]
     """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account."""
     public: bool = False

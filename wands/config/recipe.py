@@ -573,6 +573,19 @@ class SampleConfig(StrictModel):
     end at an image need this key. If it is unset, other models get no image."""
 
 
+class HubConfig(StrictModel):
+    """Upload of checkpoints to the Hugging Face Hub during the training, in the background."""
+
+    repo: str
+    """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account. It is created if it does not exist.
+    The token is in HF_TOKEN, or stored by `hf auth login`."""
+    every: int = Field(default=1, gt=0)
+    """Push the checkpoints whose step is a multiple of this number, and the last checkpoint. The default pushes every
+    checkpoint. `checkpoint.every` decides when checkpoints are written."""
+    public: bool = False
+    """Whether a new repository is public. The visibility of an existing repository never changes."""
+
+
 class Recipe(StrictModel):
     """All settings of one training run."""
 
@@ -598,6 +611,9 @@ class Recipe(StrictModel):
     logging: LoggingConfig = LoggingConfig()
     sample: SampleConfig | None = None
     """If this section is unset, the run samples no videos."""
+    hub: HubConfig | None = None
+    """If this section is unset, no checkpoint is pushed. A LoRA run pushes LoRA files, and a full finetune a pipeline, as
+    `wands push RUN` does."""
 
     @property
     def uses_dropout(self) -> bool:

@@ -42,6 +42,7 @@ from wands.model.files.checkpoint_files import (
 from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
+from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.changed_data import EPOCH_FILE, epoch_values
 from wands.train.engine_state import engine_tensors, load_engine
@@ -310,7 +311,8 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
     abandoned = sorted(newest.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
     for path in older[: -config.keep] + abandoned[: -config.keep]:
         step = int(path.name.partition(".")[0].removeprefix("step_"))
-        if path in abandoned or not config.keep_every or step % config.keep_every:
+        is_kept = (config.keep_every and step % config.keep_every == 0) or (path / PUSH_MARK).exists()
+        if path in abandoned or not is_kept:
             try:
                 shutil.rmtree(path)
             except OSError as error:

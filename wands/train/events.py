@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from wands import __version__
@@ -31,6 +32,7 @@ class EventLog:
 
     def __init__(self, run: TrainingRun, rank: int) -> None:
         self._log: AppendLog | None = None
+        self._lock = Lock()  # a thread writes the results of pushes
         self.step = run.checkpoint.state.step if run.checkpoint else 0
         if rank != 0:
             return
@@ -64,7 +66,8 @@ class EventLog:
         """Add a row with the current step, the event, the time in seconds since 1970, and more values."""
         if self._log is not None:
             row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
-            self._log.append(to_line(row | values))
+            with self._lock:
+                self._log.append(to_line(row | values))
 
     def close(self) -> None:
         """Write the rows that could not be written before, or report that rows are missing."""

@@ -16,6 +16,7 @@ from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
+from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
 from wands.train.checkpoint import CheckpointSaver, build_state
@@ -57,7 +58,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     trainer = _build_trainer(run, rank, device, groups, log)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
     step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
-    saver = CheckpointSaver(trainer)
+    saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
@@ -124,11 +125,13 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             if watchdog.saved != saver.saved:
                 watchdog.saved = saver.saved
                 events.write("save", checkpoint=watchdog.saved and watchdog.saved.name)
+                hub.add(saver.saved)
             if request.quit:
                 if step < total_steps:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
             watchdog.begin_step(step + 1)
+    hub.close(group_timeout().total_seconds() / 2 if step == total_steps else 0.0)
     events.write("end" if step == total_steps else "stop")
     for log_file in (step_log, events, trainer.trackers):
         log_file.close()

@@ -68,16 +68,13 @@ def muon_ratio(rows: int, columns: int) -> float:
     return 0.2 * math.sqrt(max(rows, columns)) / math.sqrt(max(1.0, rows / columns))
 
 
-def split_by_decay(
-    groups: Iterable[Mapping[str, Any]], named_parameters: Iterable[tuple[str, Any]]
-) -> list[dict[str, Any]]:
+def split_by_decay(groups: Iterable[Mapping[str, Any]], named: Iterable[tuple[str, Any]]) -> list[Any]:
     """Split parameter groups so that norm gains, biases and modulation tables are in groups without weight decay.
 
     Args:
         groups: parameter groups of an optimizer.
-        named_parameters: (name, parameter) of each trained parameter.
+        named: (name, parameter) of each trained parameter.
     """
-    named = named_parameters
     kept = {id(parameter) for name, parameter in named if is_norm_or_bias(name, _whole_shape(parameter))}
     split = [
         {**group, "params": [p for p in group["params"] if (id(p) in kept) == bool(other)], **other}

@@ -573,8 +573,8 @@ def _damaged_samples(folder: Path) -> None:
     [
         (
             _no_index,
-            r"is not a diffusers pipeline \(no model_index.json\) and has no LoRA; set DIRECTORY to a folder that `wands "
-            r"export` wrote",
+            r"is not a diffusers pipeline \(no model_index.json\) and has no LoRA; set DIRECTORY to a run folder, or to a "
+            r"folder that `wands export` wrote",
         ),
         (_damaged_index, "model_index.json cannot be read .* run `wands export` again"),
         (_index_is_list, "model_index.json must contain a JSON object, not a list"),

@@ -43,6 +43,7 @@ def test_every_key_of_a_resolved_recipe_is_listed():
             "lora": {"rank": 4},
             "ema": {},
             "sample": {},
+            "hub": {"repo": "you/name"},
             "data": {"mock": {"num_samples": 1, "shapes": [[1, 2, 2]]}},
         }
     )
@@ -76,7 +77,7 @@ def test_sections_and_keys_on_the_terminal():
     assert one.count("  - `") == 4
     section = invoke("config", "optim").output
     assert section.startswith("optim: Optimizer")
-    assert len(re.findall(r"^optim\.", section, re.MULTILINE)) == 11
+    assert len(re.findall(r"^optim\.", section, re.MULTILINE)) == 12
     assert (
         invoke("config", "data.sources.0.weight").output == invoke("config", "data.sources[].weight").output
     )
