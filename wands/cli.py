@@ -105,6 +105,12 @@ def _train(options: opts.TrainOptions) -> None:
     _exit_rank()
 
 
+def _profile(options: opts.ProfileOptions) -> None:
+    from wands.commands.profile import train_options
+
+    _train(train_options(options))
+
+
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
@@ -173,6 +179,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",
+    opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.profiler import record_function
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from wands.attention.kernels.registry import Backend, get_backend
 from wands.attention.packed import ChunkLens, PackedMeta, Segments
@@ -215,8 +217,9 @@ class _RingTransfer:
 
     def wait(self) -> Tensor:
         """Wait until the send and the receive are done. Return the received tensor."""
-        for work in self._works:
-            work.wait()
+        with record_function("ring hop"):
+            for work in self._works:
+                work.wait()
         return self._received
 
 
@@ -261,6 +264,35 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @ring_backward.register_fake
 def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, rank: int) -> int:
+    """Return the FLOPs of `ring_forward` on one rank of a ring: two matmuls over all pairs of a query and a key.
+
+    Args:
+        q_shape: (N, H, D) of q.
+        lens: number of tokens of each sample in the first ring row, then in the second ring row, and so on.
+        degree: number of ranks in the ring.
+        rank: rank of this process in the ring.
+    """
+    rows = _split_rows(tuple(lens), degree)
+    pairs = sum(own * sum(keys) for own, keys in zip(rows[rank], zip(*rows, strict=True), strict=True))
+    return 4 * pairs * q_shape[1] * q_shape[2]
+
+
+BACKWARD_FLOPS = 2.5
+"""FLOPs of the backward pass, divided by the FLOPs of the forward pass: five matmuls, as in FlashAttention."""
+
+
+@register_flop_formula(torch.ops.wands.ring_forward)
+def _(q: Any, k: Any, v: Any, lens: Any, degree: int, group: str, *_: Any, **__: Any) -> int:
+    rank = dist.get_rank(_resolve_process_group(group)) if degree > 1 else 0
+    return attention_flops(q, lens, degree, rank)
+
+
+@register_flop_formula(torch.ops.wands.ring_backward)
+def _(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any, **__: Any) -> int:
+    return int(BACKWARD_FLOPS * flop_registry[torch.ops.wands.ring_forward](q, k, v, *options))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -82,7 +82,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
         from wands.train.loop import train
 
         rank, _, device = init_process_group()
-        log(f"done: {train(run, rank, device, log, watchdog)}")
+        if saved := train(run, rank, device, log, watchdog):
+            log(f"done: {saved}")
 
 
 def _mock_overrides(name: str | None) -> tuple[str, ...]:

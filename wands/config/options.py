@@ -227,7 +227,16 @@ class PlanOptions(RecipeOptions):
     """Print tables of the settings with which each published model can be trained on common GPUs, and exit."""
 
 
-class TrainOptions(RecipeOptions):
+class LauncherOptions(RecipeOptions):
+    """Options of commands that train."""
+
+    deepspeed: Path | None = None
+    """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
+    force: bool = False
+    """Start training even if wands predicts that the run needs more memory than is available."""
+
+
+class TrainOptions(LauncherOptions):
     """Train a model or a LoRA from a recipe.
 
     To train on several GPUs, use a launcher such as deepspeed or torchrun, which starts one process per GPU.
@@ -238,15 +247,11 @@ class TrainOptions(RecipeOptions):
         torchrun --nproc-per-node 8 -m wands train my.yaml --deepspeed zero3
     """
 
-    deepspeed: Path | None = None
-    """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
     """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
     With PATH, resume from PATH, which is a run folder or one of its step folders."""
     dry_run: bool = False
     """Run all checks, print the settings of the run, and exit without training."""
-    force: bool = False
-    """Start training even if wands predicts that the run needs more memory than is available."""
     mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
@@ -271,6 +276,21 @@ class ReportOptions(Options):
     """Run folders."""
     out: Path | None = None
     """HTML file to write [default: report.html in RUN, or comparison.html in the first of several runs]."""
+
+
+class ProfileOptions(LauncherOptions):
+    """Train ten steps and print the time of each part of a step.
+
+    The FLOPs of each part are printed, too. Steps 6 to 10 are profiled. The Chrome traces, and on a GPU snapshots of its memory,
+    are in DIR/profile. No checkpoint is saved.
+
+    Examples:
+        wands profile wan2.1-t2v-1.3b-lora --set data.cache=cache/
+        torchrun --nproc-per-node 8 -m wands profile my.yaml --deepspeed zero3 --set profile.ranks=[0,7]
+    """
+
+    out: Annotated[Path, Spelling(metavar="DIR")] = Path("runs/profile")
+    """Run folder to write. A folder with checkpoints is refused."""
 
 
 class InferOptions(Options):

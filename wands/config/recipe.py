@@ -586,6 +586,19 @@ class HubConfig(StrictModel):
     """Whether a new repository is public. The visibility of an existing repository never changes."""
 
 
+class ProfileConfig(StrictModel):
+    """Steps to profile. The traces and tables are in the folder `profile` of the run folder."""
+
+    start: int = Field(default=10, gt=0)
+    """First profiled step. The first steps of a process are slower than later steps, so do not profile step 1."""
+    steps: int = Field(default=3, gt=0)
+    """Number of profiled steps. Profiled steps are slower than other steps, and each adds some MB to the trace."""
+    ranks: list[int] = Field(default=[0])
+    """List of the ranks that are profiled. The terminal shows the table of rank 0 only."""
+    stop: bool = False
+    """Whether the run ends after the profiled steps, without a checkpoint."""
+
+
 class Recipe(StrictModel):
     """All settings of one training run."""
 
@@ -614,6 +627,8 @@ class Recipe(StrictModel):
     hub: HubConfig | None = None
     """If this section is unset, no checkpoint is pushed. A LoRA run pushes LoRA files, and a full finetune a pipeline, as
     `wands push RUN` does."""
+    profile: ProfileConfig | None = None
+    """If this section is unset, no step is profiled. `profile: {}` profiles three steps with the default settings."""
 
     @property
     def uses_dropout(self) -> bool:

@@ -25,6 +25,7 @@ from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.events import EventLog
 from wands.train.metrics import StepLog, memory_peaks, sigma_sums
+from wands.train.profiler import memory_snapshots, profiled_steps
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
 from wands.train.run import Log, TrainingRun
@@ -63,11 +64,11 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
-    with events, contextlib.closing(saver), prefetcher as batches:
+    with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
         if samples and start_step == 0:
             samples.write(0)
         started = time.perf_counter()
-        for (plan, slices), own_wait in _timed(batches):
+        for (plan, slices), own_wait in profiled_steps(trainer, _timed(batches), start_step):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
             divisor, step = run.denominator(plan), plan.step + 1
             events.step = step

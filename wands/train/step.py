@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from wands.data.collate import RankSlice
 from wands.distributed.dims import ProcessGroups
@@ -89,15 +90,9 @@ def train_step(
     for number, host_slice in enumerate(slices, start=1):
         batch = host_slice.to(device)
         # A function of (seed, sample, repeat, epoch), independent of the rank and the bin.
-        noisy = add_noise(
-            batch.tokens,
-            batch.layout,
-            batch.keys,
-            recipe.flow,
-            recipe.train.seed,
-            batch.num_cond_tokens,
-            sigma_range,
-        )
+        noise_args = (batch.keys, recipe.flow, recipe.train.seed, batch.num_cond_tokens, sigma_range)
+        with record_function("noise"):
+            noisy = add_noise(batch.tokens, batch.layout, *noise_args)
 
         engine.set_gradient_accumulation_boundary(number == len(slices))
         tokens = batch.model_input(noisy.tokens)

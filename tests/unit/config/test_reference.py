@@ -45,6 +45,7 @@ def test_every_key_of_a_resolved_recipe_is_listed():
             "sample": {},
             "hub": {"repo": "you/name"},
             "data": {"mock": {"num_samples": 1, "shapes": [[1, 2, 2]]}},
+            "profile": {},
         }
     )
     listed = {key.name for key in KEYS if "[]" not in key.name}

@@ -1,0 +1,127 @@
+"""FLOPs of self-attention, and snapshots of the memory of a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from wands.attention.ring import attention_flops, ring_attention
+from wands.attention.varlen import choose_backend
+from wands.config.recipe import ProfileConfig
+from wands.train import profiler
+from wands.train.profiler import format_scopes, memory_snapshots, profiled_steps
+
+
+def test_pytorch_counts_self_attention():
+    q = torch.randn(24, 2, 32, requires_grad=True)
+    backend = choose_backend("auto", "cpu", torch.float32, 32)
+    with FlopCounterMode(display=False) as counter:
+        ring_attention(q, q, q, ((10, 14),), backend).sum().backward()
+    forward = 4 * 2 * 32 * (10 * 10 + 14 * 14)
+    flops = {str(op): number for op, number in counter.get_flop_counts()["Global"].items()}
+    assert flops == {"wands.ring_forward": forward, "wands.ring_backward": 2.5 * forward}
+
+
+def test_the_ranks_of_a_ring_share_the_flops():
+    lens = ((3, 5), (4, 0), (1, 7))
+    flat = [length for row in lens for length in row]
+    shares = [attention_flops((8, 2, 32), flat, 3, rank) for rank in range(3)]
+    assert sum(shares) == 4 * 2 * 32 * (8 * 8 + 12 * 12)
+    assert shares[1] == 4 * 2 * 32 * 4 * 8
+
+
+def test_shares_are_of_the_gpu_where_there_is_one():
+    rows = {"ffn": [4.0, 10e3, 1e6, 6e9], "data wait": [2.0, 200e3, 0.0, 0.0]}
+    _, ffn, wait, total = format_scopes(rows, 2.0, 2).splitlines()
+    assert ffn.split() == ["ffn", "2", "5.0", "500.0", "50.0%", "3.000"]
+    assert wait.split() == ["data", "wait", "1", "100.0", "0.0", "10.0%", "0.000"]
+    assert total == "one step: 1000.0 ms, 3.000 GFLOP, 0.003 TFLOP/s"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Calls of functions of torch.cuda, which do nothing here."""
+    made: list[tuple[str, Any]] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all", **_: made.append(("record", enabled))
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: made.append(("dump", Path(path).name)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append(("synchronize", None)))
+    profile = profiler.profile
+    monkeypatch.setattr(profiler, "profile", lambda activities, **more: profile(**more))
+    return made
+
+
+def trainer(out: Path, device: str, profile: ProfileConfig | None = None) -> Any:
+    run = SimpleNamespace(
+        output_dir=out, recipe=SimpleNamespace(profile=profile), sampler=SimpleNamespace(total_steps=5)
+    )
+    return SimpleNamespace(
+        rank=0,
+        run=run,
+        engines={},
+        device=torch.device(device),
+        groups=SimpleNamespace(ring=None),
+        log=lambda text: None,
+    )
+
+
+def run_out_of_memory(found: Any) -> torch.OutOfMemoryError:
+    with pytest.raises(torch.OutOfMemoryError) as caught, memory_snapshots(found):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return caught.value
+
+
+def test_out_of_memory_leaves_a_snapshot(calls: list[tuple[str, Any]], tmp_path: Path):
+    error = run_out_of_memory(trainer(tmp_path, "cuda"))
+    assert calls == [("dump", "rank0_out_of_memory.pickle")]
+    path = tmp_path / "profile" / "rank0_out_of_memory.pickle"
+    assert error.__notes__ == [
+        f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+    ]
+
+
+def test_the_memory_of_profiled_steps_is_recorded(calls: list[tuple[str, Any]], tmp_path: Path):
+    def batches() -> Iterator[int]:
+        for step in range(1, 6):
+            calls.append(("step", step))
+            yield step
+
+    found = trainer(tmp_path, "cuda", ProfileConfig(start=2, steps=2))
+    assert list(profiled_steps(found, batches(), 0)) == [1, 2, 3, 4, 5]
+    steps = [("step", number) for number in range(1, 6)]
+    window = [("record", "all"), *steps[1:3], ("synchronize", None), ("dump", "rank0_step_000002.pickle")]
+    assert calls == [steps[0], *window, ("record", None), *steps[3:]]
+
+
+def test_a_cpu_has_no_snapshots(calls: list[tuple[str, Any]], tmp_path: Path):
+    found = trainer(tmp_path, "cpu", ProfileConfig(start=1, steps=1))
+    assert list(profiled_steps(found, range(1, 6), 0)) == [1, 2, 3, 4, 5]
+    assert not hasattr(run_out_of_memory(found), "__notes__")
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("section", "start_step", "traces"),
+    [
+        (None, 0, []),
+        ({"start": 2}, 3, ["000004"]),
+        ({"start": 9}, 0, []),
+        ({"start": 5, "steps": 9}, 0, ["000005"]),
+    ],
+)
+def test_which_steps(section: Any, start_step: int, traces: list[str], tmp_path: Path):
+    """A run that resumes later profiles its first steps; a window after the last step does nothing."""
+    found = trainer(tmp_path, "cpu", section and ProfileConfig(**section))
+    steps = list(range(start_step + 1, 6))
+    assert list(profiled_steps(found, iter(steps), start_step)) == steps
+    assert [path.name for path in tmp_path.glob("profile/*.txt")] == [
+        f"rank0_step_{name}.txt" for name in traces
+    ]

@@ -1,0 +1,217 @@
+"""Profile some optimizer steps: a Chrome trace, the time and FLOPs of each part of a step, and a snapshot of GPU memory.
+
+Modules are wrapped for the profiled steps only, so other steps are not slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from wands.attention.ring import BACKWARD_FLOPS, attention_flops
+from wands.files import write_text
+from wands.train.trainer import Trainer
+
+T = TypeVar("T")
+NAMED = ("projections", "ffn", "norm", "noise", "optimizer", "data wait")
+"""Scopes whose events have their names."""
+SCOPES = {name: name for name in NAMED} | {
+    "attention": "wands::ring_|_PaddedAttention|_VarlenAttention",
+    "exchange": "wands::to_|c10d::alltoall",
+    "ring hop": "ring hop|c10d::(send|recv)",
+    "modulation": "_ScaledAdd",
+    "ZeRO gather": "ZeRO gather|c10d::.*allgather",
+    "reduction": "c10d::(allreduce|_?reduce)",
+}
+"""Maps each scope to a pattern for the beginning of event names. Events inside such an event belong to its scope, unless their
+names belong to another scope."""
+MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
+"""Operators whose FLOPs PyTorch knows."""
+
+
+def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> Iterator[T]:
+    """Yield the batch of each step, and profile the steps that the recipe's section `profile` names.
+
+    A run that resumes after these steps profiles its first steps.
+
+    Args:
+        trainer: objects of the training process.
+        batches: batches of the steps after `start_step`.
+        start_step: number of finished steps.
+    """
+    config, total, iterator = trainer.run.recipe.profile, trainer.run.sampler.total_steps, iter(batches)
+    first = max(config.start, start_step + 1) if config else total + 1
+    yield from islice(iterator, first - 1 - start_step)
+    if config and first <= total:
+        number = min(config.steps, total + 1 - first)
+        with _record(trainer, first, number) if trainer.rank in config.ranks else contextlib.nullcontext():
+            for _ in range(number):
+                with record_function("data wait"):
+                    batch = next(iterator)
+                yield batch
+    if config and not config.stop:
+        yield from iterator
+
+
+@contextlib.contextmanager
+def memory_snapshots(trainer: Trainer) -> Iterator[None]:
+    """Write a snapshot of the memory if a GPU runs out of memory inside the context. The error then names the file."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if trainer.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(path := _path(trainer, "out_of_memory.pickle"))
+            error.add_note(
+                f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            )
+        raise
+
+
+@contextlib.contextmanager
+def _record(trainer: Trainer, first: int, number: int) -> Iterator[None]:
+    on_gpu, memory, ring = trainer.device.type == "cuda", torch.cuda.memory, trainer.groups.ring
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    with contextlib.ExitStack() as stack:
+        for engine in trainer.engines.values():
+            _name_parts(engine, stack)
+        if on_gpu:
+            memory._record_memory_history(max_entries=200_000)
+            stack.callback(memory._record_memory_history, enabled=None)
+        with profile(activities=activities, record_shapes=True, with_flops=True) as recorded:
+            started = time.perf_counter()
+            yield
+            if on_gpu:
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        if on_gpu:
+            memory._dump_snapshot(_path(trainer, f"step_{first:06d}.pickle"))
+    recorded.export_chrome_trace(path := _path(trainer, f"step_{first:06d}.json.gz"))
+    table = format_scopes(sum_scopes(recorded.events(), ring.rank() if ring else 0), seconds, number)
+    table = f"profile of rank {trainer.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
+    write_text(Path(_path(trainer, f"step_{first:06d}.txt")), table + "\n")
+    trainer.log(table)
+
+
+def _path(trainer: Trainer, name: str) -> str:
+    folder = trainer.run.output_dir / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / f"rank{trainer.rank}_{name}")
+
+
+def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, list[float]]:
+    """Sum calls, time and FLOPs of the events of each scope.
+
+    An event belongs to the scope of the innermost event around it that has a scope. An event of the backward pass belongs to
+    the scope of its forward operator. A backward operator is not a call.
+
+    Args:
+        events: events of the profiler, with shapes.
+        ring_rank: rank of this process in its ring.
+
+    Returns:
+        Maps each scope, and "other", to [calls, microseconds of the CPU, microseconds of the GPU, FLOPs].
+    """
+    own = [event for event in events if event.device_type == DeviceType.CPU]
+    # Of the forward operators with the same sequence number, the last created the backward operator with this number.
+    forward = {
+        (e.thread, e.sequence_nr): e
+        for e in own
+        if e.sequence_nr >= 0 and e.scope == 0 and "autograd::" not in e.name
+    }
+
+    @functools.cache
+    def scope_of(event: FunctionEvent | None) -> str:
+        if event is None:
+            return "other"
+        if named := _scope_of_name(event.name):
+            return named
+        cause = (
+            forward.get((event.fwd_thread, event.sequence_nr)) if "evaluate_function" in event.name else None
+        )
+        return scope_of(cause or event.cpu_parent)
+
+    rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    for event in own:
+        scope = scope_of(event)
+        calls = _scope_of_name(event.name) == scope and scope_of(event.cpu_parent) != scope
+        # The matmuls of a kernel in plain PyTorch are part of the attention.
+        counted = event.name in MATMULS and scope != "attention"
+        flops = event.flops if counted else _attention_flops(event, ring_rank)
+        values = (calls, event.self_cpu_time_total, event.self_device_time_total, flops)
+        rows[scope] = [total + value for total, value in zip(rows[scope], values, strict=True)]
+    return dict(rows)
+
+
+def format_scopes(rows: Mapping[str, Sequence[float]], seconds: float, num_steps: int) -> str:
+    """Return a table with the mean of each scope over the steps: calls, time, share of the step, and FLOPs.
+
+    The share is that of the time of the GPU. Scopes without kernels, such as data wait, have the share of the CPU.
+
+    Args:
+        rows: result of `sum_scopes`.
+        seconds: duration of all steps.
+        num_steps: number of steps.
+    """
+    lines = [f"{'scope':<12}{'calls':>7}{'CPU ms':>10}{'GPU ms':>10}{'share':>8}{'GFLOP':>12}"]
+    for name, row in sorted(rows.items(), key=lambda item: -(item[1][2] or item[1][1])):
+        calls, cpu, gpu, flops = (value / num_steps for value in row)
+        share = (gpu or cpu) * num_steps / 1e6 / seconds
+        lines.append(
+            f"{name:<12}{calls:>7.0f}{cpu / 1e3:>10.1f}{gpu / 1e3:>10.1f}{share:>8.1%}{flops / 1e9:>12.3f}"
+        )
+    flops = sum(row[3] for row in rows.values())
+    total = f"one step: {seconds / num_steps * 1e3:.1f} ms, {flops / num_steps / 1e9:.3f} GFLOP"
+    return "\n".join([*lines, f"{total}, {flops / seconds / 1e12:.3g} TFLOP/s"])
+
+
+def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
+    """Name parts of a step in the profile until `stack` is closed."""
+    for name, module in engine.module.named_modules():
+        part = name.rpartition(".")[2]
+        if scope := {"attn1": "projections", "attn2": "projections", "ffn": "ffn"}.get(part):
+            _wrap(module, "forward", scope, stack)
+        elif "Norm" in type(module).__name__:
+            _wrap(module, "forward", "norm", stack)
+    _wrap(engine, "step", "optimizer", stack)
+    if engine.zero_optimization_stage() == 3:
+        coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+        _wrap(coordinator, "fetch_sub_module", "ZeRO gather", stack)
+
+
+def _wrap(owner: Any, method: str, scope: str, stack: contextlib.ExitStack) -> None:
+    call: Callable[..., Any] = getattr(owner, method)
+    before = vars(owner).get(method)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with record_function(scope):
+            return call(*args, **kwargs)
+
+    setattr(owner, method, wrapped)
+    stack.callback(*((setattr, owner, method, before) if before else (delattr, owner, method)))
+
+
+@functools.cache
+def _scope_of_name(name: str) -> str | None:
+    return next((scope for scope, pattern in SCOPES.items() if re.match(pattern, name)), None)
+
+
+def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
+    """Return the FLOPs of an operator of self-attention on this rank; 0 for other operators."""
+    shapes, values = event.input_shapes, event.concrete_inputs
+    if event.name == "wands::ring_forward":
+        return attention_flops(shapes[0], values[3], values[4], ring_rank)
+    if event.name == "wands::ring_backward":
+        return BACKWARD_FLOPS * attention_flops(shapes[1], values[6], values[7], ring_rank)
+    return 0
