@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
@@ -199,13 +198,6 @@ def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
     return latents[:, first:last] if first < last else latents
 
 
-def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the Pearson correlation of two latents [C, f, h, w]; the second is resized to the shape of the first."""
-    if a.shape != b.shape:
-        b = F.interpolate(b[None], size=a.shape[1:], mode="trilinear", align_corners=False)[0]
-    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
-
-
 def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
     """Return which samples are nearest to a clip with the same caption, and a sentence with the result.
 
@@ -252,6 +244,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     from safetensors.torch import load_file
 
     from wands.commands.plots import save_loss_plot
+    from wands.commands.score import correlation
     from wands.data.cache.reader import LatentCache
     from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
     from wands.train.events import marked_steps

@@ -184,6 +184,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
     opts.ConvertOptions: "wands.commands.convert.convert:convert",
+    opts.ScoreOptions: "wands.commands.score:score",
     opts.VerifyOptions: "wands.commands.verify:verify",
     opts.SelftestOptions: _selftest,
 }

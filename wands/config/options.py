@@ -478,6 +478,30 @@ class ConvertOptions(Options):
     """Run SOURCE and the converted files in stock diffusers, and check that both give equal outputs."""
 
 
+class ScoreOptions(Options):
+    """Compare samples with reference clips by SSIM, PSNR and latents.
+
+    A sample belongs to the clip that has the same file name without the extension, or the prompt of the sample as its caption.
+    The clip is resampled to the frame rate of the sample, scaled and cropped centrally to its size, and both are cut to the
+    same number of frames. SSIM and PSNR are means over the frames. The correlation is that of the VAE's latents: it compares
+    colours and layout, and is less sensitive to details than SSIM.
+
+    Examples:
+        wands score runs/my-run/samples --reference clips/
+        wands score videos/ --reference clips/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --json score.json
+    """
+
+    samples: Annotated[Path, ARGUMENT]
+    """Folder with videos of `wands infer`, or folder `samples` of a run. Subfolders are searched too."""
+    reference: str
+    """Clips with captions, in any form that `wands preprocess` reads, or a folder of videos without captions."""
+    model: str | None = None
+    """Diffusers pipeline folder or Hub id. Its VAE encodes samples and clips for the latent correlation. Without --model, the
+    correlation is left out."""
+    json_path: Annotated[Path | None, Spelling("--json")] = None
+    """Write one object per sample, with its numbers, to this JSON file."""
+
+
 class VerifyOptions(Options):
     """Find damaged files of a run, a cache or a model.
 

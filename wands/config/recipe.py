@@ -519,9 +519,9 @@ class LoggingConfig(StrictModel):
     """Name of the run in the trackers. If this key is unset, the name of the run folder is used."""
     blocks_every: int = Field(default=0, ge=0)
     """Number of optimizer steps between two measurements of each transformer block: norm of the gradient, and norm of
-    the update / norm of the weights. 0 never measures. A measurement copies the trained fp32 weights of each rank to host
-    memory, 4 bytes per weight divided by the number of ranks, and compares them after the update. Use 100, for example, to
-    see blocks that learn too fast or not at all. The training does not change."""
+    the update / norm of the weights. 0 never measures. A measurement needs host memory for a copy of the trained fp32
+    weights: 4 bytes per weight / number of ranks. Use 100, for example, to see blocks that learn too fast or not at all. The
+    training does not change."""
 
 
 _PerPrompt = str | list[str] | None

@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from wands.commands.score import correlation
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, DataError
 from wands.sampling.requests import SampleRequest, find_problems, read_prompts
@@ -110,21 +111,21 @@ def test_losses_of_two_experts_are_told_apart():
 
 def test_correlation_is_pearsons():
     a, b = torch.randn(2, 16, *SHAPE)
-    assert demo_report.correlation(a, a) == pytest.approx(1, abs=1e-5)
-    assert demo_report.correlation(a, 3 - 2 * a) == pytest.approx(-1, abs=1e-5)
-    assert abs(demo_report.correlation(a, b)) < 0.1
+    assert correlation(a, a) == pytest.approx(1, abs=1e-5)
+    assert correlation(a, 3 - 2 * a) == pytest.approx(-1, abs=1e-5)
+    assert abs(correlation(a, b)) < 0.1
     expected = np.corrcoef(a.flatten().numpy(), b.flatten().numpy())[0, 1]
-    assert demo_report.correlation(a, b) == pytest.approx(expected, abs=1e-5)
+    assert correlation(a, b) == pytest.approx(expected, abs=1e-5)
 
 
 def test_correlation_resizes_the_clip():
     ramp = torch.linspace(0, 1, 8).expand(16, 3, 6, 8)
     wide = torch.linspace(0, 1, 16).expand(16, 5, 12, 16)
-    assert demo_report.correlation(ramp, wide) > 0.99
+    assert correlation(ramp, wide) > 0.99
 
 
 def table_of(samples: torch.Tensor, clips: torch.Tensor) -> np.ndarray:
-    return np.array([[demo_report.correlation(mine, clip) for clip in clips] for mine in samples])
+    return np.array([[correlation(mine, clip) for clip in clips] for mine in samples])
 
 
 def test_the_verdict_on_noisy_copies_and_on_exchanged_samples():
