@@ -79,7 +79,11 @@ def main(local_rank: int | None, verbose: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
-    log_to_stderr()
+    log_to_stderr(layout="%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s")
+    if not verbose:
+        warnings.simplefilter("ignore")  # of torch and other libraries
+        # DeepSpeed sets the level of its logger when it is imported, but keeps the filters.
+        logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging.getLogger("wands").setLevel(level)
     # diffusers imports bitsandbytes if it is installed; on some CPUs that warns about a kernel which wands does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

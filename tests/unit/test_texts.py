@@ -90,4 +90,4 @@ def test_a_process_logs_safe_texts(tmp_path: Path) -> None:
     assert done.returncode == 2
     shown = f"{printable(CLEAR)} /home/$USER/x REDACTED"
     lines = done.stderr.decode().splitlines()
-    assert lines == [f"WARNING wands: log {shown}", f"wands: error {shown}"]
+    assert lines == [f"log {shown}", f"wands: error {shown}"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,6 +36,7 @@ from wands.train.launcher import Ancestor
 from wands.train.prepare import load_run
 from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
+from wands.train.terminal import Terminal
 from wands.train.watchdog import Watchdog
 from wands.train.weights import read_model
 from wands.variants import VARIANTS
@@ -63,7 +64,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     if options.show_timesteps:
         _show_timesteps(load_recipe(options.recipe, options.overrides), log)
         return
-    with Watchdog(launcher) as watchdog, ExitStack() as stack:
+    log = terminal = Terminal(log if rank == 0 else None)
+    with closing(terminal), Watchdog(launcher, terminal.heartbeat) as watchdog, ExitStack() as stack:
         run = _load_run(options, rank, log, stack)
         with start_together():
             if (

@@ -56,6 +56,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
     encoded = encode_samples(run, rank, device)  # before the engines take the memory of the device
+    watchdog.begin_work("building the model and its engine")
     trainer = _build_trainer(run, rank, device, groups, log)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
     step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
@@ -63,6 +64,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
+    watchdog.begin_work("the first step")
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
         if samples and start_step == 0:
@@ -117,6 +119,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 state = replace(
                     build_state(run, step, plan.epoch, step_log.history), bad_steps=bad_steps.state
                 )
+                watchdog.begin_work(f"saving the checkpoint of step {step}")
                 saver.save(state, plan, required=is_last)
             if samples and samples.is_due(step) and not request.quit:
                 samples.write(step)

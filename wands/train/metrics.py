@@ -8,6 +8,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ from wands.planning.hardware import peak_tflops
 from wands.train.append_log import AppendLog
 from wands.train.run import Log, TrainingRun
 from wands.train.step import StepResult
+from wands.train.terminal import Terminal
 from wands.train.trackers import Trackers
 
 NUM_SIGMAS = 10
@@ -44,6 +46,7 @@ class StepLog:
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.
+        held_out: newest held-out loss, for the terminal; None before the first evaluation.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class StepLog:
         state = run.checkpoint.state if run.checkpoint else None
         start_step, self._rows = state.step if state else 0, None
         self.history: list[tuple[int, float]] = []
+        self.held_out: float | None = None
         self._recent, self._times = deque[float](maxlen=NUM_RECENT), (0.0, 0, 0.0)
         if rank == 0:
             rows, self._rows = continue_rows(run.output_dir / "metrics.jsonl", start_step)
@@ -116,6 +120,15 @@ class StepLog:
             self.history.append((step, row["loss"]))
         self._rows.append(to_line(row))
         self._trackers.log(step, curves(row))
+        recent = [loss for _, loss in self.history[-NUM_RECENT:]]
+        line = (
+            f"step {step}/{total_steps}  loss {sum(recent) / max(len(recent), 1):.4f}"
+            + (f"  held-out {self.held_out:.4f}" if self.held_out is not None else "")
+            + f"  {timedelta(seconds=round(row['eta_seconds']))} left  {row['tokens_per_second']:,.0f} tok/s"
+            f"  {(peaks[0] or peaks[1]) / 2**30:.1f} GiB"
+        )
+        if isinstance(self._log, Terminal) and self._log.show(line):
+            return
         if step % self._run.recipe.train.log_every == 0 or step == total_steps:
             self._log(describe_step(row, total_steps))
 

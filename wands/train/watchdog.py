@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,16 +44,21 @@ class Watchdog:
 
     Args:
         launcher: processes from the parent of this process to its launcher. See `find_launcher`.
+        heartbeat: function that gets the current work and its seconds so far, about once a second.
 
     Attributes:
         stop_requested: whether to save a checkpoint and stop.
         saved: newest complete checkpoint of the run, for messages.
     """
 
-    def __init__(self, launcher: Sequence[Ancestor] = ()) -> None:
+    def __init__(
+        self,
+        launcher: Sequence[Ancestor] = (),
+        heartbeat: Callable[[str, float], None] = lambda work, seconds: None,
+    ) -> None:
         self.stop_requested = False
         self.saved: Path | None = None
-        self._launcher = launcher
+        self._launcher, self._heartbeat = launcher, heartbeat
         self._first_signal: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._main, self._pipe = socket.socketpair()
@@ -143,6 +148,7 @@ class Watchdog:
             allowed, elapsed = self._allowed, elapsed + passed if allowed is self._allowed else 0.0
             if elapsed > allowed[1]:
                 self._end_hang(*allowed)
+            self._heartbeat(allowed[0], elapsed)
             try:
                 numbers = self._pipe.recv(64)
             except TimeoutError:

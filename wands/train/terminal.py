@@ -1,0 +1,64 @@
+"""Show the progress of a run: a live line on a terminal, lines of text in a pipe, and a sign of life every 30 s."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import suppress
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from wands.texts import safe_lines
+from wands.train.run import Log
+
+SILENCE = 30.0
+"""Seconds without output after which a line says what the run does."""
+
+
+class Terminal:
+    """Output of a run for the user. A call prints a text, so the object is a `Log`.
+
+    On a terminal, rich prints the texts, and all other output of this process, above the live line.
+
+    Args:
+        echo: function that prints a text; None on all ranks but the first, which print nothing.
+    """
+
+    def __init__(self, echo: Log | None) -> None:
+        self._echo, self._last = echo, time.monotonic()
+        self._live = Live(console=Console(), auto_refresh=False, transient=True)
+        if echo and sys.stdout.isatty():
+            self._live.start()
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.StreamHandler):
+                    handler.setStream(sys.stderr)  # rich has replaced sys.stderr
+
+    def __call__(self, text: str) -> None:
+        self._last = time.monotonic()
+        if self._live.is_started:
+            with suppress(OSError):  # the terminal was closed
+                self._live.console.print(Text(safe_lines(text)), soft_wrap=True)
+        elif self._echo:
+            self._echo(text)
+
+    def show(self, text: str) -> bool:
+        """Replace the live line. Return False if there is no terminal."""
+        if self._live.is_started:
+            self._last = time.monotonic()
+            with suppress(OSError):
+                self._live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+        return self._live.is_started
+
+    def heartbeat(self, work: str, seconds: float) -> None:
+        """Show how long the run has done the same work, if nothing was printed for `SILENCE` seconds."""
+        text = f"{work}: {seconds:.0f} s so far"
+        if time.monotonic() - self._last > SILENCE and not self.show(text):
+            self(text)
+
+    def close(self) -> None:
+        """Remove the live line."""
+        with suppress(OSError):
+            self._live.stop()
