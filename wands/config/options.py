@@ -263,7 +263,9 @@ class TrainOptions(LauncherOptions):
 
 
 class ReportOptions(Options):
-    """Write a page about a run: loss, samples, speed, events and recipe. With several runs, the page compares them.
+    """Write a page about a run, or about several runs.
+
+    The page shows loss, samples, speed, events and recipe. With several runs, the page compares them.
 
     The page is one HTML file that needs no network. Training writes the page of a run by itself at each evaluation.
 
