@@ -23,6 +23,8 @@ from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, se
 from wands.planning.workload import Workload
 from wands.texts import format_seconds
 from wands.train.checkpoint import checkpoint_bytes
+from wands.train.run import sampling_load
+from wands.train.samples import plan_samples
 from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
@@ -63,9 +65,9 @@ def plan(options: PlanOptions) -> str:
     variant, experts, config = _find_model(recipe, options)
     lens = _lengths(recipe, variant, options)
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
-    workload = Workload(
-        recipe, variant.dit, list_weights(recipe, config, experts), len(experts), options.gpus
-    )
+    load = sampling_load(plan_samples(recipe, variant, experts, has_files=False), variant)
+    weights = list_weights(recipe, config, experts)
+    workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
     task = Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
     candidates = search(task)
     if not candidates:
@@ -236,6 +238,12 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "
         f"is {steps:,} steps, {format_seconds(steps * best.seconds)}",
     ]
+    if recipe.sample:
+        speed = best.prediction.mfu * task.machine.peak * best.workload.world_size
+        seconds = format_seconds(best.workload.video_flops / speed)
+        lines.append(
+            f"samples about {seconds} every {recipe.sample.every:,} steps, with the MFU of the training"
+        )
     return "\n  ".join(lines)
 
 

@@ -22,6 +22,7 @@ class Activations:
 
     def __init__(self, workload: Workload) -> None:
         self.shape, self.recipe, self.stage = workload.shape, workload.recipe, workload.zero_stage
+        self.video_tokens = workload.video_tokens / workload.cp_size
         self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
@@ -46,6 +47,15 @@ class Activations:
             else:
                 held = self._held_on_device(left)
                 yield left, held + max(block + working, head if last else 0.0) + ends
+
+    def without_gradients(self) -> float:
+        """Return the peak bytes on the device during the forward pass of the longest video that the run samples."""
+        shape, narrow = self.shape, self.narrow
+        attention = (
+            14 + 6 * narrow
+        ) * shape.dim  # query and key are in fp32 while they are normalised and rotated
+        ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * shape.ffn_dim
+        return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes of activations in host memory, as {"activations": bytes}. Return {} without offloading."""

@@ -1,8 +1,9 @@
 """Predict the memory of each rank before a run starts.
 
 The peak of a step is at one of two moments. The first is the backward pass of a block, with activations and with the
-gradients computed so far. The second is the optimizer's update, with all gradients and without activations. For each
-moment, the prediction adds up the tensors that DeepSpeed and the model keep. The predicted peak is the largest sum.
+gradients computed so far. The second is the optimizer's update, with all gradients and without activations. A run that
+samples videos has two more moments: the forward pass of a video, and the decoding of its latents. For each moment, the
+prediction adds up the tensors that DeepSpeed and the model keep. The predicted peak is the largest sum.
 
 tests/distributed/planning/test_memory.py compares the prediction with measured peaks.
 """
@@ -60,6 +61,8 @@ def estimate_memory(workload: Workload) -> Memory:
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
         moments.append(states.during_backward(blocks_left) | {"activations": held})
+    if workload.video_tokens:
+        moments += states.during_samples(activations.without_gradients())
     highest = max(moments, key=lambda parts: sum(parts.values()))
     host = states.on_host() | activations.on_host()
     return Memory({name: size for name, size in highest.items() if size}, host)
@@ -133,6 +136,16 @@ class _States:
             held["update"] = 2 * self.share
         return held
 
+    def during_samples(self, forward: float) -> list[dict[str, float]]:
+        """Return the bytes of each component on the device while a DiT samples a video, and while the VAE decodes it.
+
+        Args:
+            forward: bytes of the activations of the DiT.
+        """
+        held = self._during_step() | {"gathered weights": self.persistent if self.stage == 3 else 0.0}
+        gathered = {"gathered weights": self.gathered} if self.stage == 3 else {}
+        return [held | gathered | {"samples": forward}, held | {"samples": self.workload.decoding_bytes}]
+
     def on_host(self) -> dict[str, float]:
         """Return the bytes of each offloaded component in host memory."""
         models, host = self.workload.num_models, {}
@@ -144,6 +157,8 @@ class _States:
             host["weights"] = self.weights
         if self.ema and self.ema.device == "cpu":
             host["ema"] = self.average
+        if self.workload.vae_bytes:
+            host["VAE"] = self.workload.vae_bytes
         checkpoint = self.workload.recipe.checkpoint
         if checkpoint.asynchronous:
             states = 0.0 if checkpoint.weights_only else self.moments

@@ -53,6 +53,10 @@ class Workload:
         micro_steps: number of forward passes on each rank in one optimizer step.
         max_tokens: number of tokens in the fullest bin. A bin is the list of samples that are packed into one sequence.
         max_samples: largest number of clips in a bin.
+        video_tokens: number of tokens of the longest video that the run samples; 0 without samples.
+        video_flops: FLOPs to sample all videos once, over all ranks.
+        vae_bytes: bytes of the weights of the VAE that decodes the videos.
+        decoding_bytes: bytes on the device while the VAE decodes the largest video, including its weights.
     """
 
     recipe: Recipe
@@ -68,6 +72,10 @@ class Workload:
     micro_steps: int = 1
     max_tokens: int = 1
     max_samples: int = 1
+    video_tokens: int = 0
+    video_flops: int = 0
+    vae_bytes: float = 0.0
+    decoding_bytes: float = 0.0
 
     @property
     def cp_size(self) -> int:

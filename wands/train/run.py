@@ -222,6 +222,7 @@ class TrainingRun:
             micro_steps=self.recipe.train.bins_per_step // self.dp_size if packs else 2,
             max_tokens=max(sum(int(self.seq_lens[i]) for i in bin) for bin in forwards),
             max_samples=max(map(len, forwards)),
+            **sampling_load(self.samples, self.variant),
         )
 
     @property
@@ -244,6 +245,20 @@ class TrainingRun:
         The cost of a rank is summed over the micro steps of the step.
         """
         return imbalance([bins], self.dp_size, self.sampler.bin_cost)
+
+
+def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
+    """Return the fields of `Workload` for the videos that a run samples. Without videos, the result is {}."""
+    if not requests:
+        return {}
+    # Tensors of the published VAEs while they decode in fp32, a few frames at a time. The pixels of all frames stay.
+    per_pixel, vae_bytes = {16: (19_500, 508e6), 48: (21_800, 2.82e9)}[variant.dit.out_channels]
+    decoding = [r.height * r.width * (per_pixel + 12.5 * r.num_frames) for r in requests]
+    tokens = [variant.num_tokens(r.num_frames, r.height, r.width) for r in requests]
+    forwards = [r.num_inference_steps * (1 + (r.guidance_scale > 1)) for r in requests]
+    flops = sum(n * variant.dit.forward_flops([length]) for n, length in zip(forwards, tokens, strict=True))
+    sizes = {"vae_bytes": vae_bytes, "decoding_bytes": vae_bytes + max(decoding)}
+    return {"video_tokens": max(tokens), "video_flops": flops, **sizes}
 
 
 Log = Callable[[str], None]

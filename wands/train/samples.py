@@ -62,13 +62,16 @@ _KEYS = {flag_of(key): f"sample.{key}" for key in SampleRequest.model_fields}
 _KEYS |= {"--model": "model.path", "--prompts-file": "sample.prompts_file", "--prompt": "sample.prompts"}
 
 
-def plan_samples(recipe: Recipe, variant: Variant, experts: Sequence[Expert]) -> tuple[SampleRequest, ...]:
+def plan_samples(
+    recipe: Recipe, variant: Variant, experts: Sequence[Expert], has_files: bool = True
+) -> tuple[SampleRequest, ...]:
     """Return the requests of the `sample` section of a recipe, after all checks that need no weights.
 
     Args:
         recipe: recipe. Without a `sample` section, the result is empty.
         variant: variant of the model.
         experts: DiTs that the recipe trains.
+        has_files: whether to check the files of the model and the images.
 
     Raises:
         ConfigError: if a prompt, an image or an option is invalid, `model.path` is no complete pipeline, or the recipe trains
@@ -83,11 +86,13 @@ def plan_samples(recipe: Recipe, variant: Variant, experts: Sequence[Expert]) ->
             "experts, or remove the sample section and sample the checkpoints with wands infer --checkpoint."
         )
     try:
-        find_pipeline(recipe.model.path)
         prompts = [*section.prompts, *(read_prompts(Path(file)) if (file := section.prompts_file) else ())]
         options = section.model_dump(exclude={"every", "prompts", "prompts_file"})
         requests, problems = build_requests(prompts, options, variant)
-        if problems := problems or read_images(requests)[1]:
+        if has_files:
+            find_pipeline(recipe.model.path)
+            problems = problems or read_images(requests)[1]
+        if problems:
             raise ConfigError(problems)
     except ConfigError as error:
         # The checks of wands infer name its flags.
@@ -115,12 +120,9 @@ def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[st
     Raises:
         WandsError: on all ranks, if the encoders cannot be loaded.
     """
-    tensors: list[dict[str, Tensor]] = [{}]
     with start_together():
-        if run.samples and rank == 0:
-            tensors = [_read_or_encode(run, device)]
-    if run.samples and run.world_size > 1:
-        dist.broadcast_object_list(tensors)
+        tensors = [_read_or_encode(run, device) if run.samples and rank == 0 else {}]
+    dist.broadcast_object_list(tensors)
     return tensors[0]
 
 

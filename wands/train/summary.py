@@ -33,6 +33,13 @@ def start_block(run: TrainingRun) -> str:
     epoch = (
         [*other_sources, f"epoch {epoch_number}: {len(samples):,} samples, {tokens}"] if other_sources else []
     )
+    videos = []
+    if recipe.sample:
+        sets = 1 + -(-run.sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
+        training = run.sampler.total_steps * run.step_flops(bins) / plan.num_steps
+        share = sets * run.workload(accelerator_type()).video_flops / training
+        every = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
+        videos = [f"{every}: {share:.1%} of the training's FLOPs"]
     rows = {
         "model": [
             f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
@@ -71,6 +78,7 @@ def start_block(run: TrainingRun) -> str:
             f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
             + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
         ],
+        "samples": videos,
         "memory": [_memory_line(run)],
         "output": [str(run.output_dir)],
         "changed": [
