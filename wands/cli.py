@@ -75,8 +75,6 @@ def main(local_rank: int | None, verbose: bool) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    # DeepSpeed calls collectives by names that torch 2.13 renamed, which would warn once per call site and rank.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
     log_to_stderr(layout="%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s")

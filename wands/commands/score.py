@@ -33,8 +33,8 @@ def score(options: ScoreOptions) -> str:
     clips: dict[str | None, Any] = {}
     items: list[Any] = [*records, *rejections]
     for clip in items:  # a clip without a caption is rejected, but its file name is known
-        for name in (Path(clip.path).stem, getattr(clip, "caption", "")):
-            clips.setdefault(name, clip)
+        clips.setdefault(Path(clip.path).stem, clip)
+        clips.setdefault(getattr(clip, "caption", clip.path), clip)
     videos = [path for path in sorted(options.samples.rglob("*")) if path.suffix.lower() in VIDEO_EXTENSIONS]
     encoder = WanVideoEncoder.load(options.model, accelerator_type()) if options.model else None
     pairs = [(video, clips.get(video.stem) or clips.get(_prompt(video))) for video in videos]
@@ -58,9 +58,7 @@ def score(options: ScoreOptions) -> str:
 def correlation(a: Tensor, b: Tensor) -> float:
     """Return the Pearson correlation of two latents [C, f, h, w]. The second is resized to the shape of the first."""
     if a.shape != b.shape:
-        b = torch.nn.functional.interpolate(b[None], size=a.shape[1:], mode="trilinear", align_corners=False)[
-            0
-        ]
+        b = torch.nn.functional.interpolate(b[None], size=a.shape[1:], mode="trilinear")[0]
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 

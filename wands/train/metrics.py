@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -107,11 +107,10 @@ class StepLog:
             name = f"{expert.name}." if expert.name else ""
             for key, of_blocks in result.blocks.items():
                 row.setdefault(key, {}).update({name + block: value for block, value in of_blocks.items()})
+        pairs = zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
         row |= {
             "tokens_per_second_per_gpu": row["tokens_per_second"] / self._run.world_size,
-            "loss_by_sigma": [
-                s / n if n else None for s, n in zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
-            ],
+            "loss_by_sigma": [total / count if count else None for total, count in pairs],
             "device_peak": round(peaks[0]) or None,
             "host_peak": round(peaks[1]),
             "eta_seconds": self._eta(seconds, total_steps - step),
@@ -120,13 +119,11 @@ class StepLog:
             self.history.append((step, row["loss"]))
         self._rows.append(to_line(row))
         self._trackers.log(step, curves(row))
-        recent = [loss for _, loss in self.history[-NUM_RECENT:]]
-        line = (
-            f"step {step}/{total_steps}  loss {sum(recent) / max(len(recent), 1):.4f}"
-            + (f"  held-out {self.held_out:.4f}" if self.held_out is not None else "")
-            + f"  {timedelta(seconds=round(row['eta_seconds']))} left  {row['tokens_per_second']:,.0f} tok/s"
-            f"  {(peaks[0] or peaks[1]) / 2**30:.1f} GiB"
-        )
+        loss = fmean([loss for _, loss in self.history[-NUM_RECENT:]] or [math.nan])
+        held_out = f"  held-out {self.held_out:.4f}" if self.held_out is not None else ""
+        left, memory = timedelta(seconds=round(row["eta_seconds"])), (peaks[0] or peaks[1]) / 2**30
+        speed = f"{row['tokens_per_second']:,.0f} tok/s"
+        line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}  {memory:.1f} GiB"
         if isinstance(self._log, Terminal) and self._log.show(line):
             return
         if step % self._run.recipe.train.log_every == 0 or step == total_steps:
