@@ -1,7 +1,5 @@
 """Describe the recipe keys and the shipped recipes."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import json

@@ -3,10 +3,8 @@
 Ulysses is the innermost dimension, so that the all-to-all of Ulysses stays inside a node.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -135,7 +133,7 @@ class ProcessGroups:
     cp: dist.ProcessGroup | None = None
 
     @classmethod
-    def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
+    def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> Self:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
         The first collective of a group sets up the group's communicator, and needs all members at the same time. If the

@@ -1,7 +1,5 @@
 """Fingerprint of the frozen encoders of a pipeline. Encoders with equal fingerprints make equal caches."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

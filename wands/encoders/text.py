@@ -3,10 +3,8 @@
 Letters: L text tokens, D width of the encoder.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -45,7 +43,7 @@ class TextEncoder:
     @classmethod
     def load(
         cls, model: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
-    ) -> TextEncoder:
+    ) -> Self:
         """Load the tokenizer and the encoder from a pipeline folder or Hub id.
 
         Raises:

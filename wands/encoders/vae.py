@@ -3,10 +3,8 @@
 Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -52,7 +50,7 @@ class WanVideoEncoder:
         *,
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
-    ) -> WanVideoEncoder:
+    ) -> Self:
         """Load the VAE from a pipeline folder or Hub id.
 
         Args:

@@ -9,8 +9,6 @@ backward pass. The backward pass of dropout computes the mask again, so that no 
 Letters: N rows, C channels, S samples.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from typing import Any

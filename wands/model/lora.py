@@ -3,14 +3,12 @@
 Letters: R rank, I in features, O out features.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import peft
 import torch
@@ -195,7 +193,7 @@ class MergedLoras:
         self._loras = loras
 
     @classmethod
-    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> MergedLoras:
+    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> Self:
         """Read the LoRA files that the recipe lists in `model.merge_loras`.
 
         Args:

@@ -3,8 +3,6 @@
 The page is one file that needs no network access. The browser sorts and filters the clips.
 """
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 

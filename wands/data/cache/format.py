@@ -11,8 +11,6 @@ Letters: N samples, L text tokens, D width of the text encoder, C latent channel
 columns, A arrays of a sample.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,13 +1,12 @@
 """Index of a latent cache: facts about all samples, so that planning need not open the shards."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -63,7 +62,7 @@ class CacheIndex:
         return len(self.keys)
 
     @classmethod
-    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
+    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> Self:
         """Build the index of finished shards. The index is sorted by key.
 
         Args:
@@ -102,7 +101,7 @@ class CacheIndex:
         return buffer.getvalue()
 
     @classmethod
-    def from_file(cls, path: Path) -> CacheIndex:
+    def from_file(cls, path: Path) -> Self:
         """Read `index.npz`.
 
         Raises:

@@ -3,8 +3,6 @@
 Only this module imports `datasets`, and only if a source needs it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

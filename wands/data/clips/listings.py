@@ -2,8 +2,6 @@
 captions.json.
 """
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 One process can read a checkpoint that any number of ranks wrote.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

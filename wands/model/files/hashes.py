@@ -2,8 +2,6 @@
 not forgery.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
