@@ -10,7 +10,6 @@ Letters: N rows, C channels, S samples.
 """
 
 import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,23 +21,12 @@ _CHUNK = 2**24  # number of values hashed at a time, which limits temporary memo
 _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
-class RowKeys:
+class RowKeys(dict[str, Tensor]):
     """Hash keys of the rows in one forward pass, from which all dropout layers of a model compute their masks.
 
-    A row is one token or one timestep. There are four kinds of rows: "tokens" (video tokens), "text" (text tokens),
-    "image" (CLIP tokens) and "time" (timesteps).
+    A row is one token or one timestep. The dict maps each of the four kinds of rows to the keys of its rows, int64
+    [number of rows]: "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
     """
-
-    def __init__(self) -> None:
-        self._keys: Mapping[str, Tensor] = {}
-
-    def __getitem__(self, side: str) -> Tensor:
-        """Return the keys of all rows of one kind, int64 [number of rows].
-
-        Args:
-            side: kind of rows: "tokens", "text", "image" or "time".
-        """
-        return self._keys[side]
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
         """Compute the keys of all rows (tokens and timesteps) of packed samples. The next call replaces the keys.
@@ -57,15 +45,13 @@ class RowKeys:
             "image": (image_len,) * len(samples),
             "time": tuple(timestep_samples.count(sample) for sample in range(len(samples))),
         }
-        keys = {
-            "tokens": _row_keys(samples, "tokens", meta.segment_ids, (frame << 42) + (row << 21) + column)
-        }
+        places = (frame << 42) + (row << 21) + column
+        self["tokens"] = _row_keys(samples, "tokens", meta.segment_ids, places)
         for side, lens in lens_of.items():
             ids = segment_ids_of(lens)
             positions = torch.arange(len(ids)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[ids]
             ids, positions = (x.to(device, non_blocking=True) for x in (ids, positions))
-            keys[side] = _row_keys(samples, side, ids, positions)
-        self._keys = keys
+            self[side] = _row_keys(samples, side, ids, positions)
 
 
 class KeyedDropout(nn.Module):

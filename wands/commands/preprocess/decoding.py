@@ -9,6 +9,7 @@ import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from wands.config.options import PreprocessOptions
 from wands.data.cache.format import from_bits
 from wands.data.cache.shards import read_stored
 from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
-from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_threads
+from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
 from wands.data.clips.video import DecodedClip, decode_clip, to_pixels
 from wands.errors import DataError
 
@@ -104,34 +105,27 @@ def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[W
         CacheError: if latents in the cache are damaged.
     """
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
-    workers = [IsolatedWorker([DecodedClip.__module__]) for _ in range(min(NUM_DECODERS, len(clips)))]
-    try:
-        yield from run_in_threads(
-            [_decode_next_clips(worker, remaining, settings) for worker in workers], NUM_READY
-        )
-    finally:
-        for worker in workers:
-            worker.kill()
+    run = partial(_decode_next_clips, remaining, settings)
+    return run_in_workers(run, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
 
 
 def _decode_next_clips(
-    worker: IsolatedWorker, remaining: Iterator[Clip], settings: EncodeSettings
+    remaining: Iterator[Clip], settings: EncodeSettings, worker: IsolatedWorker
 ) -> Iterator[Window | ClipEnd]:
-    with worker:
-        for clip in remaining:
-            end = ClipEnd(clip)
-            try:
-                for shard, row, suffix in clip.latents:
-                    bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
-                    encoded = {name: from_bits(array) for name, array in bits.items()}
-                    yield Window(clip, suffix, meta, encoded=encoded)
-                if clip.decode:
-                    yield from _decoded_windows(clip, worker, settings)
-            except Crash as crash:
-                end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
-            except (DataError, MemoryError) as error:
-                end = ClipEnd(clip, str(error) or NO_MEMORY)
-            yield end
+    for clip in remaining:
+        end = ClipEnd(clip)
+        try:
+            for shard, row, suffix in clip.latents:
+                bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
+                encoded = {name: from_bits(array) for name, array in bits.items()}
+                yield Window(clip, suffix, meta, encoded=encoded)
+            if clip.decode:
+                yield from _decoded_windows(clip, worker, settings)
+        except Crash as crash:
+            end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
+        except (DataError, MemoryError) as error:
+            end = ClipEnd(clip, str(error) or NO_MEMORY)
+        yield end
 
 
 def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:

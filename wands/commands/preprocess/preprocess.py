@@ -253,7 +253,7 @@ class PreprocessRun:
             path.unlink()
         suspected_clips = [clip for clip in clips if clip.video in suspects]
         for clip in suspected_clips:
-            with IsolatedWorker(method="spawn") as worker:
+            with closing(IsolatedWorker(method="spawn")) as worker:
                 arguments = (self.settings, 0, self.pool.devices(0), [clip])
                 try:
                     for event in worker.run(encode_clips, *arguments, limit_seconds=SUSPECT_SECONDS):

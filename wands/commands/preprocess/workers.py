@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -186,9 +185,7 @@ class WorkerPool:
             dist.init_process_group("gloo", timeout=_LAUNCHER_TIMEOUT)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for process in self._processes.values():
             process.kill()
         if self.launched:

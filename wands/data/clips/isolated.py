@@ -11,9 +11,9 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from wands.errors import WandsError
 
@@ -131,12 +131,6 @@ class IsolatedWorker:
             self._process.join()
             self._pipe = self._process = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _serve(pipe: Connection) -> None:
     """Run the calls that arrive through the pipe, and send their values back. This function runs in the subprocess."""
@@ -243,19 +237,40 @@ def map_isolated(
             traceback of the exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
-    workers = [IsolatedWorker(preload) for _ in range(min(num_workers or num_cores(), len(items)))]
 
     def results(worker: IsolatedWorker) -> Iterator[tuple[int, Result | Crash]]:
-        with worker:
-            for index, item in remaining:
-                try:
-                    (result,) = worker.run(_call, function, item, limit_seconds=limit_seconds)
-                except Crash as crash:
-                    result = crash
-                yield index, result
+        for index, item in remaining:
+            try:
+                (result,) = worker.run(_call, function, item, limit_seconds=limit_seconds)
+            except Crash as crash:
+                result = crash
+            yield index, result
+
+    return run_in_workers(results, min(num_workers or num_cores(), len(items)), preload)
+
+
+def run_in_workers(
+    run: Callable[[IsolatedWorker], Iterator[Result]],
+    num_workers: int,
+    preload: Sequence[str],
+    num_waiting: int = 0,
+) -> Generator[Result, None, None]:
+    """Start worker processes, each with a thread that iterates over `run` of its worker. Yield all values.
+
+    Args:
+        run: function that uses a worker until no item is left.
+        num_workers: number of worker processes.
+        preload: modules that the processes import.
+        num_waiting: see `run_in_threads`.
+    """
+    workers = [IsolatedWorker(preload) for _ in range(num_workers)]
+
+    def values(worker: IsolatedWorker) -> Iterator[Result]:
+        with closing(worker):
+            yield from run(worker)
 
     try:
-        yield from run_in_threads([results(worker) for worker in workers])
+        yield from run_in_threads([values(worker) for worker in workers], num_waiting)
     finally:
         for worker in workers:
             worker.kill()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -75,7 +76,7 @@ def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> I
     ],
 )
 def test_values_come_one_by_one_until_the_process_ends(item: str, error: type, message: str) -> None:
-    with IsolatedWorker() as worker:
+    with closing(IsolatedWorker()) as worker:
         results = iterate(worker, "a", "b", item, "c", limit_seconds=4.0)
         assert [next(results), next(results)] == ["A", "B"]
         with pytest.raises(error, match=message):
@@ -84,7 +85,7 @@ def test_values_come_one_by_one_until_the_process_ends(item: str, error: type, m
 
 
 def test_one_process_serves_many_calls_and_a_loop_may_end_early() -> None:
-    with IsolatedWorker() as worker:
+    with closing(IsolatedWorker()) as worker:
         assert list(iterate(worker, "a", "b")) == ["A", "B"]
         process = worker._process.pid
         results = iterate(worker, *["a"] * 1000)
