@@ -4,7 +4,7 @@ Both commands use this module, so that both accept and reject the same clips.
 """
 
 from wands.config.options import ClipOptions
-from wands.data.clips.clip import ClipSpec, further_specs
+from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord, Rejection
@@ -53,22 +53,16 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
     )
 
 
-def plan_samples(options: ClipOptions, variant: Variant) -> tuple[ClipSpec, tuple[int, ...]]:
-    """Return the settings for cutting and resizing clips into samples.
+def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
+    """Return frame rate, size and length of the samples that the options request.
 
     Args:
         options: options of the command.
         variant: model variant, which sets the strides and the default frame rate.
 
-    Returns:
-        A pair. The first item contains frame rate, size and length of the samples for the first value of
-        --max-pixels. The second item contains the other values of --max-pixels.
-
     Raises:
         ConfigError: if an option is invalid or options exclude each other.
     """
-    first_limit, *more_limits = options.max_pixels or (None,)
-    keys = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
-    spec = ClipSpec.of_variant(variant, max_pixels=first_limit, **options.model_dump(include=keys))
-    further_specs(spec, more_limits)  # raises if a limit is invalid
-    return spec, tuple(more_limits)
+    first, *more = options.max_pixels or (None,)
+    others = options.model_dump(include={"fps", "height", "width", "center_crop", "max_frames", "clip_mode"})
+    return ClipSpec.of_variant(variant, max_pixels=first, more_pixels=tuple(more), **others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -196,15 +197,15 @@ def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
 
 
 def test_sizes_of_a_picture() -> None:
-    spec, size = ClipSpec(fps=16, max_pixels=480 * 832), (Fraction(1920), Fraction(1080))
-    sizes, _ = plan_sizes(spec, (1280 * 720, 480 * 832, 10**7, 10**8), *size)
+    size, more = (Fraction(1920), Fraction(1080)), (1280 * 720, 480 * 832, 10**7, 10**8)
+    sizes, _ = plan_sizes(ClipSpec(fps=16, max_pixels=480 * 832, more_pixels=more), *size)
     assert {suffix: geometry.target for suffix, geometry in sizes.items()} == {
         "": (832, 464),
         "#1280x720": (1280, 720),
         "#1920x1072": (1920, 1072),
     }
     with pytest.raises(TooSmallError, match="--max-pixels=256"):
-        plan_sizes(ClipSpec(fps=16, max_pixels=256), (), *size)
+        plan_sizes(ClipSpec(fps=16, max_pixels=256), *size)
     for suffix in ("", "#0012", "#1280x720", "#0012#1280x720"):
         assert "".join(split_suffix(suffix)) == suffix
     assert split_suffix("#0012#1280x720") == ("#0012", "#1280x720")
@@ -212,7 +213,7 @@ def test_sizes_of_a_picture() -> None:
 
 def test_sizes_decoded_together_are_those_decoded_alone(source: Path) -> None:
     path, spec = source / "cat.mp4", ClipSpec(fps=16, max_frames=9, clip_mode="slide", max_pixels=SMALLER)
-    together = list(decode_clip(path, spec, more_pixels=(LARGER,)))
+    together = list(decode_clip(path, replace(spec, more_pixels=(LARGER,))))
     assert [clip.suffix for clip in together[:3]] == ["#0000", "#0000#96x64", "#0001"]
     for bound, part in ((SMALLER, together[::2]), (LARGER, together[1::2])):
         alone = list(decode_clip(path, ClipSpec(fps=16, max_frames=9, clip_mode="slide", max_pixels=bound)))

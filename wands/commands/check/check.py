@@ -72,9 +72,9 @@ def check(options: CheckOptions) -> CheckReport:
         from wands.encoders.components import read_variant
 
         variant = read_variant(options.model)
-    spec, more_pixels = clip_rules.plan_samples(options, variant)
+    spec = clip_rules.plan_samples(options, variant)
     rows, rejections = clip_rules.read_source(options)
-    decode = partial(_decode, spec, more_pixels, variant, options.html_path is not None)
+    decode = partial(_decode, spec, variant, options.html_path is not None)
     tasks = [
         *((row.path, row.start, row.end) for row in rows),
         *((Path(item.path), None, None) if _is_clip(item.path) else None for item in rejections),
@@ -107,7 +107,6 @@ def check(options: CheckOptions) -> CheckReport:
         source=options.source,
         variant=variant.name if options.model else "Wan 2.1 text-to-video",
         spec=spec,
-        more_pixels=more_pixels,
         clips=tuple(clips),
         exact_text=options.model is not None,
         cache_bytes=cache_bytes,
@@ -148,9 +147,7 @@ key of the clip is put in front of it later.
 """
 
 
-def _decode(
-    spec: ClipSpec, more_pixels: tuple[int, ...], variant: Variant, thumbnails: bool, task: _Task
-) -> _Finding:
+def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> _Finding:
     file_path, start, end = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
@@ -161,7 +158,7 @@ def _decode(
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(file_path, spec, start, end, more_pixels):
+        for clip in decode_clip(file_path, spec, start, end):
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.

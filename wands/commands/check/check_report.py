@@ -110,7 +110,6 @@ class CheckReport:
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
-        more_pixels: second and further values of --max-pixels. `spec` contains the first value.
     """
 
     source: str
@@ -121,7 +120,6 @@ class CheckReport:
     cache_bytes: int
     packing: PackingForecast | None
     seconds: float
-    more_pixels: tuple[int, ...] = ()
 
     @property
     def samples(self) -> list[CheckedSample]:
@@ -169,7 +167,7 @@ class CheckReport:
             "source": self.source,
             "variant": self.variant,
             "exact_text": self.exact_text,
-            "settings": asdict(self.spec) | {"more_pixels": self.more_pixels},
+            "settings": asdict(self.spec),
             "totals": self.totals(),
             "packing": asdict(self.packing) if self.packing else None,
             "clips": clips,

@@ -56,7 +56,7 @@ def render_page(report: CheckReport) -> str:
 
 def _settings(report: CheckReport) -> str:
     spec = report.spec
-    bounds = " and ".join(f"{pixels:,}" for pixels in (spec.max_pixels or 0, *report.more_pixels))
+    bounds = " and ".join(f"{pixels:,}" for pixels in (spec.max_pixels or 0, *spec.more_pixels))
     size = f"{spec.width}x{spec.height}" if spec.height else f"at most {bounds} pixels"
     frames = f"at most {spec.max_frames} frames" if spec.max_frames else "whole clips"
     return f"{spec.fps:g} fps, {size}, {frames}, {spec.clip_mode}"

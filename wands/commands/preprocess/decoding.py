@@ -40,8 +40,6 @@ class EncodeSettings:
         cache: cache folder.
         options: options of the command.
         spec: size, rate and length of the samples.
-        more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit. Each further
-            limit gives one more sample of every window, unless two limits lead to the same size.
         fingerprint: digest of the settings and model files with which the latents in the cache are encoded.
         max_samples: largest number of samples in a shard.
         conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
@@ -50,7 +48,6 @@ class EncodeSettings:
     cache: Path
     options: PreprocessOptions
     spec: ClipSpec
-    more_pixels: tuple[int, ...]
     fingerprint: str
     max_samples: int
     conditions: tuple[str, ...]
@@ -140,7 +137,7 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            arguments = (Path(clip.path), settings.spec, clip.start, clip.end, settings.more_pixels)
+            arguments = (Path(clip.path), settings.spec, clip.start, clip.end)
             with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)

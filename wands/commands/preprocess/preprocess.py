@@ -88,7 +88,7 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
 def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, started: float) -> PreprocessReport:
     part = parse_part(options.part) if options.part else None
     variant = _read_variant(options.model)
-    spec, more_pixels = plan_samples(options, variant)
+    spec = plan_samples(options, variant)
     rows, rejected = read_source(options)
     out = options.out
     if part:
@@ -100,12 +100,10 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
             )
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
-        settings = EncodeSettings(
-            writer.path, options, spec, more_pixels, writer.digest, max_samples, variant.conditions
-        )
+        settings = EncodeSettings(writer.path, options, spec, writer.digest, max_samples, variant.conditions)
         run = PreprocessRun(writer, pool, settings)
         run.prepare()
-        run.scan(SourceScan(rows, rejected, spec, more_pixels, run.quarantine))
+        run.scan(SourceScan(rows, rejected, spec, run.quarantine))
         run.encode()
         return run.commit(variant, started)
 
@@ -347,7 +345,7 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
         options: options of the command.
     """
     return {
-        "clip": asdict(spec),
+        "clip": {name: value for name, value in asdict(spec).items() if name != "more_pixels"},
         "cleaning": CLEANING_VERSION,
         "text_len": TEXT_LEN,
         "text_dtype": options.text_dtype,

@@ -89,7 +89,6 @@ class SourceScan:
         rows: Sequence[ClipRecord],
         rejected: Sequence[Rejection],
         spec: ClipSpec,
-        more_pixels: tuple[int, ...],
         quarantine: Mapping[str, str],
     ) -> None:
         """Read some bytes of every file to identify its content, and collect the captions of each clip.
@@ -98,11 +97,10 @@ class SourceScan:
             rows: rows of the source that may be used; a row is a clip with one caption.
             rejected: rows that were rejected while the source was read.
             spec: frame rate, size and length of the samples.
-            more_pixels: second and later area limits of a frame, in pixels. `spec` contains the first limit.
             quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
                 crashed a process or exceeded a time limit.
         """
-        self.spec, self.more_pixels, self.rejected = spec, more_pixels, list(rejected)
+        self.spec, self.rejected = spec, list(rejected)
         self.contents: dict[str, str] = {}
         self.clips: dict[tuple[str, str], Clip] = {}
         with ThreadPoolExecutor(SCAN_THREADS) as pool:  # many small reads: the threads wait for the disk
@@ -154,7 +152,12 @@ class SourceScan:
         rows = []
         for row in clip.rows:
             own = entries.get(row.key)
-            if expected is None and not self.more_pixels and own is not None and own.content == row.content:
+            if (
+                expected is None
+                and not self.spec.more_pixels
+                and own is not None
+                and own.content == row.content
+            ):
                 continue  # this sample was made by an early version of wands, which stored less metadata
             present = [
                 suffix
@@ -192,9 +195,9 @@ class SourceScan:
             by_size[size][window] = entry
         windows = next((windows for windows in by_size.values() if _is_complete(windows)), None)
         sizes: frozenset[str] | None = frozenset({""})
-        if self.more_pixels:
+        if self.spec.more_pixels:
             display_size = next((entry.display_size for entry in stored.values() if entry.display_size), ())
-            sizes = _size_suffixes(self.spec, self.more_pixels, display_size)
+            sizes = _size_suffixes(self.spec, display_size)
         if windows is None or sizes is None:
             return None
         return {window + size for window in windows for size in sizes}
@@ -212,13 +215,11 @@ class SourceScan:
         if self.contents.get(row) != entry.content:
             return False
         _, size = split_suffix(sign + suffix)
-        return not size or size in (_size_suffixes(self.spec, self.more_pixels, entry.display_size) or ())
+        return not size or size in (_size_suffixes(self.spec, entry.display_size) or ())
 
 
 @lru_cache(1 << 16)
-def _size_suffixes(
-    spec: ClipSpec, more_pixels: tuple[int, ...], display_size: tuple[str, ...]
-) -> frozenset[str] | None:
+def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
     """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit, and a
     text such as "#640x352" for each further limit.
 
@@ -226,15 +227,14 @@ def _size_suffixes(
     decoded. The decoder rejects a clip that is too small.
 
     Args:
-        spec: settings of the samples, with the first area limit.
-        more_pixels: area limits after the first limit, in pixels.
+        spec: settings of the samples, with all area limits.
         display_size: width and height in pixels at which a player shows the clip, such as ("2560/3", "480"); () if
             unknown.
     """
     if not display_size:
         return None
     try:
-        sizes, size_error = plan_sizes(spec, more_pixels, *map(Fraction, display_size))
+        sizes, size_error = plan_sizes(spec, *map(Fraction, display_size))
     except TooSmallError:
         return None
     return None if size_error else frozenset(sizes)

@@ -8,7 +8,7 @@ one for each limit of the frame area. The size for the first limit has no suffix
 
 import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal, Self
@@ -45,6 +45,8 @@ class ClipSpec:
         width: exact width of a frame in pixels.
         center_crop: whether to crop to ``height`` x ``width`` instead of stretching.
         max_pixels: largest height x width of a frame in pixels. It cannot be combined with ``height``.
+        more_pixels: further values of ``max_pixels``. Each value adds a sample of every window (range of frames), unless
+            a sample of the same size exists already.
         max_frames: largest number of frames of a window. None takes the whole clip.
         clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
             consecutive windows without overlap. The last window may be shorter. If a shorter last window has only one
@@ -65,6 +67,7 @@ class ClipSpec:
     clip_mode: Literal["head", "middle", "slide"] = "head"
     size_multiple: int = 16
     frame_stride: int = 4
+    more_pixels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         multiple = self.size_multiple
@@ -82,14 +85,13 @@ class ClipSpec:
                 raise ConfigError(f"{name}={size} must be a multiple of {multiple}; use {near}")
         if self.center_crop and self.height is None:
             raise ConfigError("--center-crop needs a size to crop to; set --height and --width")
-        if self.max_pixels is not None and self.height is not None:
-            raise ConfigError(
-                f"--max-pixels={self.max_pixels} and --height={self.height} cannot be combined; remove one of the two"
-            )
-        if self.max_pixels is not None and self.max_pixels < multiple**2:
-            raise ConfigError(
-                f"--max-pixels={self.max_pixels} must be at least {multiple**2}; use a larger value"
-            )
+        for pixels in () if self.max_pixels is None else (self.max_pixels, *self.more_pixels):
+            if self.height is not None:
+                raise ConfigError(
+                    f"--max-pixels={pixels} and --height={self.height} cannot be combined; remove one of the two"
+                )
+            if pixels < multiple**2:
+                raise ConfigError(f"--max-pixels={pixels} must be at least {multiple**2}; use a larger value")
         if self.max_frames is not None and self.max_frames < 1:
             raise ConfigError(f"--max-frames={self.max_frames} must be at least 1; use 81, for example")
         if self.clip_mode == "slide" and self.max_frames is None:
@@ -173,14 +175,13 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 
 
 def plan_sizes(
-    spec: ClipSpec, more_pixels: Sequence[int], width: Fraction, height: Fraction
+    spec: ClipSpec, width: Fraction, height: Fraction
 ) -> tuple[dict[str, FrameSize], TooSmallError | None]:
     """Choose the size of the frames of a clip for each limit of the frame area (value of --max-pixels). Equal sizes
     are returned once.
 
     Args:
-        spec: rules for the size, with the first limit.
-        more_pixels: further limits, in pixels.
+        spec: rules for the size, with all limits.
         width: displayed width of the clip in pixels, with the pixel aspect ratio applied.
         height: displayed height of the clip in pixels.
 
@@ -193,7 +194,7 @@ def plan_sizes(
     """
     sizes: dict[str, FrameSize] = {}
     first_error: TooSmallError | None = None
-    for limited in further_specs(spec, more_pixels):
+    for limited in (spec, *(replace(spec, max_pixels=pixels) for pixels in spec.more_pixels)):
         try:
             size = plan_size(limited, width, height)
         except TooSmallError as error:
@@ -204,19 +205,6 @@ def plan_sizes(
     if first_error is not None and not sizes:
         raise first_error
     return sizes, first_error
-
-
-def further_specs(spec: ClipSpec, more_pixels: Sequence[int]) -> list[ClipSpec]:
-    """Return `spec`, and a copy of `spec` for each further limit of the frame area (value of --max-pixels).
-
-    Args:
-        spec: spec with the first limit.
-        more_pixels: further limits, in pixels.
-
-    Raises:
-        ConfigError: if a limit is invalid.
-    """
-    return [spec, *(replace(spec, max_pixels=pixels) for pixels in more_pixels)]
 
 
 def split_suffix(suffix: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ need it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -120,7 +120,7 @@ class _Renderer:
 
 
 def _read_windows(
-    reader: VideoReader, spec: ClipSpec, start: float | None, end: float | None, more_pixels: Sequence[int]
+    reader: VideoReader, spec: ClipSpec, start: float | None, end: float | None
 ) -> Iterator[DecodedClip]:
     duration = reader.info.duration
     slack = reader.tolerance(duration)
@@ -133,7 +133,7 @@ def _read_windows(
             f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
             "correct start and end in the row, or remove the row",
         )
-    sizes, size_error = plan_sizes(spec, more_pixels, *reader.info.display_size)
+    sizes, size_error = plan_sizes(spec, *reader.info.display_size)
     renders = {suffix: _Renderer(reader, size) for suffix, size in sizes.items()}
     times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
     chosen = _choose(reader, reader.frames(first_window[0]), times)
@@ -170,11 +170,7 @@ def _read_windows(
 
 
 def decode_clip(
-    path: Path,
-    spec: ClipSpec,
-    start: float | None = None,
-    end: float | None = None,
-    more_pixels: Sequence[int] = (),
+    path: Path, spec: ClipSpec, start: float | None = None, end: float | None = None
 ) -> Iterator[DecodedClip]:
     """Decode the windows (ranges of frames) of a clip that ``spec`` selects, lazily and in time order.
 
@@ -187,8 +183,6 @@ def decode_clip(
         spec: frame rate, size and length of the samples.
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
-        more_pixels: further limits of the frame area in pixels. Each limit adds a sample of every window, unless a
-            sample of the same size exists already.
 
     Yields:
         A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
@@ -196,13 +190,13 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small. If the file is too small only for a limit in `more_pixels`, the error is raised
+            is too short or too small. If the file is too small only for a limit in `spec.more_pixels`, the error is raised
             after all clips were yielded.
     """
     path = Path(path)
     try:
         with _damage_named(path), closing(VideoReader(path)) as reader:
-            yield from _read_windows(reader, spec, start, end, more_pixels)
+            yield from _read_windows(reader, spec, start, end)
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
     except MemoryError as error:
