@@ -138,9 +138,8 @@ def _print_result(function: str, options: Options) -> None:
     """Import a function, call it with the options, and print the result."""
     result = pkgutil.resolve_name(function)(options)
     if result is not None:  # in a distributed run, only the first rank returns a result
-        click.echo(
-            result if isinstance(result, Path) else safe_lines(str(result))
-        )  # a shell may use the path
+        # A path is printed as it is, because a shell may use it.
+        click.echo(result if isinstance(result, Path) else safe_lines(str(result)))
 
 
 def _process_group_formed() -> bool:

@@ -28,12 +28,10 @@ class WandsError(Exception):
 
     def __init__(self, message: str | Sequence[str], *, agreed: bool = False) -> None:
         self.problems = (message,) if isinstance(message, str) else tuple(message)
-        header = f"{len(self.problems)} problems:"
-        super().__init__(
-            self.problems[0]
-            if len(self.problems) == 1
-            else "\n".join([header, *(f"  - {text}" for text in self.problems)])
-        )
+        text = self.problems[0]
+        if len(self.problems) > 1:
+            text = "\n  - ".join([f"{len(self.problems)} problems:", *self.problems])
+        super().__init__(text)
         self.agreed = agreed
 
 

@@ -143,9 +143,8 @@ class DiTShape:
         Args:
             seq_lens: number of video tokens of each sample.
         """
-        linear = (
-            sum(seq_lens) * self.linear_flops_per_token() + len(seq_lens) * self.linear_flops_per_sample()
-        )
+        of_samples = len(seq_lens) * self.linear_flops_per_sample()
+        linear = sum(seq_lens) * self.linear_flops_per_token() + of_samples
         squares = sum(length * length for length in seq_lens)
         return linear + squares * self.attention_flops_per_squared_token()
 

@@ -48,9 +48,8 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
     Raises:
         DataError: if the source does not exist or contains no clip.
     """
-    return load_source(
-        options.source, **options.model_dump(include={"split", "video_column", "caption_column"})
-    )
+    keys = {"split", "video_column", "caption_column"}
+    return load_source(options.source, **options.model_dump(include=keys))
 
 
 def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
@@ -64,5 +63,6 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
         ConfigError: if an option is invalid or options exclude each other.
     """
     first, *more = options.max_pixels or (None,)
-    others = options.model_dump(include={"fps", "height", "width", "center_crop", "max_frames", "clip_mode"})
+    keys = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
+    others = options.model_dump(include=keys)
     return ClipSpec.of_variant(variant, max_pixels=first, more_pixels=tuple(more), **others)

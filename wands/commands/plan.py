@@ -134,9 +134,8 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     for quantize in ("none", "nf4") if kind == "lora" else ("none",):
         recipe = load_recipe(f"{name}-{kind}")
         lens = _lengths(recipe, variant, PlanOptions())
-        changes: dict[str, Any] = {
-            "packing": recipe.packing.model_copy(update={"max_tokens": int(lens.max())})
-        }
+        packing = recipe.packing.model_copy(update={"max_tokens": int(lens.max())})
+        changes: dict[str, Any] = {"packing": packing}
         if recipe.lora:
             changes["lora"] = recipe.lora.model_copy(update={"quantize": quantize})
         recipe = recipe.model_copy(update=changes)  # skips the checks of the local installation
@@ -272,11 +271,9 @@ def _describe_smallest(task: Task) -> str:
     if not settings:
         return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; run wands train --dry-run to see the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)
-    host = (
-        f" and {to_gib(least.host)} of host memory per node (available: {to_gib(task.machine.host_memory)})"
-        if least.host
-        else ""
-    )
+    host = ""
+    if least.host:
+        host = f" and {to_gib(least.host)} of host memory per node (available: {to_gib(task.machine.host_memory)})"
     lora = "" if task.workload.recipe.lora else " a LoRA (--set lora.rank=32),"
     load = least.workload
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"

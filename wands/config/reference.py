@@ -77,10 +77,8 @@ def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Secti
     )
     yield Section(name, description, tuple(keys))
     for key, section in inner.items():
-        annotation, text = (
-            fields[key].annotation,
-            f"{inspect.getdoc(section)} {fields[key].description or ''}",
-        )
+        annotation = fields[key].annotation
+        text = f"{inspect.getdoc(section)} {fields[key].description or ''}"
         is_list = any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
         yield from _walk(section, key + "[]" * is_list, " ".join(text.split()))
 

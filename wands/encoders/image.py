@@ -81,9 +81,8 @@ class ImageEncoder:
         """
         from PIL import Image
 
-        values = self.processor(images=[Image.fromarray(image) for image in images], return_tensors="pt").to(
-            self.model.device
-        )
+        pictures = [Image.fromarray(image) for image in images]
+        values = self.processor(images=pictures, return_tensors="pt").to(self.model.device)
         states = self.model(**values, output_hidden_states=True).hidden_states[-2]
         return states.flatten(0, 1).float().cpu()
 

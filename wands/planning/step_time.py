@@ -171,10 +171,8 @@ def _zero_traffic(
         compute: (seconds, ring transfers) of the forward pass, then of the backward pass.
     """
     gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
-    trained, size = (
-        min(workload.trained, num_params),
-        FP32 if workload.recipe.precision.reduce == "fp32" else BF16,
-    )
+    trained = min(workload.trained, num_params)
+    size = FP32 if workload.recipe.precision.reduce == "fp32" else BF16
     wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
     weights, gradients, once = num_params * size * wire, trained * size * wire, 0.0
     if stage == 3:

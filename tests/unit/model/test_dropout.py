@@ -153,8 +153,7 @@ def test_the_share_and_the_mean():
         mask = keep_mask(rows, 17, 333, p)
         assert float(mask.double().mean()) == pytest.approx(1 - p, abs=4 * (0.25 / mask.numel()) ** 0.5)
         assert keep_probability(p) == pytest.approx(1 - p, abs=2**-17)
-    keys = RowKeys()
-    keys._keys = {"tokens": rows}
+    keys = RowKeys(tokens=rows)
     x = torch.ones(4096, 333, requires_grad=True)
     layer = KeyedDropout(0.3, "blocks.0.attn1.to_out.1", keys)
     out = layer(x)
@@ -184,8 +183,7 @@ def test_masks_are_independent():
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
-    keys = RowKeys()
-    keys._keys = {"tokens": torch.arange(100)}
+    keys = RowKeys(tokens=torch.arange(100))
     layer, x = KeyedDropout(0.5, "blocks.0.ffn.net.1", keys), torch.randn(100, 7)
     whole = layer(x)
     monkeypatch.setattr("wands.model.dropout._CHUNK", 64)

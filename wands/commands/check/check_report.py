@@ -190,9 +190,8 @@ class CheckReport:
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
         if not self.samples:
-            return table + safe_lines(
-                "\n".join([*lines, "no sample: wands preprocess would reject this source"])
-            )
+            lines.append("no sample: wands preprocess would reject this source")
+            return table + safe_lines("\n".join(lines))
         lines.append(
             f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )

@@ -92,15 +92,11 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
     Source: the layout of these files in stage_1_and_2.py, stage3.py and zero_to_fp32.py of DeepSpeed 0.19.
     """
     stage = state.zero_stage
-    model = _load(
-        folder,
-        f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt",
-    )
-    zero = (
-        _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
-        if stage
-        else {}
-    )
+    prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+    model = _load(folder, f"{prefix}mp_rank_00_model_states.pt")
+    zero = {}
+    if stage:
+        zero = _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
     module = model["module"] if stage != 3 else {}
     model_config = ModelConfig.model_validate(state.recipe["model"])
     trains = partial(is_trained, trainable=model_config.trainable, frozen=model_config.freeze)
@@ -127,16 +123,11 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         ]
     frozen = []
     if state.recipe.get("lora") is None and (stage == 3 or rank == 0):
-        stored = (
-            model["frozen_param_fragments"]
-            if stage >= 2
-            else {k: v for k, v in module.items() if not trains(k)}
-        )
-        shapes = (
-            model["frozen_param_shapes"]
-            if stage >= 2
-            else {name: value.shape for name, value in stored.items()}
-        )
+        if stage >= 2:
+            stored, shapes = model["frozen_param_fragments"], model["frozen_param_shapes"]
+        else:
+            stored = {name: value for name, value in module.items() if not trains(name)}
+            shapes = {name: value.shape for name, value in stored.items()}
         for name, value in stored.items():
             start = value.numel() * rank if stage == 3 else 0
             numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)

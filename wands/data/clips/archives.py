@@ -140,10 +140,8 @@ class TarReader:
             stem, _, extension = name.name.partition(".")
             members = samples.setdefault(str(name.with_name(stem)), {})
             if members.setdefault(extension.lower(), member) is not member:
-                self._reject(
-                    str(name),
-                    "another file in the archive has the same name, and the first file is used; remove one of the two",
-                )
+                reason = "another file in the archive has the same name, and the first file is used; remove one of the two"
+                self._reject(str(name), reason)
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
@@ -162,10 +160,8 @@ class TarReader:
         except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
             problem = one_line(error)
         if problem:
-            self._reject(
-                "",
-                f"archive is damaged or cut off ({problem}), and all later files are lost; replace the archive",
-            )
+            reason = f"archive is damaged or cut off ({problem}), and all later files are lost; replace the archive"
+            self._reject("", reason)
 
     def _reject(self, name: str, reason: str) -> None:
         self.rejections.append(Rejection(name, str(self._path), reason))

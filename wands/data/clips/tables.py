@@ -192,11 +192,11 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
     try:
         (cells,) = csv.reader(row, strict=True)
     except (csv.Error, ValueError):
-        fix = (
-            'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
-            if '"' in row[0]
-            else "correct the row"
-        )
+        fix = "correct the row"
+        if '"' in row[0]:
+            fix = (
+                'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
+            )
         return f"unreadable row ({problem}); {fix}", begin + 1
     return cells, begin + len(row)
 
@@ -210,10 +210,9 @@ def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
         except (ValueError, RecursionError) as error:
             yield number, f"unreadable line ({error}); write a JSON object on the line"
             continue
-        yield (
-            number,
-            row if isinstance(row, dict) else "line is not a JSON object; write a JSON object on the line",
-        )
+        if not isinstance(row, dict):
+            row = "line is not a JSON object; write a JSON object on the line"
+        yield number, row
 
 
 def _json_rows(table: Path) -> Iterator[NumberedRow]:
@@ -229,9 +228,6 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             "and caption for each clip"
         )
     for number, row in enumerate(rows, start=1):
-        yield (
-            number,
-            row
-            if isinstance(row, dict)
-            else "item is not a JSON object; write an object with video and caption",
-        )
+        if not isinstance(row, dict):
+            row = "item is not a JSON object; write an object with video and caption"
+        yield number, row

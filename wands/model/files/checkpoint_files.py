@@ -18,9 +18,9 @@ from torch import Tensor
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, one_line
 from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, join_fragments
+from wands.model.files.hashes import compare_hash
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
-from wands.model.files.tensor_files import hash_file
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
@@ -176,13 +176,7 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
     folder, state = checkpoint
     rank, world_size = share
     for name in sorted(state.hashes)[rank::world_size]:
-        try:
-            problem = (
-                "" if hash_file(folder / name) == state.hashes[name] else f"not the hash in {STATE_FILE}"
-            )
-        except OSError as error:
-            problem = one_line(error)
-        if problem:
+        if problem := compare_hash(folder / name, state.hashes[name], f"not the hash in {STATE_FILE}"):
             return f"checkpoint={folder}: {name} is damaged ({problem}); use an older step_* folder."
     return None
 

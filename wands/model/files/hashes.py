@@ -55,15 +55,24 @@ def find_changed_files(
     names = [name for name in sorted(expected) if parts is None or name.split("/")[0] in parts]
     problems = []
     for name in names[share[0] :: share[1]]:
-        try:
-            is_sha256 = len(expected[name]) == 64
-            found = _sha256(folder / name) if is_sha256 else hash_file(folder / name)
-            problem = "" if found == expected[name] else "it is not the file that was written"
-        except OSError as error:
-            problem = one_line(error)
-        if problem:
+        if problem := compare_hash(folder / name, expected[name], "it is not the file that was written"):
             problems.append(f"{folder / name} is damaged ({problem})")
     return len(names), problems
+
+
+def compare_hash(path: Path, expected: str, difference: str) -> str:
+    """Read a file and compare its hash with the expected hash. Return "" if they are equal.
+
+    Args:
+        path: the file.
+        expected: hash of `hash_file`, or SHA-256 (64 digits).
+        difference: text to return if the hashes differ. If the file cannot be read, the reason is returned.
+    """
+    try:
+        found = _sha256(path) if len(expected) == 64 else hash_file(path)
+    except OSError as error:
+        return one_line(error)
+    return "" if found == expected else difference
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:

@@ -95,9 +95,8 @@ class TensorFiles:
         for file in self.files:
             is_pickle = file.suffix in PICKLES
             for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
-                self.tensors[name] = LazyTensor(
-                    name, tuple(value.shape), value.dtype, partial(self.read, name)
-                )
+                read = partial(self.read, name)
+                self.tensors[name] = LazyTensor(name, tuple(value.shape), value.dtype, read)
                 self._stored[name] = value if is_pickle else file
         return self
 
@@ -302,11 +301,8 @@ def _checked_bytes(tensor: LazyTensor) -> memoryview:
 
 def hash_file(path: Path) -> str:
     """Return the XXH3 hash (128 bits, hexadecimal) of a file. It finds damage, not forgery."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as stream:
-        while block := stream.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
