@@ -140,16 +140,15 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
     autocast = {"enabled": True, "dtype": "bfloat16"} if compute == "bf16" else {"enabled": False}
     user_autocast = config.pop("torch_autocast", autocast)
     data_type = "bf16" if reduce == "bf16" and compute == "fp32" else None
-    problems = failed_rules(
-        {
-            f"{names[0]}: {' and '.join(cast)}.enabled would also cast the layers of Wan that must stay in fp32; remove the key "
-            f"and use precision.compute of {names[1]}.": cast,
-            f"{names[0]}: torch_autocast={user_autocast} contradicts {names[1]}: precision.compute={compute}; remove "
-            "torch_autocast.": any(user_autocast.get(key, False) != value for key, value in autocast.items()),
-            f"{names[0]}: communication_data_type has no effect in wands; remove the key and use precision.reduce of the "
-            "recipe.": config.get("communication_data_type", data_type) != data_type,
-        }
-    )
+    rules: dict[str, object] = {
+        f"{names[0]}: {' and '.join(cast)}.enabled would also cast the layers of Wan that must stay in fp32; remove the key "
+        f"and use precision.compute of {names[1]}.": cast,
+        f"{names[0]}: torch_autocast={user_autocast} contradicts {names[1]}: precision.compute={compute}; remove "
+        "torch_autocast.": any(user_autocast.get(key, False) != value for key, value in autocast.items()),
+        f"{names[0]}: communication_data_type has no effect in wands; remove the key and use precision.reduce of the "
+        "recipe.": config.get("communication_data_type", data_type) != data_type,
+    }
+    problems = failed_rules(rules)
     if compute == "bf16":
         # Parameters of the listed classes are gathered and reduced in bf16. With an empty list, everything stays in fp32.
         modules = ["torch.nn.Linear"] if reduce == "bf16" else []

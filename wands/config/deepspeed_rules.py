@@ -146,16 +146,15 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         return problems
     config["zero_optimization"] = zero
     stage, round_robin = int(zero.get("stage", 0)), zero.get("round_robin_gradients")
-    return failed_rules(
-        {
-            f"{name}: zero_optimization.offload_param has no effect at ZeRO stage {stage}; use stage 3, or remove the "
-            "key.": stage < 3 and offload_device(zero, "offload_param") != "none",
-            f"{name}: zero_optimization.offload_optimizer has no effect at ZeRO stage {stage}; use stage 1 or higher, or remove "
-            "the key.": stage < 1 and offload_device(zero) != "none",
-            f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that wands does not expect, so "
-            "a resumed run would load values into wrong parameters; remove the key.": round_robin,
-        }
-    )
+    rules: dict[str, object] = {
+        f"{name}: zero_optimization.offload_param has no effect at ZeRO stage {stage}; use stage 3, or remove the "
+        "key.": stage < 3 and offload_device(zero, "offload_param") != "none",
+        f"{name}: zero_optimization.offload_optimizer has no effect at ZeRO stage {stage}; use stage 1 or higher, or remove "
+        "the key.": stage < 1 and offload_device(zero) != "none",
+        f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that wands does not expect, so "
+        "a resumed run would load values into wrong parameters; remove the key.": round_robin,
+    }
+    return failed_rules(rules)
 
 
 def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
@@ -169,37 +168,35 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
     is_missing = package and importlib.util.find_spec(package) is None
     stage, offload = int(zero.get("stage", 0)), offload_device(zero)
-    problems = failed_rules(
-        {
-            f"optim.name={name} needs {package}, which is not installed; run pip install 'wands[8bit]'.": is_missing,
-            f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
-            "zero_optimization.stage=0 (Adafactor's states are small), or "
-            "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
-            "zero_optimization.offload_optimizer.device=nvme keeps the fp32 master weights in files that wands cannot read for a "
-            "checkpoint; use device=cpu.": offload == "nvme",
-        }
-    )
+    rules: dict[str, object] = {
+        f"optim.name={name} needs {package}, which is not installed; run pip install 'wands[8bit]'.": is_missing,
+        f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
+        "zero_optimization.stage=0 (Adafactor's states are small), or "
+        "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
+        "zero_optimization.offload_optimizer.device=nvme keeps the fp32 master weights in files that wands cannot read for a "
+        "checkpoint; use device=cpu.": offload == "nvme",
+    }
+    problems = failed_rules(rules)
     if name != "muon":
         return problems
     clip = config["gradient_clipping"]
-    return problems + failed_rules(
-        {
-            "optim.name=muon works only for full finetunes, but the recipe has a lora section; use optim.name=adamw or "
-            "adamw8bit.": recipe.lora,
-            "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
-            "zero_optimization.offload_optimizer, or use optim.name=adamw.": offload != "none",
-            f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
-            "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
-            "zero_optimization.stage=0.": stage > 0 and clip > 0,
-            "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set reduce_scatter=false.": stage
-            == 3
-            and zero.get("reduce_scatter"),
-            "optim.name=muon needs a learning rate for each shape of matrix, but a scheduler in the JSON sets one learning rate "
-            "for all; remove the scheduler and use optim.schedule.": "scheduler" in config,
-            f"precision.reduce={reduce} would keep Muon's momentum in {reduce} at ZeRO-3; use precision.reduce=fp32, or "
-            "zero_optimization.stage=2.": stage == 3 and config.get("communication_data_type"),
-        }
-    )
+    rules = {
+        "optim.name=muon works only for full finetunes, but the recipe has a lora section; use optim.name=adamw or "
+        "adamw8bit.": recipe.lora,
+        "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
+        "zero_optimization.offload_optimizer, or use optim.name=adamw.": offload != "none",
+        f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
+        "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
+        "zero_optimization.stage=0.": stage > 0 and clip > 0,
+        "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set reduce_scatter=false.": stage
+        == 3
+        and zero.get("reduce_scatter"),
+        "optim.name=muon needs a learning rate for each shape of matrix, but a scheduler in the JSON sets one learning rate "
+        "for all; remove the scheduler and use optim.schedule.": "scheduler" in config,
+        f"precision.reduce={reduce} would keep Muon's momentum in {reduce} at ZeRO-3; use precision.reduce=fp32, or "
+        "zero_optimization.stage=2.": stage == 3 and config.get("communication_data_type"),
+    }
+    return problems + failed_rules(rules)
 
 
 def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
@@ -214,25 +211,24 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""
     requantizes = zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights")
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32
-    return failed_rules(
-        {
-            f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
-            "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
-            "lora.quantize=none.": quantize != "none" and requantizes,
-            f"{narrow} weights cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
-            "zero_optimization.offload_param.device=cpu, or remove "
-            "offload_param.": narrow and offload_device(zero, "offload_param") == "nvme",
-            f"{key} would round weights that precision.compute=fp32 multiplies in fp32; set precision.compute=bf16, or "
-            "precision.weights=fp32.": bf16 and recipe.precision.compute == "fp32",
-            f"{key} has no fp32 master weights at ZeRO-0, so small updates would be lost; use zero_optimization.stage=1 or 2, or "
-            "precision.weights=fp32.": full and stage == 0,
-            f"{key} needs more memory than fp32 in a full finetune at ZeRO-3, where fp32 weights need no separate masters; use "
-            "precision.weights=fp32 (precision.reduce=bf16 halves the gathered bytes), or zero_optimization.stage=1 or "
-            "2.": full and stage == 3,
-            f"{key} would sum the gradients of micro batches in bf16 on the host at ZeRO-2; use zero_optimization.stage=1, "
-            "remove zero_optimization.offload_optimizer, or use "
-            "precision.weights=fp32.": full and stage == 2 and offload_device(zero) != "none",
-            f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
-            "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
-        }
-    )
+    rules: dict[str, object] = {
+        f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
+        "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
+        "lora.quantize=none.": quantize != "none" and requantizes,
+        f"{narrow} weights cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
+        "zero_optimization.offload_param.device=cpu, or remove "
+        "offload_param.": narrow and offload_device(zero, "offload_param") == "nvme",
+        f"{key} would round weights that precision.compute=fp32 multiplies in fp32; set precision.compute=bf16, or "
+        "precision.weights=fp32.": bf16 and recipe.precision.compute == "fp32",
+        f"{key} has no fp32 master weights at ZeRO-0, so small updates would be lost; use zero_optimization.stage=1 or 2, or "
+        "precision.weights=fp32.": full and stage == 0,
+        f"{key} needs more memory than fp32 in a full finetune at ZeRO-3, where fp32 weights need no separate masters; use "
+        "precision.weights=fp32 (precision.reduce=bf16 halves the gathered bytes), or zero_optimization.stage=1 or "
+        "2.": full and stage == 3,
+        f"{key} would sum the gradients of micro batches in bf16 on the host at ZeRO-2; use zero_optimization.stage=1, "
+        "remove zero_optimization.offload_optimizer, or use "
+        "precision.weights=fp32.": full and stage == 2 and offload_device(zero) != "none",
+        f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
+        "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
+    }
+    return failed_rules(rules)

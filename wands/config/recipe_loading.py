@@ -190,13 +190,12 @@ def _section_at(path: Sequence[str]) -> type[BaseModel]:
 def _cross_checks(recipe: Recipe) -> list[str]:
     """Return the problems of keys whose values are valid alone but contradict each other."""
     level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
-    problems = failed_rules(
-        {
-            f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
-            "lora.targets.": recipe.lora and getattr(recipe.model, name)
-            for name in ("trainable", "freeze")
-        }
-    )
+    rules: dict[str, object] = {
+        f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
+        "lora.targets.": recipe.lora and getattr(recipe.model, name)
+        for name in ("trainable", "freeze")
+    }
+    problems = failed_rules(rules)
     problems += _check_checkpointing(recipe) + _check_data(recipe.data) + _check_parallel(recipe.parallel)
     if level_bins and bins_per_step % level_bins:
         problems.append(
@@ -226,26 +225,24 @@ def _check_checkpointing(recipe: Recipe) -> list[str]:
             continue
         setting = f"model.{key}=[{', '.join(names)}]"
         other_modes = "full" if mode == "selective" else "selective or full"
-        problems += failed_rules(
-            {
-                f"{setting} has no effect with model.checkpointing={mode}; remove the key, or set model.checkpointing to "
-                f"{' or '.join(modes)}.": mode not in modes,
-                f"{setting} is empty, but model.checkpointing={mode} needs a tensor; add a tensor, or set model.checkpointing "
-                f"to {other_modes}.": not names and mode == modes[0],
-                f"{setting} contains a name twice; remove the second.": len(set(names)) < len(names),
-            }
-        )
+        rules: dict[str, object] = {
+            f"{setting} has no effect with model.checkpointing={mode}; remove the key, or set model.checkpointing to "
+            f"{' or '.join(modes)}.": mode not in modes,
+            f"{setting} is empty, but model.checkpointing={mode} needs a tensor; add a tensor, or set model.checkpointing "
+            f"to {other_modes}.": not names and mode == modes[0],
+            f"{setting} contains a name twice; remove the second.": len(set(names)) < len(names),
+        }
+        problems += failed_rules(rules)
     both = sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ()))
     kept = {*model.kept_on_device, *model.kept_on_host}
-    return problems + failed_rules(
-        {
-            f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor can be in only one "
-            "list; remove the name from one list.": both,
-            "parallel.fused_all_to_all=false does not allow attn_input in model.saved_tensors or model.offloaded_tensors; "
-            "remove attn_input, or set "
-            "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
-        }
-    )
+    rules = {
+        f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor can be in only one "
+        "list; remove the name from one list.": both,
+        "parallel.fused_all_to_all=false does not allow attn_input in model.saved_tensors or model.offloaded_tensors; "
+        "remove attn_input, or set "
+        "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
+    }
+    return problems + failed_rules(rules)
 
 
 def _check_data(data: DataConfig) -> list[str]:
@@ -253,20 +250,17 @@ def _check_data(data: DataConfig) -> list[str]:
     weighted = [bool(source.weight) for source in sources]
     other = f"data.cache={data.cache}" if data.cache else "data.mock"
     missing = f"data.sources.{weighted.index(False)}" if False in weighted else ""
-    return failed_rules(
-        {
-            f"data.cache={data.cache} and data.mock are both set; keep one of them.": data.cache
-            and data.mock,
-            f"data.sources and {other} are both set; keep one of them.": sources
-            and (data.cache or data.mock),
-            "data.split=holdout needs held-out clips, but data.holdout=0; set for example "
-            "data.holdout=0.02.": data.split == "holdout" and not data.holdout,
-            f"{missing} has no weight, but {sum(weighted)} of {len(weighted)} sources have a weight; set weight for all "
-            "sources, or for none.": missing and any(weighted),
-            **{
-                f"data.sources.{number} has weight={source.weight} and repeat={source.repeat}, which exclude each other; "
-                "remove one of them.": source.weight and source.repeat
-                for number, source in enumerate(sources)
-            },
-        }
-    )
+    rules: dict[str, object] = {
+        f"data.cache={data.cache} and data.mock are both set; keep one of them.": data.cache and data.mock,
+        f"data.sources and {other} are both set; keep one of them.": sources and (data.cache or data.mock),
+        "data.split=holdout needs held-out clips, but data.holdout=0; set for example "
+        "data.holdout=0.02.": data.split == "holdout" and not data.holdout,
+        f"{missing} has no weight, but {sum(weighted)} of {len(weighted)} sources have a weight; set weight for all "
+        "sources, or for none.": missing and any(weighted),
+        **{
+            f"data.sources.{number} has weight={source.weight} and repeat={source.repeat}, which exclude each other; "
+            "remove one of them.": source.weight and source.repeat
+            for number, source in enumerate(sources)
+        },
+    }
+    return failed_rules(rules)

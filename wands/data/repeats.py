@@ -43,13 +43,9 @@ class RepeatSchedule:
         self.num_samples, self.repeats = tuple(num_samples), tuple(repeats)
         copies = [ceil(repeat) for repeat in repeats]
         firsts = np.cumsum([0, *num_samples]).tolist()
-        self.sample_of = np.concatenate(
-            [
-                np.arange(first, first + num)
-                for first, num, times in zip(firsts, num_samples, copies, strict=False)
-                for _ in range(times)
-            ]
-        )
+        sources = zip(firsts, num_samples, copies, strict=False)
+        rows = [np.tile(np.arange(first, first + num), times) for first, num, times in sources]
+        self.sample_of = np.concatenate(rows)
         ends = np.cumsum([num * times for num, times in zip(num_samples, copies, strict=True)]).tolist()
         self._first_rows = [0, *ends]
         self._orders = [permutation(num, seed, "visits", number) for number, num in enumerate(num_samples)]

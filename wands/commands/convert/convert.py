@@ -165,12 +165,10 @@ class ModelConversion:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
             sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
             stock = stock_names(sources) if dtype else {}
-            tensors = [
-                source.derived(
-                    name, partial(Tensor.to, dtype=stock_dtype(stock[name], dtype) if dtype else None)
-                )
-                for name, source in sorted(sources.items())
-            ]
+            tensors = []
+            for name, source in sorted(sources.items()):
+                new_dtype = stock_dtype(stock[name], dtype) if dtype else None
+                tensors.append(source.derived(name, partial(Tensor.to, dtype=new_dtype)))
             paths = self._write(component, mapping.config, tensors)
             check_written(tensors, paths, "convert")
             forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""

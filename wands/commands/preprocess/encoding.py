@@ -216,13 +216,10 @@ class _ClipEncoder:
             encoded: arrays of the window by name.
         """
         clip, rows = window.clip, window.clip.lacks(window.suffix)
-        samples = [
-            (
-                row.key + window.suffix,
-                window.meta | {"caption": row.caption, "source": clip.path, "content": row.content},
-            )
-            for row in rows
-        ]
+        samples = []
+        for row in rows:
+            own = {"caption": row.caption, "source": clip.path, "content": row.content}
+            samples.append((row.key + window.suffix, window.meta | own))
         tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
         self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
         self.num_windows += 1

@@ -130,11 +130,8 @@ class SourceScan:
         for key, entry in entries.items():
             if entry.video:
                 stored[entry.video]["".join(key.partition("#")[1:])] = entry
-        lacking = (
-            self._lacking(clip, stored.get(clip.video, {}), entries)
-            for clip in self.clips.values()
-            if clip.video not in rejected_videos
-        )
+        clips = (clip for clip in self.clips.values() if clip.video not in rejected_videos)
+        lacking = (self._lacking(clip, stored.get(clip.video, {}), entries) for clip in clips)
         return [clip for clip in lacking if clip is not None]
 
     def _lacking(self, clip: Clip, stored: Samples, entries: Mapping[str, IndexEntry]) -> Clip | None:
@@ -169,16 +166,9 @@ class SourceScan:
         if not rows:
             return None
         lacking = replace(clip, rows=tuple(rows))
-        wanted = sorted(stored if expected is None else expected & stored.keys())
-        return replace(
-            lacking,
-            latents=tuple(
-                (stored[suffix].shard, stored[suffix].row, suffix)
-                for suffix in wanted
-                if lacking.lacks(suffix)
-            ),
-            decode=expected is None or not expected <= stored.keys(),
-        )
+        wanted = filter(lacking.lacks, sorted(stored if expected is None else expected & stored.keys()))
+        latents = tuple((stored[suffix].shard, stored[suffix].row, suffix) for suffix in wanted)
+        return replace(lacking, latents=latents, decode=expected is None or not expected <= stored.keys())
 
     def _expected(self, stored: Samples) -> set[str] | None:
         """Return the suffixes of all samples that a clip must have. A suffix names a window (range of frames) and a

@@ -120,13 +120,12 @@ def load_setup(options: SelftestOptions) -> Setup:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")
     on_gpu = has_gpu and options.device != "cpu"
     dtype = options.dtype or ("bf16" if on_gpu else "fp32")
+    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return Setup(
         options,
         folder,
         variant,
-        device=torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if on_gpu
-        else torch.device("cpu"),
+        device=gpu if on_gpu else torch.device("cpu"),
         dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
         frames=_make_frames() if options.clip is None else _read_frames(options.clip, variant),
         expert=variant.experts[0],

@@ -105,14 +105,13 @@ def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str
 
     Tuples are converted to lists, so that the result equals the content of the written file.
     """
-    manifest = plain(
-        {
-            "format": FORMAT,
-            "schema_version": SCHEMA_VERSION,
-            "variant": variant_contract(variant),
-            "fingerprint": fingerprint,
-        }
-    )
+    values = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "variant": variant_contract(variant),
+        "fingerprint": fingerprint,
+    }
+    manifest = plain(values)
     return manifest | {"digest": digest(manifest)}
 
 
