@@ -77,9 +77,8 @@ def plan(options: PlanOptions) -> str:
         write_text(options.out / "deepspeed.json", ds_config + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
     head = f"{variant.name}, {kind}, on {options.gpus} x {machine.name}; this is a prediction, nothing is measured"
-    return "\n\n".join(
-        [head, _table(candidates[:_NUM_ROWS]), _describe_best(best, variant), _start_command(best, options)]
-    )
+    details = _describe_best(best, variant), _start_command(best, options)
+    return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
 
 
 def _machine_of(options: PlanOptions) -> Machine:

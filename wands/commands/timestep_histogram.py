@@ -40,9 +40,8 @@ def timestep_histogram(
         for i in reversed(range(num_bins))
     ]
     quantiles = ", ".join(f"{q}% {np.percentile(timesteps, q):.0f}" for q in (5, 25, 50, 75, 95))
-    return "\n".join(
-        [_heading(flow), "  timestep     share", *bars, f"mean {timesteps.mean():.0f}; {quantiles}"]
-    )
+    summary = f"mean {timesteps.mean():.0f}; {quantiles}"
+    return "\n".join([_heading(flow), "  timestep     share", *bars, summary])
 
 
 def _heading(flow: FlowConfig) -> str:

@@ -154,9 +154,8 @@ def _list_keys(sections: list[Section]) -> str:
         formatter.write_paragraph()
         formatter.write_text(f"{section.name or 'Top level'}: {section.description}")
         with formatter.indentation():
-            formatter.write_dl(
-                [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
-            )
+            rows = [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
+            formatter.write_dl(rows)
     return formatter.getvalue().strip()
 
 

@@ -73,10 +73,8 @@ def pack_bins(
     contents: Contents = []
     for number, (part, num_parts) in enumerate(_equal_parts(counts)):
         if part.any():
-            packed = level(
-                fewest_bins(lengths, part, max_tokens), lengths, costs, max_tokens, (seed, epoch, number)
-            )
-            contents += packed * num_parts
+            fewest = fewest_bins(lengths, part, max_tokens)
+            contents += level(fewest, lengths, costs, max_tokens, (seed, epoch, number)) * num_parts
 
     shuffled = permutation(len(seq_lens), seed, epoch, "samples")
     by_length = shuffled[np.argsort(which[shuffled], kind="stable")]

@@ -51,9 +51,8 @@ class RepeatSchedule:
         self._orders = [permutation(num, seed, "visits", number) for number, num in enumerate(num_samples)]
         self.min_samples = sum(floor(r * num) for r, num in zip(self.repeats, self.num_samples, strict=True))
         if not self.min_samples:
-            shares = " + ".join(
-                f"{num} x {float(r):.3g}" for num, r in zip(num_samples, repeats, strict=True)
-            )
+            pairs = zip(num_samples, repeats, strict=True)
+            shares = " + ".join(f"{num} x {float(repeat):.3g}" for num, repeat in pairs)
             raise ConfigError(
                 f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase repeat or weight."
             )

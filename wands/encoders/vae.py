@@ -64,9 +64,8 @@ class WanVideoEncoder:
         """
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         with loading_part(model, "VAE"):
-            vae = AutoencoderKLWan.from_pretrained(
-                find_part(model, "vae"), torch_dtype=torch_dtype, use_safetensors=True
-            )
+            folder = find_part(model, "vae")
+            vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch_dtype, use_safetensors=True)
         return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()

@@ -164,9 +164,8 @@ class _States:
             host["checkpoint copy"] = models * (masters + states) + (self.average if self.ema else 0.0)
             if not self.workload.recipe.lora:  # rank 0 also saves the frozen weights
                 frozen = sum(w.numel * w.element_size for w in self.workload.weights if not w.trained)
-                host["checkpoint copy"] += (
-                    models * frozen / (self.workload.world_size if self.stage == 3 else 1)
-                )
+                num_shares = self.workload.world_size if self.stage == 3 else 1
+                host["checkpoint copy"] += models * frozen / num_shares
         return host
 
     def _during_step(self) -> dict[str, float]:

@@ -262,9 +262,8 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
         parallel = ParallelConfig(cp_size=cp, fused_all_to_all=parallel.fused_all_to_all)
     packing = recipe.packing.model_copy(update={"max_tokens": max_tokens})
     train = recipe.train.model_copy(update={"bins_per_step": bins})
-    recipe = recipe.model_copy(
-        update={"model": model, "parallel": parallel, "packing": packing, "train": train}
-    )
+    changes = {"model": model, "parallel": parallel, "packing": packing, "train": train}
+    recipe = recipe.model_copy(update=changes)
     ds_config = build_ds_config(
         task.ds_configs[name],
         recipe,

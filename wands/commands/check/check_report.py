@@ -261,9 +261,8 @@ def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
         table.add_column(name, overflow="fold", ratio=share)
     table.expand = True
     for clip in clips:
-        verdict = (
-            "; ".join((*([f"REJECTED: {clip.reason}"] if clip.reason else []), *clip.warnings)) or "fine"
-        )
+        reasons = [f"REJECTED: {clip.reason}"] if clip.reason else []
+        verdict = "; ".join([*reasons, *clip.warnings]) or "fine"
         style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
         cells = (clip.key, describe_source(clip), describe_samples(clip))
         table.add_row(*(Text(safe_lines(cell)) for cell in cells), Text(safe_lines(verdict), style=style))

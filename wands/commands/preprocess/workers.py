@@ -131,9 +131,8 @@ class WorkerPool:
         elif self.size == 1:
             yield from task(settings, 0, self.devices(0), shares[0])
         else:
-            yield from run_in_threads(
-                [self._run_process(task, settings, slot, share) for slot, share in shares.items()]
-            )
+            runs = [self._run_process(task, settings, slot, share) for slot, share in shares.items()]
+            yield from run_in_threads(runs)
 
     def _run_process(
         self, task: Task, settings: EncodeSettings, slot: int, share: Sequence[Any]

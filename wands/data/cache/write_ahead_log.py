@@ -144,9 +144,8 @@ class WriteAheadLog:
         """
         assert all(array.dtype == np.uint16 for array in arrays), [array.dtype for array in arrays]
         content = b"".join(array.tobytes() for array in arrays)
-        header = json.dumps(
-            {"name": name, "shapes": [array.shape for array in arrays], "meta": meta}
-        ).encode()
+        fields = {"name": name, "shapes": [array.shape for array in arrays], "meta": meta}
+        header = json.dumps(fields).encode()
         head = _HEAD.pack(_MAGIC, len(header), len(content), zlib.crc32(header), zlib.crc32(content))
         left = memoryview(head + header + content)
         size = len(left)

@@ -83,9 +83,8 @@ class IsolatedWorker:
         """
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
-            self._process = self._context.Process(
-                target=_serve, args=(child_end,), daemon=self._method == "forkserver"
-            )
+            daemon = self._method == "forkserver"  # a daemon could not start subprocesses itself
+            self._process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
             self._process.start()
             self._ready = False
             child_end.close()  # otherwise this process would not notice the end of the subprocess

@@ -142,9 +142,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
             # All captions of a clip get the name of the first record, so their keys are equal before the "~".
             record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
         if unique.setdefault((record.path, record.suffix), record) is not record:
-            rejections.append(
-                reject(item.short_key, item.path, "duplicate of an earlier row; remove one of the two rows")
-            )
+            reason = "duplicate of an earlier row; remove one of the two rows"
+            rejections.append(reject(item.short_key, item.path, reason))
     short_keys = Counter(record.short_key for record in unique.values())
     full_keys = Counter(record.full_key for record in unique.values())
     records = []
@@ -153,9 +152,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:
-            rejections.append(
-                reject(key, record.path, "another clip has the same key; rename one of the two clips")
-            )
+            reason = "another clip has the same key; rename one of the two clips"
+            rejections.append(reject(key, record.path, reason))
         else:
             records.append(replace(record, key=key))
     records.sort(key=lambda record: record.key)

@@ -110,9 +110,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                         f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip, or, if a "
                         "table contains the captions, set SOURCE to the table"
                     )
-                captions, row = _captions_in_file(
-                    sidecar, partial(_read_small, path.with_name(sidecar)), source
-                )
+                read = partial(_read_small, path.with_name(sidecar))
+                captions, row = _captions_in_file(sidecar, read, source)
                 yield from records_of_clip(name, path, captions, sidecar, read_range(row, path))
             except DataError as error:
                 yield reject(clip_key(name), path, error)
@@ -334,9 +333,8 @@ def scan_tar(
                     else:
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
-                    yield from records_of_clip(
-                        f"{key}.{extension}", path, texts, f"{place}:{written}", read_range(row, path)
-                    )
+                    name, seconds = f"{key}.{extension}", read_range(row, path)
+                    yield from records_of_clip(name, path, texts, f"{place}:{written}", seconds)
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
             for item in reader.rejections:

@@ -294,9 +294,8 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
         context.colorspace, context.color_range = Colorspace.ITU709, ColorRange.MPEG
         context.color_primaries, context.color_trc = ColorPrimaries.BT709, ColorTrc.BT709
         for index, frame in enumerate(frames):
-            padded = np.pad(
-                frame, ((0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)), "edge"
-            )
+            margins = (0, height - frame.shape[0]), (0, width - frame.shape[1]), (0, 0)
+            padded = np.pad(frame, margins, "edge")
             image = av.VideoFrame.from_ndarray(padded, format="rgb24").reformat(
                 format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
             )

@@ -331,9 +331,8 @@ def load_full_weights(
         return load_exported_state(where, part, ema)
     has_experts = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
     expert = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
-    merge_configs = [
-        MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
-    ]
+    stored = state.recipe["model"].get("merge_loras", [])
+    merge_configs = [MergeConfig.model_validate(item) for item in stored]
     merges = (
         MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0))),
         MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))]),

@@ -155,7 +155,6 @@ class FragmentFiles:
                     if start < last and first < start + numel:
                         tensors = {stored.rpartition("/")[2]: stored for stored in names[name]}
                         del tensors["master"]
-                        found[name].append(
-                            (start, {key: file.get_tensor(stored).clone() for key, stored in tensors.items()})
-                        )
+                        values = {key: file.get_tensor(stored).clone() for key, stored in tensors.items()}
+                        found[name].append((start, values))
         return found

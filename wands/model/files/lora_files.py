@@ -272,9 +272,8 @@ def _split(key: str) -> tuple[str, str]:
 
 
 def _other_method(key: str) -> str | None:
-    return next(
-        (method for method, words in _OTHER_METHODS.items() if any(word in key for word in words)), None
-    )
+    methods = (name for name, words in _OTHER_METHODS.items() if any(word in key for word in words))
+    return next(methods, None)
 
 
 def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
