@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 19_784
+TOTAL = 19_554
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -17,17 +17,17 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 721,
+    ".": 710,
     "attention": 835,
-    "commands": 4129,
-    "config": 1170,
-    "data": 3924,
-    "distributed": 389,
-    "encoders": 362,
-    "export": 387,
+    "commands": 4042,
+    "config": 1149,
+    "data": 3873,
+    "distributed": 385,
+    "encoders": 354,
+    "export": 384,
     "flow": 200,
-    "model": 2256,
-    "planning": 645,
+    "model": 2220,
+    "planning": 636,
     "recipes": 0,
     "report": 220,
     "sampling": 930,

@@ -146,21 +146,14 @@ class SourceScan:
             The copy, or None if the cache contains all samples of the clip.
         """
         expected = self._expected(stored)
+        is_unknown = expected is None and not self.spec.more_pixels
         rows = []
         for row in clip.rows:
             own = entries.get(row.key)
-            if (
-                expected is None
-                and not self.spec.more_pixels
-                and own is not None
-                and own.content == row.content
-            ):
+            if is_unknown and own is not None and own.content == row.content:
                 continue  # this sample was made by an early version of wands, which stored less metadata
-            present = [
-                suffix
-                for suffix in stored
-                if (entry := entries.get(row.key + suffix)) is not None and entry.content == row.content
-            ]
+            of_row = {suffix: entries.get(row.key + suffix) for suffix in stored}
+            present = [suffix for suffix, entry in of_row.items() if entry and entry.content == row.content]
             if expected is None or not expected <= set(present):
                 rows.append(replace(row, present=tuple(present)))
         if not rows:

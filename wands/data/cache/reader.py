@@ -164,9 +164,8 @@ class LatentCache:
         read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
         arrays: dict[str, np.ndarray] = {}
         with self._open(i) as file:
-            for (name, shape), offset in zip(
-                self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True
-            ):
+            stored = zip(self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True)
+            for (name, shape), offset in stored:
                 if not self.verify and name not in wanted:
                     continue
                 if read_all or name not in LATENTS:

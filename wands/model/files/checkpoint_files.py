@@ -204,11 +204,9 @@ def find_checkpoint(
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     steps = list_steps(folder)[::-1]
     latest = folder / "latest"
-    named = (
-        folder / latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
-    )
-    if named is not None and named in steps:
-        steps = [named, *(step for step in steps if step != named)]
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    if folder / name in steps:
+        steps.sort(key=lambda step: step != folder / name)  # the named step first, then from new to old
     elif steps:
         log.warning("%s does not name a checkpoint; using the newest complete checkpoint", latest)
     for step in steps:
