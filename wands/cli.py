@@ -5,6 +5,8 @@ if another rank has failed.
 Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os

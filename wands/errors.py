@@ -5,6 +5,8 @@ Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.
 `wands.cli` turns a WandsError into an exit code.
 """
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,6 +4,8 @@ A file or folder is first written under a temporary name next to the target. It 
 to the target.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import shutil

@@ -5,6 +5,8 @@ systems, `flock` does not reach other machines. So the holder also writes its na
 A process on another machine takes the lock over only if this heartbeat has stopped.
 """
 
+from __future__ import annotations
+
 import fcntl
 import json
 import logging

@@ -1,5 +1,7 @@
 """Make texts safe to print and to publish: escape control characters, and hide secrets and user names."""
 
+from __future__ import annotations
+
 import logging
 import os
 import re

@@ -5,11 +5,13 @@ Sources: the official Wan 2.1 and 2.2 configs (`wan/configs/*.py`), their `gener
 configs of diffusers.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 TEXT_LEN = 512
 """Number of text tokens that every sample attends to.
@@ -62,7 +64,7 @@ class DiTShape:
     image_positions: int = 0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
         """Return the shape of a DiT from the config of a diffusers ``WanTransformer3DModel``."""
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}

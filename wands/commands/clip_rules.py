@@ -3,6 +3,8 @@
 Both commands use this module, so that both accept and reject the same clips.
 """
 
+from __future__ import annotations
+
 from wands.config.options import ClipOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash

@@ -1,5 +1,7 @@
 """`wands export`: write a training checkpoint as a diffusers pipeline folder, or as LoRA files."""
 
+from __future__ import annotations
+
 import json
 import logging
 import re

@@ -1,5 +1,7 @@
 """Draw a histogram of the lengths of samples as text. The length of a sample is its number of video tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import numpy as np

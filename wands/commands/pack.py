@@ -1,5 +1,7 @@
 """The command `wands pack`: write the bins (packed sequences) of an epoch to a file, exactly as `wands train` uses them."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

@@ -1,5 +1,7 @@
 """The command `wands plan`: find settings with which a recipe fits the memory of a machine, and predict the step time."""
 
+from __future__ import annotations
+
 import json
 import math
 import shlex

@@ -1,5 +1,7 @@
 """Plot the loss of training runs, for the demo, the model card and `scripts/loss_compare.py`."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

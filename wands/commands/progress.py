@@ -1,5 +1,7 @@
 """Show the progress of a long command: a progress bar on a terminal, otherwise a log line every 10 seconds."""
 
+from __future__ import annotations
+
 import logging
 import sys
 import time

@@ -1,5 +1,7 @@
 """Text histogram of the timesteps that a training run with a given `flow` section of the recipe would sample."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from wands.config.recipe import FlowConfig

@@ -1,5 +1,7 @@
 """`wands verify`: read all files of a run, a cache or a model, and compare them with their stored hashes."""
 
+from __future__ import annotations
+
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

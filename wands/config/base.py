@@ -1,5 +1,7 @@
 """Base classes of the sections of a recipe, and of the classes that contain the options of a command."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Build click commands from the classes in `wands.config.options`, whose fields become command-line options."""
 
+from __future__ import annotations
+
 import copy
 import inspect
 from collections.abc import Callable

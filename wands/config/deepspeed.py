@@ -6,6 +6,8 @@ the recipe. wands reports an error if a key of the JSON contradicts the recipe, 
 effect in wands. The error names the JSON and the recipe.
 """
 
+from __future__ import annotations
+
 import copy
 import math
 from collections.abc import Mapping

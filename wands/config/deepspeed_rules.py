@@ -3,6 +3,8 @@
 Each check returns messages instead of raising an error, so that one report can list every problem.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import json
 from collections.abc import Mapping

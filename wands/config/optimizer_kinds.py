@@ -1,5 +1,7 @@
 """Optimizers that `optim.name` can select: their DeepSpeed types, their settings and the memory of their states."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -4,6 +4,8 @@ Defaults have the lowest precedence, then the YAML file, then `--set section.key
 as it is written, or refused with one report of all its problems. No value is corrected.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import re

@@ -1,5 +1,7 @@
 """Describe the recipe keys and the shipped recipes."""
 
+from __future__ import annotations
+
 import difflib
 import inspect
 import json

@@ -16,6 +16,8 @@ Steps 1 and 2 work on distinct lengths, because there are fewer lengths than cli
 are exact in any order. So the bins are the same on every machine.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 

@@ -6,6 +6,8 @@ Conditioning frames are images that the user gives: the first frame of the video
 Letters: C latent channels, (f, h, w) latent frames, rows and columns, n tokens, P channels of a token.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

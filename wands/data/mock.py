@@ -1,5 +1,7 @@
 """Random latents with realistic shapes and the interface of the cache, to test a model or a cluster without data."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import numpy as np

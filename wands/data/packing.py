@@ -8,6 +8,8 @@ values that are equal on every machine. These values are random integers (Philox
 order.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,6 +4,8 @@ The channels of a token are in the order of the patch convolution: (C, pt, ph, p
 and (pt, ph, pw) is the patch size in latent frames, rows and columns.
 """
 
+from __future__ import annotations
+
 from torch import Tensor
 
 

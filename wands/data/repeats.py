@@ -5,6 +5,8 @@ a source are numbered copy by copy: first one row for each sample, then a second
 is no state: the number of an epoch determines the rows of the epoch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil, floor

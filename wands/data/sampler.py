@@ -2,6 +2,8 @@
 state.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field

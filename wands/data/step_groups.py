@@ -8,6 +8,8 @@ contain only long or only short clips. So the bins are sorted by cost and divide
 range are mixed. `LEVEL` limits the waiting.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from itertools import pairwise
 

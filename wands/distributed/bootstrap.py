@@ -1,5 +1,7 @@
 """Process group start-up: the accelerator, the number of ranks per node, and errors that all ranks raise together."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import os

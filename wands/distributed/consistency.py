@@ -3,6 +3,8 @@
 Ranks with different configurations, data or weights do not fail. Such ranks hang, or continue with wrong results.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,10 @@
 Ulysses is the innermost dimension, so that the all-to-all of Ulysses stays inside a node.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,7 +135,7 @@ class ProcessGroups:
     cp: dist.ProcessGroup | None = None
 
     @classmethod
-    def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> Self:
+    def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
         The first collective of a group sets up the group's communicator, and needs all members at the same time. If the

@@ -11,10 +11,12 @@ row, so that all ring rows have the same length.
 Letters: L local tokens of a rank with padding, S samples, R ring degree.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ class ContextPlan:
     row_len: int
 
     @classmethod
-    def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> Self:
+    def build(cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1) -> ContextPlan:
         """Split the packed samples over the ranks of a context-parallel group, and return the split.
 
         Args:
@@ -130,7 +132,7 @@ class ContextLayout:
     @classmethod
     def build(
         cls, seq_lens: Sequence[int], *, ulysses_degree: int = 1, ring_degree: int = 1, cp_rank: int = 0
-    ) -> Self:
+    ) -> ContextLayout:
         """Compute the tokens of a bin (the samples packed into one sequence) that one rank holds.
 
         Args:

@@ -1,5 +1,7 @@
 """Find the frozen components of a pipeline (such as the VAE), read their configs, and recognise the model variant."""
 
+from __future__ import annotations
+
 import logging
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,7 @@
 """Fingerprint of the frozen encoders of a pipeline. Encoders with equal fingerprints make equal caches."""
 
+from __future__ import annotations
+
 import hashlib
 import inspect
 import json

@@ -4,9 +4,11 @@ Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent fram
 width of CLIP's hidden states.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -48,7 +50,7 @@ class ImageEncoder:
         self.model = model.eval().requires_grad_(False)
 
     @classmethod
-    def load(cls, model: str | Path, device: torch.device | str = "cpu") -> Self:
+    def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
         """Load CLIP and its image processor from a pipeline folder or Hub id, in float32 as published.
 
         model_index.json names the class of the image processor. Another class would resize images to slightly different
@@ -116,7 +118,7 @@ class WindowEncoder:
         *,
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
-    ) -> Self:
+    ) -> WindowEncoder:
         """Load the VAE, and CLIP if `conditions` contains "clip", from a pipeline folder or Hub id.
 
         Args:

@@ -1,5 +1,7 @@
 """Text embeddings on disk: stored after the captions are encoded, and read while the clips are encoded."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

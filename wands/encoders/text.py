@@ -3,8 +3,10 @@
 Letters: L text tokens, D width of the encoder.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +45,7 @@ class TextEncoder:
     @classmethod
     def load(
         cls, model: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.bfloat16
-    ) -> Self:
+    ) -> TextEncoder:
         """Load the tokenizer and the encoder from a pipeline folder or Hub id.
 
         Raises:

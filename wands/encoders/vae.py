@@ -3,8 +3,10 @@
 Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns.
 """
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -50,7 +52,7 @@ class WanVideoEncoder:
         *,
         dtype: Literal["fp32", "bf16"] = "fp32",
         tiling: bool = False,
-    ) -> Self:
+    ) -> WanVideoEncoder:
         """Load the VAE from a pipeline folder or Hub id.
 
         Args:

@@ -1,5 +1,7 @@
 """Copy files into the folder of an export: the frozen models of a base pipeline, and the user's files from an earlier export."""
 
+from __future__ import annotations
+
 import os
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
 """Write the LoRA of a DiT as two files: one for diffusers and PEFT, and one for ComfyUI."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,7 @@
 """Write the weights of a DiT as a diffusers folder, and check that diffusers can load and run the written model."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

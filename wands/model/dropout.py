@@ -9,6 +9,8 @@ backward pass. The backward pass of dropout computes the mask again, so that no 
 Letters: N rows, C channels, S samples.
 """
 
+from __future__ import annotations
+
 import hashlib
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Select the trainable parameters of a full finetune by patterns of parameter names."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 

@@ -3,12 +3,14 @@
 Letters: R rank, I in features, O out features.
 """
 
+from __future__ import annotations
+
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import peft
 import torch
@@ -193,7 +195,7 @@ class MergedLoras:
         self._loras = loras
 
     @classmethod
-    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> Self:
+    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> MergedLoras:
         """Read the LoRA files that the recipe lists in `model.merge_loras`.
 
         Args:

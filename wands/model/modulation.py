@@ -8,6 +8,8 @@ attention and feed-forward, the table needs no gradient.
 Letters: L tokens, M timesteps, D width.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -6,6 +6,8 @@ gathers them. bitsandbytes encodes and decodes the weights.
 Letters: O out features, I in features.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

@@ -3,6 +3,8 @@
 Letters: L tokens, H heads, D head dim.
 """
 
+from __future__ import annotations
+
 import torch
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor

@@ -1,5 +1,7 @@
 """Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in diffusers."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch

@@ -4,6 +4,8 @@ Letters: D width of the residual stream, F hidden width of the feed-forward laye
 tensor with D values for each token.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from wands.planning.workload import Workload

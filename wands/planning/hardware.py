@@ -5,6 +5,8 @@ for one GPU and one direction. The fractions of the peak are typical of large ma
 assumptions by measurements of your machine.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -8,6 +8,8 @@ prediction adds up the tensors that DeepSpeed and the model keep. The predicted 
 tests/distributed/planning/test_memory.py compares the prediction with measured peaks.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
 from dataclasses import dataclass
 

@@ -6,6 +6,8 @@ holds the clips of one forward pass. A combination of settings is checked with t
 run accepts. `predict` gives the speed of a combination.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress

@@ -1,5 +1,7 @@
 """Sizes of a run that determine the memory and the step time of the run: stored parameters, ranks and bins."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

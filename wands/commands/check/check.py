@@ -5,6 +5,8 @@ function, so that both accept the same clips. Decoding runs in subprocesses. If 
 the time limit, the clip is rejected and the check continues.
 """
 
+from __future__ import annotations
+
 import hashlib
 import io
 import math

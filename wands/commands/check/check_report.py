@@ -1,5 +1,7 @@
 """Result of `wands check` as text for terminals and as JSON for programs. `html_page` renders the result for browsers."""
 
+from __future__ import annotations
+
 import json
 import re
 import sys

@@ -3,6 +3,8 @@
 The page is one file that needs no network access. The browser sorts and filters the clips.
 """
 
+from __future__ import annotations
+
 import base64
 from pathlib import Path
 

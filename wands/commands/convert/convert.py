@@ -4,6 +4,8 @@ All tensors of the result and the source must be equal bit for bit. The DiTs of 
 give equal outputs in a forward pass.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

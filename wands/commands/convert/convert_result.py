@@ -1,5 +1,7 @@
 """Summary of a conversion, for the console."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from pathlib import Path
 

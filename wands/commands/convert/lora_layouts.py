@@ -1,5 +1,7 @@
 """Convert LoRA files to the file layout of another program: diffusers, official Wan, ComfyUI or musubi-tuner."""
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import torch

@@ -4,6 +4,8 @@ Opening a pickle can run any code. `wands convert RUN --trust-pickle` therefore 
 else in wands opens these files.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import shutil

@@ -1,5 +1,7 @@
 """Write the files that a converted DiT needs to become a diffusers pipeline: configs, tokenizer, scheduler and index."""
 
+from __future__ import annotations
+
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Run diffusers' DiT with the tensors before a conversion and with the tensors after it, and compare the two outputs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
 """Find the models in the source of a conversion, and map their tensors to the file layout of another program."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial

@@ -5,6 +5,8 @@ decodes this clip into windows (ranges of frames). At most `NUM_READY` decoded w
 addition, each thread and each subprocess keeps at most one decoded window.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing

@@ -10,11 +10,13 @@ files of worker 0 are:
                          digest shows the clip during which the process died
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -63,7 +65,7 @@ class Done:
     deadly: bool = False
 
     @classmethod
-    def rejected(cls, clip: Clip, reason: str, deadly: bool) -> Self:
+    def rejected(cls, clip: Clip, reason: str, deadly: bool) -> Done:
         """Return the event for a rejected clip.
 
         Args:

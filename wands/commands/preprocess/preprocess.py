@@ -5,6 +5,8 @@ A run has these steps: scan the source (scan.py), encode the captions (encoding.
 memory at the same time. Rejected clips are reported.
 """
 
+from __future__ import annotations
+
 import json
 import shutil
 import time

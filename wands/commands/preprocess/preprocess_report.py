@@ -1,5 +1,7 @@
 """Report of a run of `wands preprocess`, as data and as text for the terminal."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 

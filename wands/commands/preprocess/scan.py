@@ -1,5 +1,7 @@
 """Compare a source of clips with the latent cache, and find the clips with samples that are missing in the cache."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections import defaultdict

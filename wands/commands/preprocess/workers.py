@@ -5,6 +5,8 @@ Each worker gets a fixed share of the captions and clips. The GPUs of a node are
 leads the run: it scans the source, assigns the shares, and writes the index of the cache.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import time

@@ -7,6 +7,8 @@ deleted before the packed model is loaded.
 The letter P in shapes is the number of channels of a token.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple

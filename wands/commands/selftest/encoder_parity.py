@@ -1,5 +1,7 @@
 """Checks that compare the VAE, text encoder and CLIP of `wands preprocess` with diffusers' stock pipeline."""
 
+from __future__ import annotations
+
 import inspect
 from unittest.mock import MagicMock
 

@@ -3,6 +3,8 @@
 The checks compare two DiTs for the same timestep: the DiT that diffusers' stock pipeline uses, and the DiT that wands trains.
 """
 
+from __future__ import annotations
+
 import json
 from types import SimpleNamespace
 from typing import Any

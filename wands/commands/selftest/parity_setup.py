@@ -1,5 +1,7 @@
 """Setup of `wands selftest` (model, clip and settings), and the classes for the results of the checks."""
 
+from __future__ import annotations
+
 import os
 from dataclasses import dataclass
 from pathlib import Path

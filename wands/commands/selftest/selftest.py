@@ -1,5 +1,7 @@
 """The command `wands selftest`: compare wands with stock diffusers, with the user's weights and on the user's machine."""
 
+from __future__ import annotations
+
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """Reference for packed training: the stock DiT of diffusers, run on one sample in the same way as in diffusers' pipelines."""
 
+from __future__ import annotations
+
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor

@@ -11,6 +11,8 @@ Letters: N samples, L text tokens, D width of the text encoder, C latent channel
 columns, A arrays of a sample.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json

@@ -1,12 +1,13 @@
 """Index of a latent cache: facts about all samples, so that planning need not open the shards."""
 
+from __future__ import annotations
+
 import io
 import zipfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class CacheIndex:
         return len(self.keys)
 
     @classmethod
-    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> Self:
+    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
         """Build the index of finished shards. The index is sorted by key.
 
         Args:
@@ -101,7 +102,7 @@ class CacheIndex:
         return buffer.getvalue()
 
     @classmethod
-    def from_file(cls, path: Path) -> Self:
+    def from_file(cls, path: Path) -> CacheIndex:
         """Read `index.npz`.
 
         Raises:

@@ -4,6 +4,8 @@ shards.
 `wands/data/cache/format.py` describes the files. `wands/data/cache/writer.py` writes them.
 """
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,7 @@
 """Shards of a latent cache: their file names, and functions that read finished shards."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -4,6 +4,8 @@ An HDF5 file is unreadable if the process that writes the file is killed. So sam
 all records of a log are written to a shard.
 """
 
+from __future__ import annotations
+
 import json
 import math
 import os

@@ -5,6 +5,8 @@ of a killed process is lost, so a resumed run continues after the last complete 
 an index. The index is sorted by key. So neither the order of writing nor an interruption affects training.
 """
 
+from __future__ import annotations
+
 import errno
 import hashlib
 import json
@@ -13,7 +15,7 @@ import struct
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import h5py
 import numpy as np
@@ -367,7 +369,7 @@ class CacheWriter(ShardWriter):
         index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
         write_whole(self.path / INDEX_NAME, index.to_bytes())
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> CacheWriter:
         return self
 
     def __exit__(self, *_: object) -> None:

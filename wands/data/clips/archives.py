@@ -5,6 +5,8 @@ is refused if it is a link or a device, or if its name leads out of the archive.
 overwrite files.
 """
 
+from __future__ import annotations
+
 import gzip
 import hashlib
 import io
@@ -12,7 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO, Self
+from typing import IO
 
 from wands.data.clips.records import Rejection, store_clip
 from wands.errors import DataError, one_line
@@ -34,7 +36,7 @@ class _Header(tarfile.TarInfo):
     """Header of a member. `tarfile` reads long names and attributes into memory, whatever size the archive states."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
         if header.size > MAX_CAPTION_BYTES and header.type in b"LKxgX":
             raise tarfile.ReadError(f"the name of a member has {header.size:,} bytes")
@@ -68,7 +70,7 @@ class TarReader:
         self.rejections: list[Rejection] = []
         self.samples = self._list()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> TarReader:
         return self
 
     def __exit__(self, *_: object) -> None:

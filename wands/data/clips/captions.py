@@ -1,5 +1,7 @@
 """Captions: checks, the cleaned text for the text encoder, and an estimate of the number of tokens."""
 
+from __future__ import annotations
+
 import html
 import math
 import re

@@ -6,12 +6,14 @@ one for each limit of the frame area. The size for the first limit has no suffix
 "#640x352" (width x height). Keys of clips never contain "#".
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from wands.errors import ConfigError, DataError
 from wands.variants import Variant
@@ -100,7 +102,7 @@ class ClipSpec:
         assert self.frame_stride >= 1
 
     @classmethod
-    def of_variant(cls, variant: Variant, **options: Any) -> Self:
+    def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:
         """Return the `ClipSpec` that `wands preprocess` and `wands check` use for a model variant.
 
         Args:

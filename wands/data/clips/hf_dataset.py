@@ -3,6 +3,8 @@
 Only this module imports `datasets`, and only if a source needs it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

@@ -5,6 +5,8 @@ many items in several subprocesses. The packages concurrent.futures and pebble r
 packages, all decoded windows (ranges of frames) of a long video would be in memory at once.
 """
 
+from __future__ import annotations
+
 import multiprocessing
 import os
 import queue

@@ -16,6 +16,8 @@ A table with other column names needs no layout: add the names to `source.VIDEO_
 table with another file name is one line in `listings.py`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

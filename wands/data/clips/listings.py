@@ -2,6 +2,8 @@
 captions.json.
 """
 
+from __future__ import annotations
+
 import os
 import unicodedata
 from collections.abc import Iterator

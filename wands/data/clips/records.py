@@ -2,6 +2,8 @@
 keys.
 """
 
+from __future__ import annotations
+
 import hashlib
 import os
 import re

@@ -1,5 +1,7 @@
 """Folders and tar archives that contain clips and, next to each clip, a caption file. Unusable files are reported."""
 
+from __future__ import annotations
+
 import json
 import os
 import re

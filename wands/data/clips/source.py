@@ -1,5 +1,7 @@
 """Source of clips (a folder, table, archive or Hugging Face dataset), with the options for reading the clips."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,6 +3,8 @@
 The module also reads the time range that a row selects in its clip.
 """
 
+from __future__ import annotations
+
 import csv
 import io
 import itertools

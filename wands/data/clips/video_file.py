@@ -5,6 +5,8 @@ Times are seconds from the first timestamp of the video stream. Durations in hea
 code relies on them only in container formats in which they proved correct.
 """
 
+from __future__ import annotations
+
 import math
 import struct
 from collections import deque

@@ -3,6 +3,8 @@
 One process can read a checkpoint that any number of ranks wrote.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import re

@@ -3,6 +3,8 @@
 One process can read what any number of ranks wrote, at any ZeRO stage.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -2,6 +2,8 @@
 not forgery.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re

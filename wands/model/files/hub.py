@@ -1,5 +1,7 @@
 """Find the local folder of a model that the user gives as a folder or as a Hugging Face Hub id."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from pathlib import Path

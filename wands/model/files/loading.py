@@ -8,6 +8,8 @@ Folders of official Wan repositories are read directly: their tensor names and c
 names and configs.
 """
 
+from __future__ import annotations
+
 import ctypes
 import hashlib
 import logging

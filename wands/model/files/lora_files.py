@@ -9,6 +9,8 @@ Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyU
 `lora_extractor.py`.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Mapping

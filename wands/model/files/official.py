@@ -6,6 +6,8 @@ and the kinds of norms. wands derives these settings from the names and shapes o
 Sources: `wan/configs/`, `WanModel`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of Wan 2.1 and 2.2.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
 from pathlib import Path
