@@ -68,7 +68,7 @@ class _CommandGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="wands")
 @click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Set by launchers.")
-@click.option("-v", "--verbose", is_flag=True, help="Print debug messages.")
+@click.option("-v", "--verbose", is_flag=True, help="Print debug messages, and warnings of other packages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
     # Child processes do not search the current folder for modules: a file numpy.py there would run in every decoder.

@@ -91,7 +91,7 @@ class _SafeFormatter(logging.Formatter):
         return safe_lines(super().format(record))
 
 
-def log_to_stderr(level: int = logging.WARNING, layout: str = "%(levelname)s %(name)s: %(message)s") -> None:
+def log_to_stderr(level: int = logging.WARNING, layout: str = "%(message)s") -> None:
     """Send the log records of this process to stderr as safe texts.
 
     Args:
