@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
 from wands.export.lora_weights import write_lora
-from wands.export.model_card import RECORD_FILE
+from wands.export.model_card import RECORD_FILE, STRIPS_FILE
 from wands.export.transformer_weights import write_transformer
 from wands.files import atomic_folder, write_text
 from wands.model.files.checkpoint_files import (
@@ -29,6 +30,8 @@ from wands.model.files.checkpoint_files import (
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
+from wands.report.run_data import read_run, sample_strips
+from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
 from wands.train.events import marked_steps
 
 log = logging.getLogger(__name__)
@@ -97,7 +100,14 @@ def export(options: ExportOptions) -> Path:
                     "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"
                 )
         write_hashes(partial)
+        run, kind = read_run(step_dir.parent.parent), "ema" if options.ema else "raw"
         record = _record(step_dir, state, base, options)
+        measured = [
+            row for row in run["evaluations"][kind] if row["step"] <= state.step and "held_out" in row
+        ]
+        record["held_out"] = [(row["step"], row["held_out"]) for row in measured]
+        if strips := sample_strips(run, kind, state.step):
+            save_contact_sheet(partial / STRIPS_FILE, list(starmap(SheetRow, strips.items())), 6)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))
         carry_over(out, partial)
     return out

@@ -237,9 +237,9 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
         return
     points = model_card.loss_points(record)
     if points:
-        steps, losses = zip(*points, strict=True)
-        marks = record.get("events") or {}
-        save_loss_plot(directory / model_card.LOSS_FILE, {"loss": (steps, losses)}, marks=marks)
+        curves = {"train": points, "held-out": record.get("held_out")}
+        series = {name: ([x for x, _ in rows], [y for _, y in rows]) for name, rows in curves.items() if rows}
+        save_loss_plot(directory / model_card.LOSS_FILE, series, marks=record.get("events") or {})
     license_id = _license_of(str(record.get("base", "")), hub)
     # A README.md that is a link is replaced by a file; the target of the link is kept.
     write_text(path, model_card.build_card(directory, hub.repo_id, record, contents, license_id))

@@ -263,11 +263,10 @@ class TrainOptions(LauncherOptions):
 
 
 class ReportOptions(Options):
-    """Write a page about a run, or about several runs.
+    """Write a page about a run, or compare runs on one page.
 
-    The page shows loss, samples, speed, events and recipe. With several runs, the page compares them.
-
-    The page is one HTML file that needs no network. Training writes the page of a run by itself at each evaluation.
+    The page is one HTML file that needs no network. It shows loss, samples, speed, events and recipe. Training writes the
+    page of a run by itself at each evaluation.
 
     Examples:
         wands report runs/my-run

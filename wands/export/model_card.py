@@ -26,6 +26,7 @@ MARKER = (
 )
 RECORD_FILE = "wands_export.json"
 LOSS_FILE = "loss.png"
+STRIPS_FILE = "samples_during_training.png"  # written by `wands export`
 SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
 DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
@@ -149,6 +150,7 @@ def build_card(
         samples=samples,
         has_loss=bool(loss_points(record)),
         loss_file=LOSS_FILE,
+        strips_file=STRIPS_FILE if (directory / STRIPS_FILE).is_file() else "",
         recipe=recipe and yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True),
         repo_id=repo_id,
         base=base_id or last_part(base) or "the base model",

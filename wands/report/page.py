@@ -20,7 +20,7 @@ from markupsafe import Markup
 from wands.config.options import ReportOptions
 from wands.errors import ConfigError, one_line
 from wands.files import write_text
-from wands.report.run_data import column, extremes, is_learning, read_run, smooth
+from wands.report.run_data import column, extremes, is_learning, read_run, smooth, thin
 from wands.texts import format_seconds, safe_lines, without_paths
 
 _log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
         chart=_chart,
         column=column,
         smooth=smooth,
-        spread=_spread,
+        thin=thin,
         duration=format_seconds,
         clean=without_paths,
     )
@@ -145,12 +145,6 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
     return {"start": start, "end": end, "ticks": ticks, "steps": steps, "lines": lines}
 
 
-def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` evenly spaced items, including the first and the last item."""
-    at = np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int))
-    return [items[i] for i in at]
-
-
 def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the table of samples of each run: its steps and prompts, and a cell for each (number, step, weights).
 
@@ -159,7 +153,7 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
         root = run["folder"].resolve()
-        steps = _spread(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
+        steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
         shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
         for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
             paths = [(root / str(row.get(key))).resolve() for key in ("thumbnail", "video")]

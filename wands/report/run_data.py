@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
+from PIL import Image, ImageOps
 
 from wands.config.recipe import Recipe
 from wands.files import differences, iter_rows
 
+T = TypeVar("T")
+STRIP_SIZE = (256, 144)
+"""Width and height of the images in `sample_strips`, in pixels."""
 _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "running", "restart": "running"}
 
 
@@ -36,10 +42,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         `eta_seconds`: expected seconds to the end of a running run, else None.
         `device_hours`: seconds of all steps x number of ranks / 3600.
     """
-    try:
+    recipe = None
+    with suppress(OSError, ValueError, yaml.YAMLError):
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        recipe = {}
     recipe = recipe if isinstance(recipe, dict) else {}
     # A section that is off by default has no keys to compare with.
     defaults = {key: value or {} for key, value in Recipe().model_dump(mode="json").items()}
@@ -70,7 +75,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "steps": steps,
         "loss_mean": smooth(np.where(skipped, math.nan, column(metrics, "loss")), window),
         "window": window,
-        "loss_by_sigma": np.array([list(map(number, losses)) for losses in by_sigma]).reshape(-1, 10),
+        "loss_by_sigma": np.array(by_sigma, np.float64).reshape(-1, 10),
         "evaluations": {key: [row for row in evaluations if row["weights"] == key] for key in ("raw", "ema")},
         "start": starts[-1],
         "state": state,
@@ -89,13 +94,8 @@ def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
 
 
 def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:
-    """Return the values of a key, float64 [number of rows], with NaN where a row has no finite number."""
-    return np.array([number(row.get(key)) for row in rows], np.float64)
-
-
-def number(value: Any) -> float:
-    """Return a value of a JSON file as a float, or NaN if the value is not a finite number."""
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan
+    """Return the numbers of a key, float64 [number of rows], with NaN where a row has no number."""
+    return np.array([row.get(key) for row in rows], np.float64)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -125,6 +125,13 @@ def smoothing_window(num_values: int) -> int:
     return max(1, min(200, num_values // 20))
 
 
+def thin(items: Sequence[T], most: int = 2000) -> list[T]:
+    """Return at most `most` evenly spaced items, including the first and the last item."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
 def extremes(values: np.ndarray, most: int) -> np.ndarray:
     """Return at most `most` indices of a curve in ascending order: the lowest and the highest value of each stretch, so that
     spikes remain. The first and the last value are included.
@@ -140,13 +147,38 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
     return np.unique([0, *chosen, len(values) - 1])
 
 
+def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
+    """Return the first frames of the samples over the steps, for the model card.
+
+    Args:
+        run: result of `read_run`.
+        weights: "raw" or "ema".
+        last_step: samples of later steps are left out.
+
+    Returns:
+        A dict that maps each prompt with its steps to images, uint8 [number of steps, H, W, 3].
+    """
+    strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
+    for row in run["samples"]:
+        path = run["folder"] / str(row.get("thumbnail"))
+        if (
+            row["step"] <= last_step
+            and row["weights"] == (weights if row["step"] else "raw")
+            and path.is_file()
+        ):
+            image = ImageOps.pad(Image.open(path).convert("RGB"), STRIP_SIZE, color="white")
+            strips[str(row.get("prompt"))][row["step"]] = np.asarray(image)
+    names = {prompt: f"{prompt} (steps {', '.join(map(str, strip))})" for prompt, strip in strips.items()}
+    return {names[prompt]: np.stack(list(strip.values())) for prompt, strip in strips.items()}
+
+
 def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return sentences that say whether a run learns, according to the evaluations of one kind of weights.
 
     Args:
         evaluations: rows of evaluations.jsonl, in order.
     """
-    means = [number((row.get("change") or {}).get("mean")) for row in evaluations]
+    means = column([row.get("change") or {} for row in evaluations], "mean")
     if np.all(np.isnan(means)):
         return [
             "Not known yet: there is no evaluation after step 0. The train loss alone cannot answer, because each step draws "
@@ -154,7 +186,7 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
     rows = np.array(evaluations, object)
     best, last = rows[np.nanargmin(means)], rows[np.isfinite(means)][-1]
-    mean, low, high = (number(last["change"].get(key)) for key in ("mean", "low", "high"))
+    mean, low, high = (column([last["change"]], key)[0] for key in ("mean", "low", "high"))
     word, relation = "Not visible yet", "may be the same as"
     if high < 0 or low > 0:
         word, relation = ("Yes", "is lower than") if high < 0 else ("No", "is higher than")
@@ -164,10 +196,11 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     if best is not last:
         rise = mean - best["change"]["mean"]
         sentences.append(f"It was lowest at step {best['step']:,} and has risen by {rise:.5f} since.")
-    of_train = [number((last.get("train_change") or {}).get(key)) for key in ("mean", "low", "high")]
+    of_train = [column([last.get("train_change") or {}], key)[0] for key in ("mean", "low", "high")]
     parting, margin = mean - of_train[0], math.hypot(high - low, of_train[2] - of_train[1]) / 2
     if math.isfinite(parting - margin):
-        text = "has grown" if parting > margin else "has not clearly grown"
-        text = f"The gap between held-out and train clips {text} since step 0 ({parting:+.5f}, margin {margin:.5f})"
-        sentences.append(f"{text}{': the model also memorises its train clips' * (parting > margin)}.")
+        grows = parting > margin
+        text = f"The gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"
+        memorises = ": the model also memorises its train clips" if grows else ""
+        sentences.append(f"{text} ({parting:+.5f}, margin {margin:.5f}){memorises}.")
     return sentences

@@ -42,11 +42,11 @@ from wands.model.files.checkpoint_files import (
 from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
+from wands.report.run_data import thin
 from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.changed_data import EPOCH_FILE, epoch_values
 from wands.train.engine_state import engine_tensors, load_engine
-from wands.train.metrics import thin
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 

@@ -284,13 +284,6 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
     return rows, AppendLog(path)
 
 
-def thin(history: Sequence[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:
-    """Return at most `most` evenly spaced (step, loss) pairs of a history, including the first and the last pair."""
-    if len(history) <= most:
-        return list(history)
-    return [history[round(i * (len(history) - 1) / (most - 1))] for i in range(most)]
-
-
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:
     """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
 

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.distributed.train.test_bad_steps import SKIP, damaged_clip
+from tests.support.run_folder import write_rows
 from tests.support.runs import run_training
 from wands.commands.export import export
 from wands.config.options import ExportOptions
@@ -90,12 +91,15 @@ def test_the_model_card_counts_restarts_and_skips(tiny_pipeline: Path, tmp_path:
     worlds[1].run(train_with_a_damaged_clip, tiny_pipeline, run, ("train.max_steps=6", *SETTINGS), True)
     skipped = [row["step"] for row in read_rows(run / "events.jsonl") if row.get("skipped")]
     assert len(skipped) > 1
+    rows = [{"step": step, "weights": "raw", "held_out": 0.5 - step / 100} for step in (0, 2, 4)]
+    write_rows(run / "evaluations.jsonl", rows)
     for step, restarts in ((2, []), (6, [4])):
         checkpoint = run / "checkpoints" / f"step_{step:08d}"
         out = export(ExportOptions(checkpoint=checkpoint, out=tmp_path / f"out-{step}"))
         record = json.loads((out / RECORD_FILE).read_text())
         events = {"restart": restarts, "skipped update": [number for number in skipped if number <= step]}
         assert record["events"] == events
+        assert record["held_out"] == [[row["step"], row["held_out"]] for row in rows if row["step"] <= step]
         card = build_card(out, "me/run", record, FolderContents("WanPipeline"), "mit")
         many = len(events["skipped update"])
         assert (

@@ -24,6 +24,7 @@ from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
 from wands.commands import push as push_module
 from wands.errors import WandsError
+from wands.export import model_card
 from wands.export import upload as hub_repo
 from wands.model.files.checkpoint_files import TrainState
 from wands.texts import without_paths
@@ -205,7 +206,28 @@ def test_no_place_on_this_machine_is_uploaded(folder: Path, hub: FakeHub) -> Non
     assert json.loads(there["samples/samples.jsonl"])["prompt"] == "a cat [walks] / runs"
     head, body = read_card(there["README.md"].decode())
     assert "base_model" not in head
-    assert "| Base | `base` |" in body
+    assert "| Base | unknown: the training read it from a folder named `base` |" in body
+
+
+def test_the_card_shows_the_held_out_loss_and_samples_during_training(
+    folder: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Any] = {}
+    plot = push_module.save_loss_plot
+    monkeypatch.setattr(
+        push_module,
+        "save_loss_plot",
+        lambda path, series, **more: (drawn.update(series), plot(path, series, **more)),
+    )
+    Image.new("RGB", (8, 8)).save(folder / model_card.STRIPS_FILE)
+    write_record(folder, RECORD | {"held_out": [[0, 0.5], [50, 0.4]]})
+    send(folder, hub)
+    assert drawn["held-out"] == ([0, 50], [0.5, 0.4])
+    assert len(drawn["train"][0]) == 60
+    body = hub.files(NAME)["README.md"].decode()
+    assert "clips that were not trained on" in body
+    assert f"({model_card.STRIPS_FILE})" in body
+    assert model_card.STRIPS_FILE in hub.files(NAME)
 
 
 def test_the_card(folder: Path, hub: FakeHub) -> None:
@@ -332,7 +354,7 @@ def test_a_folder_is_not_credited_as_a_repository(
     send(small, hub, training=tmp_path / "run")
     head, body = read_card(hub.files(NAME)["README.md"].decode())
     assert ("base_model" in head, "https://huggingface.co/" in body) == (linked, linked)
-    assert linked or "| Base | `wan` |" in body
+    assert linked or "folder named `wan` |" in body
 
 
 def test_a_card_of_ones_own_is_kept(small: Path, hub: FakeHub) -> None:

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from PIL import Image
 
 from tests.support.run_folder import PROMPTS, write_rows, write_run
 from wands.cli import main
 from wands.files import read_rows
 from wands.report import page as module
 from wands.report.page import render_page, write_report
-from wands.report.run_data import read_run
+from wands.report.run_data import read_run, sample_strips
 
 FILES = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "samples/samples.jsonl")
 
@@ -299,6 +301,24 @@ def test_the_samples_are_labelled(run: Path) -> None:
     assert text.count("<small>EMA</small>") == 4
     for prompt in PROMPTS:
         assert prompt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
+
+
+def test_strips_of_samples_for_the_model_card(run: Path, tmp_path: Path) -> None:
+    strips = sample_strips(read_run(run), "ema", 20)
+    assert list(strips) == [f"{prompt} (steps 0, 20)" for prompt in PROMPTS]
+    first = strips[f"{PROMPTS[0]} (steps 0, 20)"]
+    assert first.shape == (2, 144, 256, 3)
+    for image, name in zip(first, ("00000000/000_raw", "00000020/000_ema"), strict=True):
+        stored = np.asarray(
+            Image.open(run / f"samples/step_{name}.webp").convert("RGB").resize((250, 144)), int
+        )
+        assert np.abs(image[:, 3:-3] - stored).mean() < 5
+    rows = read_rows(run / "samples" / "samples.jsonl")
+    for row in rows:  # another size since step 40, and a lost thumbnail
+        Image.new("RGB", (8, 8 if row["step"] < 40 else 4)).save(tmp_path / f"{row['step']}.png")
+        row["thumbnail"] = f"{row['step']}.png" if row["number"] == 0 else "lost.png"
+    write_rows(tmp_path / "samples" / "samples.jsonl", rows)
+    assert list(sample_strips(read_run(tmp_path), "raw", 40)) == [f"{PROMPTS[0]} (steps 0, 20, 40)"]
 
 
 def changed(step: int, mean: float, half: float = 0.01, train: float | None = None) -> dict[str, Any]:
