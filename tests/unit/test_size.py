@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 716,
     "attention": 828,
-    "commands": 4071,
+    "commands": 4077,
     "config": 1156,
     "data": 3898,
     "distributed": 389,
