@@ -64,11 +64,11 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
-    watchdog.begin_work("the first step")
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
         if samples and start_step == 0:
             samples.write(0)
+        watchdog.begin_work("the first step")
         started = time.perf_counter()
         for (plan, slices), own_wait in profiled_steps(trainer, _timed(batches), start_step):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step

@@ -156,6 +156,7 @@ def train_checked(
             assert all(module.training for module in engine.module.modules())
 
     def decode(*_: Any) -> None:
+        torch.rand(1)  # a scheduler or a decoder may draw from the global generator
         raise RuntimeError("the decoder failed")
 
     def forward(self: Any, *args: Any) -> torch.Tensor:

@@ -73,5 +73,6 @@ def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.M
     times = ComputeTimes([model], torch.device("cuda"), print, None)
     for _ in range(3):
         model["head"](block["ffn"](torch.ones(5, 4)))
+    model.eval()["head"](block["ffn"](torch.ones(50, 4)))  # samples and evaluations are not part of the step
     assert times.end_step(1) is None
     assert list(times._steps) == [pytest.approx((6 * 1.5e-3, 6 * 1.5e-3 / (3 * 5 * (4 + 8))))]
