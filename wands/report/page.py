@@ -112,7 +112,7 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
     Args:
         curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. Values that are not finite are
-            left out. Outliers of the class "raw" do not determine the range.
+            left out. Outliers of the class "clipped" do not determine the range.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -123,7 +123,7 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
             drawn.append((name, style, x[known], y[known], [part[known] for part in band]))
     if not drawn:
         return None
-    shown = [np.quantile(y, (0.02, 0.98)) if "raw" in style else y for _, style, _, y, _ in drawn]
+    shown = [np.quantile(y, (0.02, 0.98)) if "clipped" in style else y for _, style, _, y, _ in drawn]
     limits = np.concatenate([*shown, *(part[np.isfinite(part)] for *_, band in drawn for part in band)])
     ticks = MaxNLocator(4).tick_values(limits.min(), limits.max())
     start, end = (float(pick([pick(x) for _, _, x, *_ in drawn])) for pick in (min, max))

@@ -66,6 +66,9 @@ def test_the_curves_are_the_rows(run: Path) -> None:
             ("Wait for data, s per step", "Wait for data, s per step"): "data_wait"}  # fmt: skip
     for name, key in keys.items():
         assert found[name] == {row["step"]: pytest.approx(row[key], rel=1e-4) for row in rows}
+    mean = found["Loss", "train, mean of 2 steps"]  # the update of step 24 was skipped
+    assert mean[24] == pytest.approx(rows[22]["loss"], rel=1e-4)
+    assert mean[26] == pytest.approx((rows[24]["loss"] + rows[25]["loss"]) / 2, rel=1e-4)
     peak = found["Largest memory of a rank, GiB", "device"]
     assert set(peak.values()) == {61}
     for name, weights, key in (("held-out", "raw", "held_out"), ("train clips, EMA", "ema", "train")):
