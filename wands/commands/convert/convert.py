@@ -121,7 +121,7 @@ class ModelConversion:
         rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model.
             None copies nothing.
         result: receives a summary of each component, and notes for the user.
-        variant: model variant of the DiT; None until the DiT has been converted.
+        variant: model variant of the DiT. It exists from the conversion of the DiT on.
         dit_config: diffusers config of the DiT; empty until the DiT has been converted.
     """
 
@@ -131,7 +131,7 @@ class ModelConversion:
     out: Path
     rest: Path | None
     result: ConvertResult
-    variant: Variant | None = None
+    variant: Variant = field(init=False)
     dit_config: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -163,7 +163,7 @@ class ModelConversion:
         is_dit = component.name in EXPERTS
         with component.open() as files:
             mapping = map_component(component, files, self.to)
-            if is_dit and self.variant is None:
+            if is_dit and not self.dit_config:
                 self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
             sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
             stock = stock_names(sources) if dtype else {}
@@ -200,7 +200,6 @@ class ModelConversion:
         if name in EXPERTS and self.to == "official":
             return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
-            assert self.variant is not None
             suffix = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
             return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
         has_vae_22 = config.get("z_dim") == len(official.LATENTS_22["latents_mean"])
@@ -229,7 +228,6 @@ class ModelConversion:
         if self.to == "diffusers":
             write_stock_config(component.name, config, target)
         else:
-            assert self.variant is not None
             text = json.dumps(official.to_official_config(config, self.variant), indent=2)
             (target / "config.json").write_text(text + "\n", encoding="utf-8")
         return write_sharded(target, KINDS[component.name].stem, tensors)
@@ -249,7 +247,7 @@ class ModelConversion:
                     copy_path(path, self.out / path.name)
             return
         missing = [name for name in ("transformer", "vae", "text_encoder") if name not in self.components]
-        if self.variant and "clip" in self.variant.conditions and "image_encoder" not in self.components:
+        if self.dit_config and "clip" in self.variant.conditions and "image_encoder" not in self.components:
             missing.append("image_encoder")
         if not (self.root / _TOKENIZER).is_dir():
             missing.append("tokenizer")
@@ -259,7 +257,6 @@ class ModelConversion:
                 "copies these parts from a diffusers pipeline of the same model."
             )
             return
-        assert self.variant is not None
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:

@@ -68,7 +68,7 @@ class ShardWriter:
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30, first: int = 0
+        self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30
     ) -> None:
         """Store the settings. The first file is created when the first sample is added.
 
@@ -77,11 +77,10 @@ class ShardWriter:
             fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
             max_samples: largest number of samples of a shard.
             max_bytes: size in bytes at which a shard is finished. The last sample may exceed this size.
-            first: number of the first shard. Numbers of existing shards are skipped.
         """
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
-        self.digest, self._next = fingerprint, first
+        self.digest, self._next = fingerprint, 0
         self.entries: dict[str, IndexEntry] = {}
         self._begin_shard()
 
