@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,31 +108,6 @@ class WindowEncoder:
         """
         assert (clip is not None) == ("clip" in conditions), conditions
         self.vae, self.clip, self.conditions = vae, clip, conditions
-
-    @classmethod
-    def load(
-        cls,
-        model: str | Path,
-        device: torch.device | str = "cpu",
-        conditions: Collection[str] = ("text",),
-        *,
-        dtype: Literal["fp32", "bf16"] = "fp32",
-        tiling: bool = False,
-    ) -> WindowEncoder:
-        """Load the VAE, and CLIP if `conditions` contains "clip", from a pipeline folder or Hub id.
-
-        Args:
-            model: pipeline folder or Hub id.
-            device: device of the encoders.
-            conditions: conditions of the model variant, see `wands.variants.Variant`.
-            dtype: dtype of the VAE's weights and arithmetic.
-            tiling: encode large frames in overlapping tiles, see `WanVideoEncoder`.
-
-        Raises:
-            ConfigError: if the model does not exist or its files are damaged.
-        """
-        vae = WanVideoEncoder.load(model, device, dtype=dtype, tiling=tiling)
-        return cls(vae, ImageEncoder.load(model, device) if "clip" in conditions else None, conditions)
 
     def encode(self, pixels: Tensor) -> dict[str, Tensor]:
         """Encode the pixels of a window (a range of frames of a clip), and the conditioning frames of the window.

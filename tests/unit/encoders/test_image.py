@@ -51,7 +51,9 @@ def test_frames_that_are_not_given_are_mid_grey() -> None:
 
 
 def test_a_still_is_not_encoded(tiny_variant: Callable[[str], Path]) -> None:
-    encoder = WindowEncoder.load(tiny_variant("wan2.2-i2v-a14b"), conditions=("text", "image"))
+    encoder = WindowEncoder(
+        WanVideoEncoder.load(tiny_variant("wan2.2-i2v-a14b")), conditions=("text", "image")
+    )
     assert set(encoder.encode(torch.zeros(3, 5, 16, 16))) == {"latents", "image_latents"}
     with pytest.raises(AssertionError, match="a still"):
         encoder.encode(torch.zeros(3, 1, 16, 16))

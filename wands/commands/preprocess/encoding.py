@@ -29,9 +29,10 @@ from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.cache.writer import ShardWriter
 from wands.data.clips.records import Rejection
-from wands.encoders.image import WindowEncoder
+from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder
+from wands.encoders.vae import WanVideoEncoder
 
 LOG_BYTES = 1 << 30
 """Size of a write-ahead log in bytes at which its samples are moved to a shard."""
@@ -157,15 +158,11 @@ class _ClipEncoder:
         self.num_windows = 0
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
-        options, times, began = self.settings.options, WorkerTimes(), time.monotonic()
+        times, began = WorkerTimes(), time.monotonic()
         reasons: dict[str, str] = {}
         with closing(decode_clips(clips, self.settings)) as pieces:
             if any(clip.decode for clip in clips):
-                self.encoder = WindowEncoder.load(
-                    *(options.model, self.device, self.settings.conditions),
-                    dtype=options.vae_dtype,
-                    tiling=options.vae_tiling,
-                )
+                self.encoder = self._load_encoder()
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
@@ -183,6 +180,14 @@ class _ClipEncoder:
         times.worked, times.num_windows = time.monotonic() - began - times.waited, self.num_windows
         self._move_to_shard()
         yield times
+
+    def _load_encoder(self) -> WindowEncoder:
+        options, conditions = self.settings.options, self.settings.conditions
+        vae = WanVideoEncoder.load(
+            options.model, self.device, dtype=options.vae_dtype, tiling=options.vae_tiling
+        )
+        clip = ImageEncoder.load(options.model, self.device) if "clip" in conditions else None
+        return WindowEncoder(vae, clip, conditions)
 
     def _store(self, window: Window) -> str | None:
         """Encode a window (range of frames of a clip), and append its samples to the write-ahead log.
