@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 19_680
+TOTAL = 19_668
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -23,7 +23,7 @@ FOLDERS = {
     "config": 1156,
     "data": 3898,
     "distributed": 389,
-    "encoders": 352,
+    "encoders": 340,
     "export": 389,
     "flow": 197,
     "model": 2234,

@@ -84,19 +84,19 @@ def check(options: CheckOptions) -> CheckReport:
     findings = _decode_all(decode, tasks, options.num_workers)
     clips = [
         CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
-        for item, (clip, _) in zip(rejections, findings[len(rows) :], strict=True)
+        for item, clip in zip(rejections, findings[len(rows) :], strict=True)
     ]
     count_tokens, cache_bytes = cache(_token_counter(options.model)), 0
     first_rows: dict[tuple[str, ...], ClipRecord] = {}
     stored: set[str] = set()
-    for row, (clip, digests) in zip(rows, findings, strict=False):  # the findings of rejections follow
+    for row, clip in zip(rows, findings, strict=False):  # the findings of rejections follow
         caption = clean_caption(row.caption)
         if not caption:
-            clip, digests = replace(clip, samples=(), warnings=(), reason=clip_rules.EMPTY_CAPTION), ()
-        first = first_rows.setdefault(digests, row) if digests else row
+            clip = replace(clip, samples=(), digests=(), warnings=(), reason=clip_rules.EMPTY_CAPTION)
+        first = first_rows.setdefault(clip.digests, row) if clip.digests else row
         samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
         clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)
-        cache_bytes += _cache_bytes(clip, digests, variant, stored)
+        cache_bytes += _cache_bytes(clip, variant, stored)
         warnings = []
         if first.path != row.path:  # one file may have several captions or ranges
             warnings.append(f"duplicate: the same images as {first.key}; keep one of the two clips")
@@ -141,15 +141,12 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 
 _Task = tuple[Path, float | None, float | None]
 """A clip to decode: (path, start in seconds, end in seconds). None is the start or the end of the file."""
-_Finding = tuple[CheckedClip, tuple[str, ...]]
-"""Result of decoding one clip: (clip, digest of the frames of each sample).
-
-The key and the caption of the clip are still empty. `CheckedSample.key` contains only the end of a sample's key. The
-key of the clip is put in front of it later.
-"""
 
 
-def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> _Finding:
+def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
+    """Decode a clip. The key and the caption of the result are empty, and `CheckedSample.key` contains only the end of a
+    sample's key. The key of the clip is put in front of it later.
+    """
     file_path, start, end = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
@@ -188,10 +185,11 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         path,
         source=source,
         samples=tuple(samples),
+        digests=tuple(digests),
         warnings=tuple(warnings),
         reason=reason,
         thumbnail=thumbnail,
-    ), tuple(digests)
+    )
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -205,17 +203,17 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 
 
 def _decode_all(
-    decode: Callable[[_Task], _Finding], tasks: Sequence[_Task | None], num_workers: int | None
-) -> list[_Finding]:
-    """Decode each distinct clip once in worker processes, and return one finding (result of decoding) for each task.
+    decode: Callable[[_Task], CheckedClip], tasks: Sequence[_Task | None], num_workers: int | None
+) -> list[CheckedClip]:
+    """Decode each distinct clip once in worker processes, and return the result for each task.
 
     Args:
         decode: function that decodes a clip.
-        tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The finding for
+        tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The result for
             None is empty.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
-    findings: list[_Finding] = [(CheckedClip("", ""), ())] * len(tasks)
+    findings = [CheckedClip("", "")] * len(tasks)
     numbers: dict[_Task, list[int]] = {}  # a clip with several captions has several tasks
     for number, task in enumerate(tasks):
         if task:
@@ -229,11 +227,9 @@ def _decode_all(
             task = distinct[index]
             if isinstance(result, Crash):
                 reason = clip_rules.crash_reason(task[0], result)
-                result = CheckedClip("", str(task[0]), reason=reason), ()
-            clip, digests = result
+                result = CheckedClip("", str(task[0]), reason=reason)
             for number in numbers[task]:
-                kept_clip = clip if number < KEPT_THUMBNAILS else replace(clip, thumbnail=b"")
-                findings[number] = kept_clip, digests
+                findings[number] = result if number < KEPT_THUMBNAILS else replace(result, thumbnail=b"")
             advance()
     return findings
 
@@ -294,21 +290,20 @@ def _describe_turn(source: VideoInfo) -> str:
 # ---- totals
 
 
-def _cache_bytes(clip: CheckedClip, digests: Sequence[str], variant: Variant, stored: set[str]) -> int:
+def _cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
     """Estimate the number of bytes that the samples of a clip add to the cache of `wands preprocess`.
 
     Samples with the same frames share their latents, which are counted only once.
 
     Args:
         clip: the clip with its caption.
-        digests: digest of the frames of each sample of the clip.
         variant: model variant.
         stored: digests of all samples whose latents were counted before. The function adds the digests of this clip.
     """
     dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
     text = 2 * min(clip.text_tokens, TEXT_LEN) * dit.text_dim + len(clip.caption.encode())
-    total = len(digests) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
-    for sample, digest in zip(clip.samples, digests, strict=True):
+    total = len(clip.digests) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
+    for sample, digest in zip(clip.samples, clip.digests, strict=True):
         if digest not in stored:
             stored.add(digest)
             elements = math.prod(variant.latent_size(sample.num_frames, sample.height, sample.width))

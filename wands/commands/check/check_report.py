@@ -57,6 +57,7 @@ class CheckedClip:
             estimated.
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
+        digests: digest of the frames of each sample.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -68,6 +69,7 @@ class CheckedClip:
     text_tokens: int = 0
     source: VideoInfo | None = None
     samples: tuple[CheckedSample, ...] = ()
+    digests: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     reason: str = ""
     thumbnail: bytes = b""
@@ -163,7 +165,7 @@ class CheckReport:
         clips = []
         for clip in self.clips:
             row = {"verdict": clip.verdict} | asdict(clip)
-            del row["thumbnail"]
+            del row["thumbnail"], row["digests"]
             clips.append(row)
         value = {
             "source": self.source,
