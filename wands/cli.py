@@ -124,6 +124,11 @@ def _infer(options: opts.InferOptions) -> None:
     _exit_rank()
 
 
+def _evaluate(options: opts.EvaluateOptions) -> None:
+    _print_result("wands.commands.evaluate:evaluate", options)
+    _exit_rank()
+
+
 def _selftest(options: opts.SelftestOptions) -> None:
     from wands.commands.selftest.selftest import selftest
 
@@ -182,6 +187,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ReportOptions: "wands.report.page:report",
     opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
+    opts.EvaluateOptions: _evaluate,
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
     opts.ConvertOptions: "wands.commands.convert.convert:convert",

@@ -54,6 +54,12 @@ def pack(recipe: str | None, **values: Any) -> str:
     return command(fill(opts.PackOptions, {"recipe": recipe, **values}))
 
 
+def evaluate(model: str | Path, data: Path, **values: Any) -> str | None:
+    from wands.commands.evaluate import evaluate as command
+
+    return command(fill(opts.EvaluateOptions, {"model": model, "data": data, **values}))
+
+
 def plan(recipe: str | None, **values: Any) -> str:
     from wands.commands.plan import plan as command
 

@@ -23,6 +23,7 @@ from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, se
 from wands.planning.workload import Workload
 from wands.texts import format_seconds
 from wands.train.checkpoint import checkpoint_bytes
+from wands.train.evaluation_plan import num_forwards
 from wands.train.run import sampling_load
 from wands.train.samples import plan_samples
 from wands.train.weights import choose_experts, list_weights, read_model
@@ -226,6 +227,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
     cache, checkpoint = _cache_bytes(task, variant) / 1e9, _checkpoint_bytes(best) / 1e9
+    evaluation = [_evaluation_line(best, variant, steps)] if recipe.eval else []
     lines = [
         "the first of these",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(task.usable)} that a GPU has for tensors",
@@ -235,6 +237,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"{recipe.checkpoint.keep + 1} of them while one is written",
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "
         f"is {steps:,} steps, {format_seconds(steps * best.seconds)}",
+        *evaluation,
     ]
     if recipe.sample:
         speed = best.prediction.mfu * task.machine.peak * best.workload.world_size
@@ -243,6 +246,19 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
             f"samples about {seconds} every {recipe.sample.every:,} steps, with the MFU of the training"
         )
     return "\n  ".join(lines)
+
+
+def _evaluation_line(best: Candidate, variant: Variant, steps_per_epoch: int) -> str:
+    """Return a line about the evaluations of a run whose clips all have the mean length."""
+    load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
+    assert recipe.eval is not None
+    total, clip = recipe.train.max_steps or recipe.train.epochs * steps_per_epoch, int(lens.mean())
+    training = (
+        total * recipe.train.bins_per_step * best.prediction.cp * best.prediction.flops * load.num_models
+    )
+    each = 9 * num_forwards(recipe, total, variant, load.num_models) * variant.dit.forward_flops([clip])
+    share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
+    return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; no memory beyond that of a training step"
 
 
 def _start_command(best: Candidate, options: PlanOptions) -> str:

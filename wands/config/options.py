@@ -384,6 +384,30 @@ class InferOptions(Options):
     number of processes / Ulysses degree]."""
 
 
+class EvaluateOptions(Options):
+    """Measure the loss of a run or a model on the clips of a cache.
+
+    Every clip is evaluated at nine noise levels with fixed noise, so the losses of several checkpoints or models can be
+    compared. With a launcher, the processes share the clips.
+
+    Examples:
+        wands evaluate runs/my-run --data validation-cache/ --ema
+        wands evaluate Wan-AI/Wan2.1-T2V-1.3B-Diffusers --data validation-cache/ --json base.json
+    """
+
+    model: Annotated[str, ARGUMENT]
+    """Run folder, step folder or the file checkpoints/best of a run, or a diffusers pipeline folder or Hub id. For a run, its
+    noise levels and its seed are used."""
+    data: str
+    """Cache folder with the clips to evaluate, written by `wands preprocess`."""
+    ema: bool = False
+    """Evaluate the moving average of the weights of a run instead of the weights themselves."""
+    max_clips: int = Field(default=64, gt=0)
+    """Largest number of clips. A hash of the names chooses the clips."""
+    json_path: Annotated[Path | None, Spelling("--json")] = None
+    """Write all results to this JSON file."""
+
+
 class ExportOptions(Options):
     """Export a checkpoint as a diffusers pipeline or LoRA files.
 

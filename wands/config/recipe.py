@@ -493,6 +493,10 @@ class CheckpointConfig(StrictModel):
     """Also save a checkpoint when this number of minutes has passed since the last save. 0 saves by `every` only."""
     keep_every: int = Field(default=0, ge=0)
     """Never delete checkpoints whose step is a multiple of this number. 0 keeps only the newest `keep` checkpoints."""
+    keep_best: bool = False
+    """Whether to save a checkpoint after each evaluation with the lowest held-out loss so far. The best checkpoint is never
+    deleted, and the file `checkpoints/best` names it. With an `ema` section, the loss of the moving average counts. The key
+    needs an `eval` section."""
     asynchronous: bool = False
     """Whether the training continues while a checkpoint is written. Each rank then needs host memory for a copy of its
     weights and optimizer states."""
@@ -504,6 +508,29 @@ class CheckpointConfig(StrictModel):
 Tracker = Literal[
     "tensorboard", "wandb", "trackio", "swanlab", "mlflow", "comet_ml", "aim", "clearml", "dvclive"
 ]
+
+
+class EvalConfig(StrictModel):
+    """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every N steps and after the last step.
+
+    The clips are those of `data.holdout` or `eval.cache`, and as many training clips. The noise levels are fixed quantiles of
+    the recipe's distribution. Evaluating does not change the training.
+    """
+
+    every: int = Field(default=500, gt=0)
+    """Number of optimizer steps between two evaluations."""
+    max_share: float = Field(default=0.02, gt=0)
+    """Largest compute of all evaluations together, as a fraction of the compute of the training. This key decides how many
+    clips and noise levels are evaluated. At least one clip is evaluated. With 0.02, evaluations take about 2 % of the time."""
+    max_clips: int = Field(default=64, gt=0)
+    """Largest number of held-out clips. A hash of the names chooses the clips. As many training clips are evaluated."""
+    cache: str | None = None
+    """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset, the clips
+    that `data.holdout` leaves out of training are held out. Without both, only training clips are evaluated."""
+    patience: int | None = Field(default=None, gt=0)
+    """Save a checkpoint and end the run after this number of evaluations without an improvement of the held-out loss. An
+    evaluation improves on the best one if the 95 % interval of their difference is below 0. If this key is unset, the run
+    never ends early."""
 
 
 class LoggingConfig(StrictModel):
@@ -621,6 +648,8 @@ class Recipe(StrictModel):
     precision: PrecisionConfig = PrecisionConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig | None = None
+    """If this section is unset, nothing is evaluated. `eval: {}` evaluates the held-out loss with the default settings."""
     logging: LoggingConfig = LoggingConfig()
     sample: SampleConfig | None = None
     """If this section is unset, the run samples no videos."""

@@ -24,6 +24,7 @@ from wands.files import first_difference
 from wands.variants import Variant
 
 Data = LatentCache | MockDataset
+Fingerprint = Callable[[], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,29 @@ def open_data(
     left_out = [tuple(int((side == kind).sum()) for kind in kinds) for side in sides]
     parts = zip([source.path for source in configs], opened, chosen, repeats, left_out, strict=True)
     return CombinedDataset([SelectedSource(*part) for part in parts], seed)
+
+
+def open_held_out(
+    section: DataConfig, cache: str | None, variant: Variant, seed: int, fingerprint: Fingerprint
+) -> Dataset | None:
+    """Open the clips for evaluation: a separate cache, or the clips that `data.holdout` leaves out of training.
+
+    Args:
+        section: `data` of the recipe.
+        cache: `eval.cache` of the recipe.
+        variant: variant of the model.
+        seed: `train.seed`.
+        fingerprint: as for `open_data`.
+
+    Returns:
+        The clips; None if no clip is held out.
+    """
+    if cache is not None:
+        return open_data(DataConfig(cache=cache, verify=section.verify), variant, seed, fingerprint)
+    if not section.holdout or section.split != "train":
+        return None
+    # The training data has been compared with the fingerprint.
+    return open_data(section.model_copy(update={"split": "holdout"}), variant, seed, dict)
 
 
 def check_excluded(section: DataConfig, data: Dataset) -> None:

@@ -55,6 +55,7 @@ def add_noise(
     seed: int,
     num_cond_tokens: Sequence[int] = (),
     sigma_range: tuple[float, float] = (0.0, 1.0),
+    given_sigmas: Sequence[float] | None = None,
 ) -> NoisyBatch:
     """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
@@ -70,13 +71,16 @@ def add_noise(
         num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all
             samples.
         sigma_range: (smallest, largest) sigma. For a model with two experts, this is the range of one expert.
+        given_sigmas: noise level of each sample. None draws the noise levels.
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
     # Copies from the host are asynchronous, so that the host does not wait for the device.
     to_device: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
     pairs = zip(keys, layout.seq_lens, strict=True)
-    host_sigmas = [draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs]
+    host_sigmas = given_sigmas or [
+        draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs
+    ]
     sigmas = torch.tensor(host_sigmas, dtype=torch.float32).to(**to_device)
     noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**to_device)
     clean = tokens.to(torch.float32)

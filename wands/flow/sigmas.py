@@ -81,6 +81,29 @@ def sample_sigma(
     return _to_fp32_inside(sigma, low, high)
 
 
+def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: float = 1.0) -> float:
+    """Return the noise level below which `sample_sigma` draws with probability `quantile`, rounded to fp32 inside the range.
+
+    Args:
+        flow: distribution, shift and `mix_uniform`.
+        quantile: probability between 0 and 1.
+        low: smallest sigma.
+        high: largest sigma.
+    """
+    base_low = shift_sigma(low, 1.0 / flow.flow_shift)
+
+    def mass(sigma: float) -> float:
+        base = _mass(flow, base_low, shift_sigma(sigma, 1.0 / flow.flow_shift))
+        return flow.mix_uniform * (sigma - low) + (1.0 - flow.mix_uniform) * base
+
+    whole, left, right = mass(high), low, high
+    for _ in range(60):
+        middle = 0.5 * (left + right)
+        share = mass(middle) / whole if whole > 0.0 else (middle - low) / (high - low)
+        left, right = (middle, right) if share < quantile else (left, middle)
+    return _to_fp32_inside(left, low, high)
+
+
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
     """Return the loss weight of each noise level, according to `flow.weighting`.
 

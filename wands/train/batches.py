@@ -5,11 +5,13 @@ Each rank loads only its rank slice, the part of a packed batch that the rank tr
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from wands.data.collate import RankSlice
+from wands.data.collate import PackingCollator, RankSlice
+from wands.data.datasets import Dataset
 from wands.data.packing import Bin, assign_bins
 from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
@@ -52,18 +54,39 @@ def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -
         plan: plan of the step.
         grid: parallel dimensions of the rank.
     """
-    lens = [int(run.seq_lens[i]) for i in bin] or [1]  # the collator pads an empty bin with one token
+    rows = [(run.data, i) for i in bin]
+    return read_rows_of_bin(run.collator, rows, plan.repeat_indices(bin), plan.epoch, grid)
+
+
+def read_rows_of_bin(
+    collator: PackingCollator,
+    rows: Sequence[tuple[Dataset, int]],
+    repeat_indices: Sequence[int],
+    epoch: int,
+    grid: ParallelDims,
+) -> RankSlice:
+    """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
+
+    Args:
+        collator: collator that packs the samples.
+        rows: (data set, row) of each sample.
+        repeat_indices: repeat index of each sample.
+        epoch: epoch, for the keys of the samples' random numbers.
+        grid: parallel dimensions of the rank.
+    """
+    patch = collator.shape.patch_size
+    grids = [grid_size(data.latent_shape(i), patch) for data, i in rows]
+    lens = [math.prod(grid) for grid in grids] or [1]  # the collator pads an empty bin with one token
     layout = ContextLayout.build(
         lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
     )
-    patch = run.shape.patch_size
     samples = []
-    for i, length, tokens in zip(bin, lens, layout.token_ranges, strict=False):
-        frames = frames_of_tokens(tokens, grid_size(run.data.latent_shape(i), patch), patch)
-        samples.append(run.data.read(i, None if tokens == (0, length) else frames))
-    names, planned = [sample.sample_id for sample in samples], [run.data.keys[i] for i in bin]
+    for (data, i), length, size, tokens in zip(rows, lens, grids, layout.token_ranges, strict=False):
+        frames = frames_of_tokens(tokens, size, patch)
+        samples.append(data.read(i, None if tokens == (0, length) else frames))
+    names, planned = [sample.sample_id for sample in samples], [data.keys[i] for data, i in rows]
     assert names == planned, f"read the samples {names}, but the plan has {planned}"
-    return run.collator(samples, plan.repeat_indices(bin), plan.epoch).rank_slice(layout)
+    return collator(samples, repeat_indices, epoch).rank_slice(layout)
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:

@@ -111,7 +111,7 @@ class CheckpointSaver:
         texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
         self._buffers = HostBuffers(*texts) if self._config.asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
-        self._pending: tuple[TrainState, Future[dict[str, str] | str]] | None = None
+        self._pending: tuple[TrainState, bool, Future[dict[str, str] | str]] | None = None
         self.saved = run.checkpoint.folder if run.checkpoint else None
 
     @property
@@ -122,7 +122,7 @@ class CheckpointSaver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank still writes its files of the started checkpoint."""
-        return self._pending is not None and not self._pending[1].done()
+        return self._pending is not None and not self._pending[2].done()
 
     def is_due(self, step: int) -> bool:
         """Return whether `checkpoint.every` asks for a checkpoint of this step. Equal on all ranks."""
@@ -134,7 +134,7 @@ class CheckpointSaver:
         minutes = self._config.every_minutes
         return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
-    def save(self, state: TrainState, plan: StepPlan, required: bool) -> None:
+    def save(self, state: TrainState, plan: StepPlan, required: bool, is_best: bool = False) -> None:
         """Save a checkpoint, or start it with `checkpoint.asynchronous`. Every rank must call this method.
 
         If it fails, log the reason, so that the training can continue without this checkpoint.
@@ -143,6 +143,7 @@ class CheckpointSaver:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
             plan: plan of the last step.
             required: whether the checkpoint must be complete when this method returns.
+            is_best: whether the held-out loss is the lowest so far, for the file `best`.
 
         Raises:
             CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
@@ -150,7 +151,7 @@ class CheckpointSaver:
             ConfigError: if the host has too little memory for a copy of the state.
         """
         with self._tolerant(state.step, required):
-            self._start(state, plan)
+            self._start(state, plan, is_best)
         if self.is_pending and (required or not self._config.asynchronous):
             self.finish(required)
         self._last_save = time.perf_counter()
@@ -162,9 +163,9 @@ class CheckpointSaver:
             CheckpointError: as `save`.
         """
         assert self._pending is not None
-        (state, work), self._pending = self._pending, None
+        (state, is_best, work), self._pending = self._pending, None
         with self._tolerant(state.step, required):
-            self.saved = self._complete(state, work.result())
+            self.saved = self._complete(state, is_best, work.result())
             self._log(f"saved {self.saved}")
 
     @contextmanager
@@ -176,7 +177,7 @@ class CheckpointSaver:
                 raise
             self._log(f"{error} The training continues without a checkpoint of step {step}.")
 
-    def _start(self, state: TrainState, plan: StepPlan) -> None:
+    def _start(self, state: TrainState, plan: StepPlan, is_best: bool) -> None:
         rank, folder = dist.get_rank(), self._run.output_dir / "checkpoints"
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +190,8 @@ class CheckpointSaver:
             files = self._buffers.copy_files(files)
         texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
         partial = folder / f"{step_name(state.step)}.tmp"
-        self._pending = copy.deepcopy(state), self._thread.submit(_write_files, partial, files, texts)
+        work = self._thread.submit(_write_files, partial, files, texts)
+        self._pending = copy.deepcopy(state), is_best, work
 
     def _own_files(self) -> list[TensorFile]:
         rank, files = dist.get_rank(), []
@@ -202,7 +204,7 @@ class CheckpointSaver:
                 files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
         return files
 
-    def _complete(self, state: TrainState, own_hashes: dict[str, str] | str) -> Path:
+    def _complete(self, state: TrainState, is_best: bool, own_hashes: dict[str, str] | str) -> Path:
         folder = self._run.output_dir / "checkpoints"
         target = folder / step_name(state.step)
         partial, hashes = folder / f"{target.name}.tmp", gather_objects(own_hashes)
@@ -211,6 +213,8 @@ class CheckpointSaver:
             files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
             try:
                 _publish(partial, target, replace(state, hashes=files))
+                if is_best:
+                    write_text(folder / "best", target.name)
                 self._thread.submit(_delete_old_steps, target, self._config)
             except (OSError, WandsError) as error:
                 problem = one_line(error)
@@ -309,9 +313,12 @@ def _publish(partial: Path, target: Path, state: TrainState) -> None:
 def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
     older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
     abandoned = sorted(newest.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
+    best = newest.with_name("best")
+    best_name = best.read_text() if best.is_file() else ""
     for path in older[: -config.keep] + abandoned[: -config.keep]:
         step = int(path.name.partition(".")[0].removeprefix("step_"))
         is_kept = (config.keep_every and step % config.keep_every == 0) or (path / PUSH_MARK).exists()
+        is_kept = is_kept or path.name == best_name
         if path in abandoned or not is_kept:
             try:
                 shutil.rmtree(path)

@@ -16,6 +16,7 @@ from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
+from wands.report.page import write_report
 from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
@@ -23,6 +24,7 @@ from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.control import ControlRequest, ControlRequests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
+from wands.train.evaluation import Evaluator, Verdict
 from wands.train.events import EventLog
 from wands.train.metrics import StepLog, memory_peaks, sigma_sums
 from wands.train.profiler import memory_snapshots, profiled_steps
@@ -61,11 +63,15 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
     step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
     saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
+    evaluator = Evaluator(trainer, step_log, watchdog) if recipe.eval else None
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
     prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
     with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
+        if evaluator and evaluator.is_missing(start_step):
+            evaluator.evaluate(start_step)
+            watchdog.begin_work("the first step")
         if samples and start_step == 0:
             samples.write(0)
         watchdog.begin_work("the first step")
@@ -104,8 +110,13 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 plan, losses, results, lr, ema_decay, seconds, data_wait, own_seconds, of_sigmas, peaks
             )
 
+            verdict, evaluates = Verdict(), evaluator is not None and evaluator.is_due(step, request.quit)
+            if evaluator and evaluates:
+                verdict = evaluator.evaluate(step)
+                request = request._replace(quit=request.quit or verdict.stops)
+            is_best = verdict.is_best and recipe.checkpoint.keep_best
             is_last = request.quit or step == total_steps
-            is_due = is_last or request.save or saver.is_due(step)
+            is_due = is_last or is_best or request.save or saver.is_due(step)
             every, reads_all = recipe.train.check_every, request.check or plan.step == start_step
             checks = reads_all or bool(every and (is_due or step % every == 0))
             if checks:
@@ -120,11 +131,11 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                     build_state(run, step, plan.epoch, step_log.history), bad_steps=bad_steps.state
                 )
                 watchdog.begin_work(f"saving the checkpoint of step {step}")
-                saver.save(state, plan, required=is_last)
+                saver.save(state, plan, required=is_last, is_best=is_best)
             if samples and samples.is_due(step) and not request.quit:
                 samples.write(step)
                 checks = True
-            if checks or finishes or is_due:
+            if checks or finishes or is_due or evaluates:
                 started = time.perf_counter()  # the next step does not contain this time
             if watchdog.saved != saver.saved:
                 watchdog.saved = saver.saved
@@ -139,6 +150,8 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     events.write("end" if step == total_steps else "stop")
     for log_file in (step_log, events, trainer.trackers):
         log_file.close()
+    if rank == 0:
+        write_report(run.output_dir)
     return saver.saved
 
 

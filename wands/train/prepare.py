@@ -14,7 +14,7 @@ from wands.config.recipe import FlowConfig, Recipe, SourceConfig
 from wands.config.recipe_loading import read_recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
-from wands.data.datasets import CombinedDataset, Dataset, check_excluded, open_data
+from wands.data.datasets import CombinedDataset, Dataset, check_excluded, open_data, open_held_out
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.distributed.dims import check_world, choose_degrees
 from wands.errors import ConfigError, Problems
@@ -23,6 +23,7 @@ from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
 from wands.train.changed_data import follow_data
 from wands.train.checkpoint import build_state
+from wands.train.evaluation_plan import check_held_out
 from wands.train.plan_file import follow_plan
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
@@ -174,12 +175,20 @@ def prepare_run(
             check("data files", partial(LatentCache, source.path))
     check("clips", lambda: _check_samples(data, dp_size), "data files", "world size")
     check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
+    section, cache = recipe.data, recipe.eval.cache if recipe.eval else None
+    held_out = check(
+        "eval",
+        lambda: recipe.eval and open_held_out(section, cache, variant, seed, fingerprint),
+        *("data files", "model files"),
+    )
+    check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
     plan_videos = partial(plan_samples, recipe, variant, experts)
     samples = check("samples", plan_videos, "model files", "sample")
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
-    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, checkpoint, None, samples)
+    extra = {"checkpoint": checkpoint, "held_out": held_out, "samples": samples}
+    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, **extra)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run
 

@@ -202,3 +202,6 @@ def restore(
             names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
     write_text(steps / "latest", checkpoint.folder.name)
+    best = steps / "best"
+    if best.is_file() and not (steps / best.read_text()).is_dir():
+        best.unlink()

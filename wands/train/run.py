@@ -47,6 +47,7 @@ class TrainingRun:
         world_size: number of ranks.
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
+        held_out: data set that is evaluated and not trained on; None if no clip is held out.
         data_change: text about clips that were added or removed since the checkpoint.
         samples: videos that the run samples while it trains.
     """
@@ -63,6 +64,7 @@ class TrainingRun:
     world_size: int
     degrees: ContextDegrees
     checkpoint: Checkpoint | None = None
+    held_out: Dataset | None = None
     data_change: str | None = None
     samples: tuple[SampleRequest, ...] = ()
 

@@ -12,6 +12,7 @@ from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
 from wands.train.checkpoint import build_state
 from wands.train.engine import attention_backend
+from wands.train.evaluation_plan import plan_evaluation, stored_plan
 from wands.train.resume import list_changes
 from wands.train.run import TrainingRun
 
@@ -33,7 +34,10 @@ def start_block(run: TrainingRun) -> str:
     epoch = (
         [*other_sources, f"epoch {epoch_number}: {len(samples):,} samples, {tokens}"] if other_sources else []
     )
-    videos = []
+    evaluation, videos = [], []
+    if recipe.eval:
+        clips = (stored_plan(run) or plan_evaluation(run)).describe()
+        evaluation = [f"{clips}, every {recipe.eval.every:,} steps"]
     if recipe.sample:
         sets = 1 + -(-run.sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
         training = run.sampler.total_steps * run.step_flops(bins) / plan.num_steps
@@ -78,6 +82,7 @@ def start_block(run: TrainingRun) -> str:
             f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
             + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
         ],
+        "evaluation": evaluation,
         "samples": videos,
         "memory": [_memory_line(run)],
         "output": [str(run.output_dir)],

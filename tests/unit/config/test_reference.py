@@ -42,6 +42,7 @@ def test_every_key_of_a_resolved_recipe_is_listed():
         {
             "lora": {"rank": 4},
             "ema": {},
+            "eval": {},
             "sample": {},
             "hub": {"repo": "you/name"},
             "data": {"mock": {"num_samples": 1, "shapes": [[1, 2, 2]]}},

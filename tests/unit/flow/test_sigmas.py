@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from wands.config.recipe import FlowConfig
 from wands.flow.rng import philox
-from wands.flow.sigmas import sample_sigma, shift_sigma, sigma_weight
+from wands.flow.sigmas import sample_sigma, shift_sigma, sigma_quantile, sigma_weight
 
 SHIFTS = (1.0, 3.0, 5.0, 8.0, 12.0)
 RANGES = ((0.0, 1.0), (0.875, 1.0), (0.0, 0.875), (0.9, 1.0), (0.0, 0.9), (0.3, 0.55))
@@ -97,6 +97,24 @@ def test_even_quantiles_hit_the_cdf_exactly(sampling: str, shift: float):
         generator = Quantiles(100)
         draws = np.sort([sample_sigma(generator, flow, low, high) for _ in range(100)])
         np.testing.assert_allclose(cdf(flow, low, high)(draws), (np.arange(100) + 0.5) / 100, atol=2e-5)
+
+
+@pytest.mark.parametrize("mix_uniform", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "mode"])
+def test_a_quantile_has_its_share_of_the_draws_below_it(sampling: str, mix_uniform: float):
+    for shift in SHIFTS:
+        flow = FlowConfig(
+            timestep_sampling=sampling, mix_uniform=mix_uniform, flow_shift=shift, logit_mean=0.3
+        )
+        for low, high in RANGES:
+            probabilities = np.arange(1, 10) / 10
+            levels = np.array([sigma_quantile(flow, p, low, high) for p in probabilities])
+            np.testing.assert_allclose(cdf(flow, low, high)(levels), probabilities, atol=2e-5)
+    generator, n = philox(0, "quantiles"), 4000
+    draws = np.sort([sample_sigma(generator, flow, 0.3, 0.55) for _ in range(n)])
+    for p in (0.1, 0.5, 0.9):
+        below = np.searchsorted(draws, sigma_quantile(flow, p, 0.3, 0.55)) / n
+        assert below == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / n))
 
 
 MASS = {  # share of sigmas at or above the boundary, published table

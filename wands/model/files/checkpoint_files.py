@@ -188,12 +188,12 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Return a complete checkpoint of a step folder, a checkpoints folder or a run folder.
 
-    For a step folder, return its checkpoint. For a checkpoints folder or run folder, return the checkpoint that the file
-    `latest` names. If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest
-    checkpoint that is not damaged.
+    For a step folder, return its checkpoint. For the file `best` or `latest`, return the checkpoint that the file names.
+    For a checkpoints folder or run folder, return the checkpoint that the file `latest` names. If `latest` is missing, is
+    empty or names a damaged checkpoint, log a warning and return the newest checkpoint that is not damaged.
 
     Args:
-        where: step folder, checkpoints folder or run folder.
+        where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
         verify: whether to compare the hash of every file, in addition to the size.
         damaged: maps step folders that are known to be damaged to their error messages.
 
@@ -201,6 +201,8 @@ def find_checkpoint(
         CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier
             version of wands.
     """
+    if where.name in ("best", "latest") and where.is_file():
+        where = where.parent / where.read_text(encoding="utf-8").strip()
     if (where / STATE_FILE).is_file():
         return _open_step(where, verify, damaged)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where

@@ -1,0 +1,441 @@
+"""Held-out loss: the same numbers however a run is spread over ranks, and a training that does not notice it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from tests.support.runs import losses, make_run, run_training, weights
+from tests.support.steps import Grid, zero
+from tests.support.world import WorldPool
+from wands.commands.selftest.stock import add_conditions, stock_velocity
+from wands.config.recipe import MockConfig
+from wands.data.mock import MockDataset
+from wands.data.patchify import unpatchify
+from wands.distributed.dims import ParallelDims
+from wands.errors import ConfigError
+from wands.flow.rng import SampleKey, rng
+from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
+from wands.train import evaluation, loop
+from wands.train.evaluation import measure, own_bins, paired_change
+from wands.train.evaluation_plan import (
+    HELD_OUT,
+    TRAIN,
+    EvaluationClip,
+    EvaluationPlan,
+    list_samples,
+    plan_evaluation,
+)
+from wands.train.metrics import read_rows
+
+TI2V, A14B = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"
+# Two of the seven clips are held out. The budget does not limit anything here.
+EVAL = ("data.holdout=0.4", "eval.every=2", "eval.max_share=1000")
+STEPS = ("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=9", "optim.lr=1e-4")
+
+
+def evaluated(*args: Any) -> list[dict[str, Any]]:
+    """A run's rows of evaluations.jsonl, on rank 0."""
+    run_training(*args)
+    return read_rows(args[1] / "evaluations.jsonl")
+
+
+def numbers(row: dict[str, Any]) -> list[float]:
+    """Every mean and every loss of a row."""
+    buckets = [bucket for kind in row["by"].values() for bucket in kind]
+    found = [value for item in (row, *buckets) for key, value in item.items() if key in ("held_out", "train")]
+    return [value for value in (*found, *row["losses"]) if value is not None]
+
+
+# ---- the numbers
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worlds: WorldPool) -> Any:
+    out = tmp_path_factory.mktemp("reference")
+    return out, worlds[1].run(evaluated, tiny_pipeline, out, (*EVAL, *STEPS), zero(0))[0]
+
+
+def test_it_is_the_loss_of_stock_diffusers(reference: Any, tiny_pipeline: Path):
+    """Before the first step: each clip alone through the stock model, with noise keyed (clip, quantile, epoch -1)."""
+    out, rows = reference
+    plan = json.loads((out / "evaluation.json").read_text())
+    model = WanTransformer3DModel.from_pretrained(tiny_pipeline, subfolder="transformer").eval()
+    run = make_run(tiny_pipeline, out / "again", EVAL, world_size=1)
+    data, patch = (
+        MockDataset(MockConfig.model_validate(run.recipe.data.mock), run.shape, 0),
+        run.shape.patch_size,
+    )
+    assert [clip["side"] for clip in plan["clips"]] == [HELD_OUT] * 2 + [TRAIN] * 2
+    expected = []
+    for clip in plan["clips"]:
+        sample = data.read(data.keys.index(clip["key"]))
+        clean = sample.latents.float()
+        of_clip = []
+        for number in range(9):
+            quantile = (number + 1) / 10
+            sigma = 3 * quantile / (1 + 2 * quantile)  # uniform, shift 3
+            assert clip["sigmas"]["transformer"][number] == pytest.approx(sigma, rel=1e-6)
+            tokens = rng(0, SampleKey(clip["key"], number, -1), "noise").standard_normal(
+                (clip["num_tokens"], clean.shape[0] * np.prod(patch)), dtype=np.float32
+            )
+            grid = tuple(n // p for n, p in zip(clean.shape[1:], patch, strict=True))
+            noise = unpatchify(torch.from_numpy(tokens), grid, clean.shape[0], patch)
+            noisy = (1 - sigma) * clean + sigma * noise
+            inputs = add_conditions(noisy, torch.tensor(1000 * sigma))
+            with torch.no_grad():
+                velocity = stock_velocity(model, *inputs, sample.text_embeds.float())
+            of_clip.append(float((velocity - (noise - clean)).square().mean()))
+        expected.append(np.mean(of_clip))
+    assert rows[0]["losses"] == pytest.approx(expected, rel=2e-6)
+    assert rows[0]["held_out"] == pytest.approx(np.mean(expected[:2]), rel=2e-6)
+    assert rows[0]["gap"] == pytest.approx(np.mean(expected[:2]) - np.mean(expected[2:]), abs=1e-5)
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    assert rows[0]["change"] is None
+    assert rows[2]["change"]["mean"] == pytest.approx(rows[2]["held_out"] - rows[0]["held_out"], abs=1e-7)
+
+
+CELLS = {
+    "dp2-zero3-single": (Grid(2, 1, 1), 3, False),
+    "ring2-zero1": (Grid(1, 2, 1), 1, True),
+    "ulysses2-zero2": (Grid(1, 1, 2), 2, True),
+}
+FULL = {
+    f"{grid}-zero{stage}-{'packed' if packs else 'single'}": (grid, stage, packs)
+    for grid in (Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1))
+    for stage in range(4)
+    for packs in (True, False)
+}
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "packs"),
+    [
+        *(pytest.param(*cell, id=name) for name, cell in CELLS.items()),
+        *(pytest.param(*cell, id=name, marks=pytest.mark.full) for name, cell in FULL.items()),
+    ],
+)
+def test_every_grid_has_the_same_values(
+    grid: Grid,
+    stage: int,
+    packs: bool,
+    reference: Any,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    worlds: WorldPool,
+):
+    """The step has two bins on every grid; more ranks than two would need four."""
+    more = (f"packing.enabled={str(packs).lower()}", *grid.overrides)
+    rows = worlds[grid.world_size].run(
+        evaluated, tiny_pipeline, tmp_path, (*EVAL, *STEPS, *more), zero(stage)
+    )[0]
+    assert [row["step"] for row in rows] == [0, 2, 4]
+    for row, expected in zip(rows, reference[1], strict=True):
+        assert numbers(row) == pytest.approx(numbers(expected), rel=2e-6)
+    same = ("evaluation.json",)
+    assert all((tmp_path / name).read_bytes() == (reference[0] / name).read_bytes() for name in same)
+
+
+@pytest.mark.parametrize("dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_training_does_not_notice_it(
+    dropout: bool, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (
+        *STEPS,
+        "data.holdout=0.4",
+        "ema.decay=0.7",
+        "ema.warmup=false",
+        "flow.cfg_dropout=0.5",
+        "data.prefetch=2",
+    )
+    settings += ("train.max_steps=3", "model.dropout=0.2") if dropout else ("train.max_steps=3",)
+    series, evaluates = {}, ("eval.every=1", "eval.max_share=1000", "eval.max_clips=1")
+    for name, more in (("with", evaluates), ("without", ())):
+        ranks = worlds[2].run(run_training, tiny_pipeline, tmp_path / name, (*settings, *more), zero(3))
+        series[name] = ranks[0]
+    assert losses(series["with"]) == losses(series["without"])
+    assert [row["grad_norm"] for row in series["with"]] == [row["grad_norm"] for row in series["without"]]
+    ours, theirs = weights(tmp_path / "with"), weights(tmp_path / "without")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for path in (tmp_path / "with" / "checkpoints" / "step_00000003").rglob("*_rank_*"):
+        assert path.read_bytes() == Path(str(path).replace("/with/", "/without/")).read_bytes(), path.name
+    rows = read_rows(tmp_path / "with" / "evaluations.jsonl")
+    assert [(row["step"], row["weights"]) for row in rows] == [
+        (0, "raw"),
+        *((step, which) for step in (1, 2, 3) for which in ("raw", "ema")),
+    ]
+    assert rows[-1]["held_out"] != rows[-2]["held_out"]
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("variant", [TI2V, A14B])
+def test_kinds_and_experts(
+    world_size: int, variant: str, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    """TI2V without and with a first frame, A14B inside the range of each expert."""
+    settings = (*EVAL, "train.max_steps=1", STEPS[-1])
+    args = (tiny_variant(variant), tmp_path / "run", settings, zero(3))
+    rows = worlds[world_size].run(evaluated, *args)[0]
+    if world_size > 1:
+        one = worlds[1].run(evaluated, args[0], tmp_path / "one", *args[2:])[0]
+        assert [*map(numbers, rows)] == [pytest.approx(numbers(row), rel=2e-6) for row in one]
+    first = rows[0]
+    assert [bucket["name"] for bucket in first["by"]["kind"]] == (
+        ["text", "first frame"] if variant == TI2V else ["text"]
+    )
+    values = [bucket["held_out"] for bucket in first["by"]["sigma"]]
+    assert len(set(values)) == len(values) == (9 if variant == TI2V else 18)
+    if variant == A14B:
+        assert [bucket["name"] for bucket in first["by"]["expert"]] == ["high", "low"]
+        sigmas = {bucket["name"]: bucket["sigma"] for bucket in first["by"]["sigma"]}
+        assert all((sigma >= 0.875) == name.startswith("high") for name, sigma in sigmas.items())
+    else:
+        kinds = [bucket["held_out"] for bucket in first["by"]["kind"]]
+        assert kinds[0] != kinds[1]
+
+
+# ---- a run that stops
+
+
+def test_a_resumed_run_has_the_same_curve(
+    reference: Any, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """Killed after step 3 and while it was evaluated for the last time: rows that are missing are made up for."""
+    settings, said = (*EVAL, *STEPS), []
+    worlds[1].run(run_training, tiny_pipeline, tmp_path, settings, zero(0))
+    for path in (tmp_path / "checkpoints").glob("step_00000004"):
+        path.rename(tmp_path / "gone")
+    (tmp_path / "checkpoints" / "latest").write_text("step_00000002")
+    rows = worlds[1].run(evaluated, tiny_pipeline, tmp_path, settings, zero(0), True)[0]
+    timeless = [{**row, "seconds": 0} for row in rows]
+    assert timeless == [{**row, "seconds": 0} for row in reference[1]]
+
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text(
+        "".join(path.read_text().splitlines(keepends=True)[:1])
+    )  # killed during the evaluation of step 2
+    worlds[1].run(
+        run_training, tiny_pipeline, tmp_path, settings, zero(0), tmp_path / "checkpoints" / "step_00000002"
+    )
+    assert [{**row, "seconds": 0} for row in read_rows(path)] == timeless
+    # A clip that vanishes is left out. Another budget begins a new series.
+    stored = json.loads((tmp_path / "evaluation.json").read_text())
+    stored["clips"][0]["key"] = "gone"
+    (tmp_path / "evaluation.json").write_text(json.dumps(stored))
+    again = (*settings, "train.max_steps=6")
+    said = worlds[1].run(said_by, tiny_pipeline, tmp_path, again, zero(0), True)[0]
+    assert "evaluation: 1 of the clips are no longer in the data, and are left out" in said
+    last = read_rows(path)[-1]
+    assert last["losses"][0] is None
+    assert last["held_out"] == last["losses"][1]
+    more = (*again, "train.max_steps=7", "eval.max_clips=1")
+    said = worlds[1].run(said_by, tiny_pipeline, tmp_path, more, zero(0), True)[0]
+    assert "a new series of evaluations begins, because eval or data.holdout changed" in said
+    assert [row["step"] for row in read_rows(path)] == [6, 7]
+    assert len(read_rows(tmp_path / "evaluations_until_00000006.jsonl")) == 4
+
+
+def said_by(*args: Any) -> list[str]:
+    said: list[str] = []
+    run_training(*args, said.append)
+    return said
+
+
+def stopped_run(*args: Any) -> list[dict[str, Any]]:
+    """A run that gets a signal while it evaluates for the second time."""
+    calls: list[int] = []
+
+    def proceed(self: Any, step: int) -> bool:
+        calls.append(step)
+        if step == 2:
+            self._watchdog.stop_requested = True
+        return note(self, step)
+
+    note = evaluation.Evaluator._proceed
+    with mock.patch.object(evaluation.Evaluator, "_proceed", proceed):
+        run_training(*args)
+    return read_rows(args[1] / "evaluations.jsonl")
+
+
+def test_a_request_to_stop_does_not_wait_for_an_evaluation(
+    reference: Any, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (*EVAL, *STEPS)
+    rows = worlds[1].run(stopped_run, tiny_pipeline, tmp_path, settings, zero(0))[0]
+    assert [row["step"] for row in rows] == [0]
+    assert find_checkpoint(tmp_path).state.step == 3
+    rows = worlds[1].run(evaluated, tiny_pipeline, tmp_path, settings, zero(0), True)[0]
+    assert [row["step"] for row in rows] == [0, 4]
+    assert rows[1]["losses"] == reference[1][2]["losses"]
+
+
+# ---- what it is for
+
+
+def test_an_overfitted_run_parts(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    """Four clips, learned by heart: their loss falls, that of the held-out clips does not. patience ends the run."""
+    settings = (
+        "data.mock={num_samples: 8, shapes: [[1,4,4]], text_lens: [4]}",
+        *("data.holdout=0.5", "eval.every=30", "eval.max_share=1000", "eval.patience=2"),
+        *("train.max_steps=600", "train.bins_per_step=1", "optim.lr=3e-3", "flow.cfg_dropout=0"),
+    )
+    rows = worlds[1].run(evaluated, tiny_pipeline, tmp_path, settings, zero(0))[0]
+    assert rows[-1]["train"] < rows[0]["train"]
+    assert rows[-1]["gap"] > rows[0]["gap"] + 0.05
+    assert rows[-1]["train_change"]["high"] < 0
+    assert rows[-1]["step"] < 600
+    events = [row["event"] for row in read_rows(tmp_path / "events.jsonl")]
+    assert "early stop" in events
+    assert events[-1] == "stop"
+
+
+LEVELS = {0: 1.0, 1: 0.9, 2: 0.8, 3: 0.85, 4: 0.795, 5: 0.83}
+
+
+def scripted_run(*args: Any) -> list[str]:
+    """A run whose held-out losses are LEVELS. At step 4, the clips disagree whether that is less than at step 2."""
+
+    def scripted(models: Any, run: Any, samples: Any, *rest: Any) -> list[float]:
+        step = next(iter(models.values())).global_steps
+        noise = [0.1, -0.1] if step == 4 else [0.0, 0.0]
+        return [LEVELS[step] + (noise * 2)[sample.clip] for sample in samples]
+
+    said: list[str] = []
+    with mock.patch.object(evaluation, "measure", scripted):
+        run_training(*args, said.append)
+    return said
+
+
+def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(
+    tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (*EVAL, "eval.every=1", "eval.patience=3", "checkpoint.keep_best=true", "train.max_steps=6")
+    folder = tmp_path / "checkpoints"
+    said = worlds[2].run(scripted_run, tiny_pipeline, tmp_path, settings, zero(1), False)[0]
+    assert [row["step"] for row in read_rows(tmp_path / "evaluations.jsonl")] == [0, 1, 2, 3, 4, 5]
+    assert "eval.patience=3: the held-out loss has not improved since step 2; the run ends" in said
+    assert find_checkpoint(folder / "best").state.step == 4
+    assert sorted(path.name for path in folder.glob("step_*")) == ["step_00000004", "step_00000005"]
+    assert load_exported_state(folder / "best")
+    # A resumed run keeps the best checkpoint, unless it makes that step again.
+    again = (*settings, "checkpoint.keep=1", "checkpoint.every=1")
+    worlds[2].run(scripted_run, tiny_pipeline, tmp_path, again, zero(1), folder / "step_00000004")
+    assert find_checkpoint(folder / "best").state.step == 4
+    assert [row["event"] for row in read_rows(tmp_path / "events.jsonl")].count("early stop") == 2
+    (folder / "best").write_text("step_00000005")
+    worlds[2].run(scripted_run, tiny_pipeline, tmp_path, again, zero(1), folder / "step_00000004")
+    assert not (folder / "best").exists()
+
+
+# ---- the plan
+
+
+def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
+    def plan(*overrides: str, world_size: int = 1) -> EvaluationPlan:
+        out = tmp_path / "run"
+        return plan_evaluation(
+            make_run(tiny_pipeline, out, (*EVAL[:2], *STEPS, *overrides), world_size=world_size)
+        )
+
+    whole = plan("eval.max_share=1000")
+    assert (len(whole.quantiles), len(whole.clips)) == (9, 4)
+    shares = []
+    for share in (1000, 0.9 * whole.share, whole.share / 3, whole.share / 4, whole.share / 9, 1e-9):
+        limited = plan(f"eval.max_share={share}")
+        sides = [clip.side for clip in limited.clips]
+        assert sides.count(HELD_OUT) == sides.count(TRAIN) >= 1
+        assert limited.share <= share or (len(limited.quantiles), len(limited.clips)) == (1, 2)
+        shares.append((len(limited.quantiles), len(limited.clips)))
+    assert shares[0] == (9, 4)
+    assert shares[1] == (9, 2)
+    assert shares[-1] == (1, 2)
+    assert shares == sorted(shares, reverse=True)
+    assert whole == plan("eval.max_share=1000", "packing.enabled=false", world_size=2)
+    assert plan("eval.max_share=1000", "ema={}").share == pytest.approx(
+        whole.share * 5 / 3
+    )  # at steps 2 and 4
+    assert len(plan("eval.max_share=1000", "eval.max_clips=1").clips) == 2
+    assert {clip.side for clip in plan("eval.max_share=1000", "data.holdout=0").clips} == {TRAIN}
+
+
+def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, tmp_path: Path):
+    run = make_run(tiny_pipeline, tmp_path, (*EVAL, *STEPS), world_size=2)
+    samples = list_samples(run, plan_evaluation(run))[:13]
+    for packs in (True, False):
+        packing = run.recipe.packing.model_copy(update={"enabled": packs})
+        one = replace(run, recipe=run.recipe.model_copy(update={"packing": packing}))
+        ranks = [own_bins(one, samples, ParallelDims(2, rank, 1, 1)) for rank in range(2)]
+        assert len(ranks[0]) == len(ranks[1])
+        assert sorted(i for own in ranks for _, bin in own for i in bin) == list(range(13))
+        bins = [bin for own in ranks for _, bin in own]
+        assert max(sum(samples[i].num_tokens for i in bin) for bin in bins) <= 24
+        assert (max(map(len, bins)) > 1) == packs
+
+
+def measured_share(*args: Any) -> float:
+    """FLOPs of all evaluations / FLOPs of all steps, counted by torch."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counted = {"measure": 0, "train_step": 0}
+
+    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*inputs: Any) -> Any:
+            with FlopCounterMode(display=False) as counter:
+                result = function(*inputs)
+            counted[name] += counter.get_total_flops()
+            return result
+
+        return counting
+
+    with (
+        mock.patch.object(evaluation, "measure", count("measure", measure)),
+        mock.patch.object(loop, "train_step", count("train_step", loop.train_step)),
+    ):
+        run_training(*args)
+    return counted["measure"] / counted["train_step"]
+
+
+def test_the_planned_share_is_measured(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    long = "data.mock={num_samples: 10, shapes: [[4,16,16]], text_lens: [64]}"  # else small layers count most
+    settings = (*EVAL, *STEPS, long, "packing.max_tokens=512")
+    share = worlds[1].run(measured_share, tiny_pipeline, tmp_path, settings, zero(0))[0]
+    assert json.loads((tmp_path / "evaluation.json").read_text())["share"] == pytest.approx(share, rel=0.1)
+
+
+def test_a_held_out_loss_that_is_needed_must_exist(tiny_pipeline: Path, tmp_path: Path):
+    for overrides in (
+        ("checkpoint.keep_best=true",),
+        ("eval.patience=2",),
+        ("eval={}", "checkpoint.keep_best=true"),
+    ):
+        with pytest.raises(ConfigError, match=r"needs a held-out loss; add an eval section"):
+            make_run(tiny_pipeline, tmp_path, overrides, world_size=1)
+
+
+def plan_of(clips: list[EvaluationClip]) -> EvaluationPlan:
+    return EvaluationPlan(settings={}, quantiles=[], share=0, clips=clips)
+
+
+def test_the_interval_is_students():
+    clips = [EvaluationClip(key=str(i), side=HELD_OUT, num_tokens=8, sigmas={}) for i in range(64)]
+    generator = np.random.default_rng(0)
+    for num, quantile in ((2, 12.706), (5, 2.776), (11, 2.228), (12, 2.201), (31, 2.042), (64, 1.998)):
+        plan, values = plan_of(clips[:num]), generator.normal(size=num)
+        change = paired_change(plan, HELD_OUT, values.tolist(), [0.5] * num)
+        half = quantile * values.std(ddof=1) / num**0.5
+        assert change is not None
+        assert change["mean"] == pytest.approx(values.mean() - 0.5)
+        assert change["high"] - change["mean"] == pytest.approx(half, rel=2e-3)
+        assert change["mean"] - change["low"] == pytest.approx(half, rel=2e-3)
+    one = plan_of(clips[:1])
+    assert paired_change(one, HELD_OUT, [1.0], [0.25]) == {"mean": 0.75, "low": None, "high": None}
+    assert paired_change(one, TRAIN, [1.0], [0.25]) is None

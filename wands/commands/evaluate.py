@@ -1,0 +1,106 @@
+"""The command `wands evaluate`: measure the loss of a run or a model on the clips of a cache, with fixed noise."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wands.config.options import EvaluateOptions
+from wands.config.recipe import Recipe
+from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
+from wands.distributed.dims import ProcessGroups
+from wands.encoders.fingerprint import fingerprint_pipeline
+from wands.errors import ConfigError
+from wands.files import write_text
+from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
+from wands.train.engine import build_model
+from wands.train.evaluation import Row, measure, summarize
+from wands.train.evaluation_plan import HELD_OUT, QUANTILES, EvaluationPlan, choose_clips, list_samples
+from wands.train.prepare import prepare_run
+
+
+def evaluate(options: EvaluateOptions) -> str | None:
+    """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, else None.
+
+    Under a launcher, the ranks share the clips, and every rank has the whole model.
+
+    Args:
+        options: options of the command.
+
+    Raises:
+        WandsError: if the model or the cache cannot be used.
+    """
+    where, rank = Path(options.model), int(os.environ.get("RANK", "0"))
+    with start_together():
+        is_run = where.is_file() or where.match("step_*") or (where / "checkpoints").is_dir()
+        checkpoint = find_checkpoint(where) if is_run else None
+        if options.ema and checkpoint is None:
+            raise ConfigError(f"--ema needs a run, but {where} is a model; leave --ema out.")
+        run = prepare_run(
+            _recipe(options, checkpoint),
+            {"zero_optimization": {"stage": 0}},
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            device_type=accelerator_type(),
+            names=("the DeepSpeed config", "the recipe"),
+            encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
+        )
+    _, _, device = init_process_group()
+    groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
+    clips = choose_clips(run, HELD_OUT, run.data)[: options.max_clips]
+    run, plan = (
+        replace(run, held_out=run.data),
+        EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips),
+    )
+    losses: list[float] = []
+    for expert in run.experts:  # one after the other: only one needs memory
+        one = replace(run, experts=(expert,))
+        model = build_model(one, groups, device, expert)
+        if checkpoint is not None:
+            state = load_exported_state(checkpoint.folder, expert.subfolder, options.ema)
+            model.load_state_dict(state, strict=False)
+        model.to(device).eval()
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=False):
+            losses += measure({expert.subfolder: model}, one, list_samples(one, plan), groups, device) or []
+    row = summarize(plan, list_samples(run, plan), losses)
+    if rank != 0:
+        return None
+    if options.json_path is not None:
+        step = checkpoint.state.step if checkpoint else None
+        found = {"step": step, "weights": "ema" if options.ema else "raw", **row}
+        write_text(options.json_path, json.dumps(found | {"clips": [clip.model_dump() for clip in clips]}))
+    return _table(row, len(clips))
+
+
+def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
+    """Return a recipe with the settings of a run that determine its model and its loss, and with the cache as data."""
+    values: dict[str, Any] = {"model": {"path": options.model}}
+    if checkpoint is not None:
+        keys = ("model", "lora", "flow", "loss", "attention", "precision")
+        saved = checkpoint.state.recipe
+        values = {key: saved[key] for key in keys if key in saved} | {
+            "train": {"seed": saved["train"]["seed"]}
+        }
+        values["model"] = saved["model"] | {"path": checkpoint.state.base}
+        if values.get("lora"):
+            values["lora"] = values["lora"] | {"init_from": None}
+        else:
+            values["precision"] = saved["precision"] | {"weights": "fp32"}
+    values["data"] = {"cache": options.data}
+    values["packing"] = {"enabled": False, "max_tokens": 1 << 20}  # each clip alone, however long
+    recipe = Recipe.model_validate(values)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"bins_per_step": world_size})})
+
+
+def _table(row: Row, num_clips: int) -> str:
+    lines = [f"loss {row[HELD_OUT]:.5f} of {num_clips} clips"]
+    for field, buckets in row["by"].items():
+        for bucket in buckets:
+            sigma = f" (sigma {bucket['sigma']:.3f})" if "sigma" in bucket else ""
+            lines.append(f"  {field:<7} {bucket['name'] + sigma:<26} {bucket[HELD_OUT]:.5f}")
+    return "\n".join(lines)

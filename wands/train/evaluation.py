@@ -1,0 +1,354 @@
+"""Evaluate the loss of fixed clips with fixed noise during the training, under the run's own ZeRO stage and parallelism.
+
+The noise of a sample is keyed by (clip, number of the quantile), with an epoch that no training step has. So values do not
+depend on the number of processes, packing or restarts, and a difference between two evaluations comes from the weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wands.distributed.bootstrap import gather_objects
+from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.files import write_text
+from wands.flow.loss import flow_matching_loss
+from wands.flow.noise import add_noise
+from wands.report.page import write_report
+from wands.train.batches import read_rows_of_bin
+from wands.train.ema import averaged_weights
+from wands.train.evaluation_plan import (
+    HELD_OUT,
+    PLAN_FILE,
+    TRAIN,
+    EvaluationPlan,
+    EvaluationSample,
+    list_samples,
+    plan_evaluation,
+    stored_plan,
+)
+from wands.train.metrics import StepLog, continue_rows, to_line
+from wands.train.run import TrainingRun
+from wands.train.trainer import Trainer
+from wands.train.watchdog import Watchdog
+
+EPOCH = -1
+"""Epoch in the keys of random numbers. Training has the epochs 0, 1, 2 and so on."""
+_T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+_Z_QUANTILE = 1.959964
+"""97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom, and of the normal distribution."""
+
+Row = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """Result of an evaluation for the training loop, equal on all ranks.
+
+    Attributes:
+        is_best: whether the held-out loss is the lowest so far.
+        stops: whether `eval.patience` ends the run.
+    """
+
+    is_best: bool = False
+    stops: bool = False
+
+
+class Evaluator:
+    """Evaluations of a run: `evaluation.json`, `evaluations.jsonl`, a line on the terminal and curves of the trackers.
+
+    Args:
+        trainer: engines and moving averages of the run. A resumed run continues the evaluations in its folder.
+        step_log: log of the steps, whose live line shows the held-out loss.
+        watchdog: watchdog of this process, which limits the time of each forward pass.
+    """
+
+    def __init__(self, trainer: Trainer, step_log: StepLog, watchdog: Watchdog) -> None:
+        self._trainer, self._run, self._watchdog, self._step_log = trainer, trainer.run, watchdog, step_log
+        self._rows: list[Row] = []
+        plan = self._open() if trainer.rank == 0 else None
+        self._plan: EvaluationPlan = gather_objects(plan)[0]  # type: ignore[assignment]
+        self._samples = list_samples(self._run, self._plan)
+        if missing := len(self._plan.clips) - len({sample.clip for sample in self._samples}):
+            trainer.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")
+
+    def _open(self) -> EvaluationPlan:
+        """Read the plan of an earlier part of the run, or make a plan. Open the file of the results. For rank 0."""
+        folder, run = self._run.output_dir, self._run
+        plan_file, results = folder / PLAN_FILE, folder / "evaluations.jsonl"
+        step, plan = self._trainer.events.step, stored_plan(run)
+        if plan is None:
+            for path in (plan_file, results) if run.checkpoint else ():
+                if path.is_file():  # other clips: the results cannot be compared
+                    path.replace(path.with_stem(f"{path.stem}_until_{step:08d}"))
+            if run.checkpoint is not None:
+                self._trainer.log("a new series of evaluations begins, because eval or data.holdout changed")
+                self._trainer.events.write("new evaluation series")
+            plan = plan_evaluation(run)
+            write_text(plan_file, plan.model_dump_json(indent=1))
+        self._rows, self._log_file = continue_rows(results, step if run.checkpoint else -1)
+        return plan
+
+    def is_due(self, step: int, ends: bool = False) -> bool:
+        """Return whether to evaluate after a step. Equal on all ranks.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+            ends: whether a request ends the run. A resumed run then makes up for the evaluation.
+        """
+        section, is_last = self._run.recipe.eval, step == self._run.sampler.total_steps
+        return is_last or (section is not None and step % section.every == 0 and not ends)
+
+    def is_missing(self, step: int) -> bool:
+        """Return whether to evaluate before the first step of this process. Equal on all ranks."""
+        steps = gather_objects({row["step"] for row in self._rows})[0]
+        return not steps or (self.is_due(step) and step not in steps)
+
+    def evaluate(self, step: int) -> Verdict:
+        """Evaluate the weights and their moving average. Every rank must call this method between two steps.
+
+        If a request to stop arrives meanwhile, the evaluation ends without a result.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+        """
+        trainer, rows = self._trainer, list[Row]()
+        for weights in ("raw", "ema") if trainer.averages and step else ("raw",):
+            began = time.perf_counter()
+            with averaged_weights(trainer.engines, trainer.averages if weights == "ema" else {}):
+                losses = self._measure(step)
+            if losses is None:
+                trainer.log(f"step {step}: the evaluation is left out, because the run must stop")
+                return Verdict()
+            base = next((row["losses"] for row in (*self._rows, *rows)), None)
+            row = {"step": step, "weights": weights, **summarize(self._plan, self._samples, losses, base)}
+            rows.append(row | {"seconds": round(time.perf_counter() - began, 3)})
+        return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
+
+    def _measure(self, step: int) -> list[float] | None:
+        trainer, proceed = self._trainer, partial(self._proceed, step)
+        engines = trainer.engines
+        try:
+            for engine in engines.values():
+                engine.eval()
+            return measure(engines, self._run, self._samples, trainer.groups, trainer.device, proceed)
+        finally:
+            for engine in engines.values():
+                engine.train()
+
+    def _proceed(self, step: int) -> bool:
+        """Note progress, and return whether no rank must stop. Every rank must call this method."""
+        self._watchdog.begin_work(f"the evaluation of step {step}")
+        stops = torch.tensor(float(self._watchdog.stop_requested), device=self._trainer.device)
+        dist.all_reduce(stops)
+        return not stops.item()
+
+    def _report(self, rows: Sequence[Row]) -> Verdict:
+        """Write the results, and compare them with the earlier evaluations. For rank 0."""
+        self._rows += rows
+        self._step_log.held_out = rows[-1][HELD_OUT]
+        self._log_file.append(*map(to_line, rows))
+        self._trainer.log("\n".join(map(describe, rows)))
+        for row in rows:
+            name = "eval" if row["weights"] == "raw" else "eval_ema"
+            curves = {f"{name}/{key}": row[key] for key in (HELD_OUT, TRAIN, "gap")}
+            curves |= {f"{name}_sigma/{bucket['name']}": bucket[HELD_OUT] for bucket in row["by"]["sigma"]}
+            finite = {key: value for key, value in curves.items() if value is not None}
+            self._trainer.trackers.log(row["step"], finite)
+        write_report(self._run.output_dir)
+        past = [
+            row for row in self._rows if row["weights"] == rows[-1]["weights"] and row[HELD_OUT] is not None
+        ]
+        assert self._run.recipe.eval is not None
+        best, patience = last_improvement(self._plan, past), self._run.recipe.eval.patience
+        waited = sum(row["step"] > best for row in past)
+        if patience and waited >= patience:
+            self._trainer.log(
+                f"eval.patience={patience}: the held-out loss has not improved since step {best}; the run ends"
+            )
+            self._trainer.events.write("early stop", best_step=best)
+        lowest = min(past, key=lambda row: row[HELD_OUT], default={})
+        return Verdict(lowest.get("step") == rows[-1]["step"], bool(patience) and waited >= patience)
+
+
+@torch.no_grad()
+def measure(
+    models: Mapping[str, Callable[..., torch.Tensor]],
+    run: TrainingRun,
+    samples: Sequence[EvaluationSample],
+    groups: ProcessGroups,
+    device: torch.device,
+    proceed: Callable[[], bool] = lambda: True,
+) -> list[float] | None:
+    """Return the loss of each sample of an evaluation. Every rank must call this function, and gets all losses.
+
+    The loss is the mean squared error over the trained tokens, without loss weights, caption dropout and dropout.
+
+    Args:
+        models: maps the subfolder of each evaluated DiT to its engine, or to another function with its arguments.
+        run: the checked training run.
+        samples: result of `list_samples`.
+        groups: process groups of this rank.
+        device: device of this rank.
+        proceed: function that is called before each forward pass. If it returns False, the result is None.
+    """
+    seed = run.recipe.train.seed
+    losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
+    for part, bin in own_bins(run, samples, groups.dims):
+        used = [samples[i] for i in bin]
+        ratio = float(any(sample.kind == "first frame" for sample in used))
+        flow = run.recipe.flow.model_copy(update={"cfg_dropout": 0.0, "i2v_ratio": ratio})
+        collator = replace(run.collator, flow=flow, has_dropout=False)
+        rows, quantiles = [sample.row for sample in used], [sample.quantile for sample in used]
+        # The device still computes the last bin while this bin is read.
+        host_slice = read_rows_of_bin(collator, rows, quantiles, EPOCH, groups.dims)
+        if not proceed():
+            return None
+        batch = host_slice.to(device)
+        inputs = batch.tokens, batch.layout, batch.keys, run.recipe.flow, seed, batch.num_cond_tokens
+        noisy = add_noise(*inputs, given_sigmas=[sample.sigma for sample in used] or [0.5])
+        tokens = batch.model_input(noisy.tokens)
+        pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
+        pair = pred[noisy.trained].double(), noisy.target[noisy.trained].double()
+        _, errors = flow_matching_loss(*pair, batch.meta.segment_ids[noisy.trained], batch.weights)
+        lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
+        losses[bin] = (errors / lens)[: len(bin)]
+    dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere
+    return losses.tolist()
+
+
+def own_bins(
+    run: TrainingRun, samples: Sequence[EvaluationSample], dims: ParallelDims
+) -> list[tuple[str, list[int]]]:
+    """Return (subfolder of a DiT, numbers of the samples) for each forward pass of a rank.
+
+    ZeRO-3 needs the same number of forward passes of each DiT on every rank, so some bins are empty.
+    """
+    limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
+    for (part, _), group in groupby(enumerate(samples), key=lambda item: (item[1].part, item[1].kind)):
+        bins, room = list[list[int]](), 0
+        for i, sample in group:
+            if sample.num_tokens > room:
+                bins.append([])
+                room = limit
+            bins[-1].append(i)
+            room -= sample.num_tokens
+        bins.sort(key=lambda bin: -run.shape.forward_flops([samples[i].num_tokens for i in bin]))
+        bins += [[] for _ in range(-len(bins) % dims.dp_size)]
+        own += [(part, bin) for bin in bins[dims.dp_rank :: dims.dp_size]]
+    return own
+
+
+def summarize(
+    plan: EvaluationPlan,
+    samples: Sequence[EvaluationSample],
+    losses: Sequence[float],
+    base: Sequence[float | None] | None = None,
+) -> Row:
+    """Return the means of an evaluation: a row of `evaluations.jsonl` without step, weights and seconds.
+
+    Args:
+        plan: clips and noise levels.
+        samples: result of `list_samples`.
+        losses: result of `measure`.
+        base: value of "losses" in the first row, with which the loss of each clip is compared.
+    """
+    of_clips = [
+        [loss for sample, loss in zip(samples, losses, strict=True) if sample.clip == number]
+        for number in range(len(plan.clips))
+    ]
+    values = [float(np.mean(of_clip)) if of_clip else None for of_clip in of_clips]
+    whole = _means(plan, [(i, value) for i, value in enumerate(values) if value is not None])
+    names: dict[str, Callable[[EvaluationSample], str]] = {
+        "sigma": lambda sample: f"{sample.expert} {plan.quantiles[sample.quantile]:.2g}".strip(),
+        "expert": lambda sample: sample.expert or "all",
+        "kind": lambda sample: sample.kind,
+        "length": lambda sample: plan.clips[sample.clip].length_class,
+    }
+    by: dict[str, list[Row]] = {}
+    pairs = sorted(zip(samples, losses, strict=True), key=lambda pair: pair[0].num_tokens)
+    for field, name_of in names.items():
+        buckets: dict[str, list[tuple[EvaluationSample, float]]] = {}
+        for sample, loss in pairs:
+            buckets.setdefault(name_of(sample), []).append((sample, loss))
+        by[field] = [
+            {
+                "name": name,
+                **_means(plan, [(sample.clip, loss) for sample, loss in bucket]),
+                "sigma": float(np.mean([sample.sigma for sample, _ in bucket])),
+            }
+            for name, bucket in buckets.items()
+        ]
+    changes = [base and paired_change(plan, side, values, base) for side in (HELD_OUT, TRAIN)]
+    gap = None if None in whole.values() else whole[HELD_OUT] - whole[TRAIN]
+    return {**whole, "gap": gap, "change": changes[0], "train_change": changes[1], "by": by, "losses": values}
+
+
+def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """Return the mean of (number of the clip, loss) pairs for each side; None for a side without losses."""
+    sides = {side: [loss for i, loss in losses if plan.clips[i].side == side] for side in (HELD_OUT, TRAIN)}
+    return {side: float(np.mean(found)) if found else None for side, found in sides.items()}
+
+
+def paired_change(
+    plan: EvaluationPlan, side: str, values: Sequence[float | None], base: Sequence[float | None]
+) -> dict[str, float | None] | None:
+    """Return the mean difference of clips between two evaluations, with the 95 % interval of Student's t distribution.
+
+    Args:
+        plan: clips of both evaluations.
+        side: side of the clips to compare.
+        values: loss of each clip; None for a clip that was not evaluated.
+        base: loss of each clip in the other evaluation.
+
+    Returns:
+        A dict with the keys "mean", "low" and "high"; "low" and "high" are None for a single clip. None without clips.
+    """
+    rows = zip(plan.clips, values, base, strict=True)
+    differences = [a - b for clip, a, b in rows if clip.side == side and a is not None and b is not None]
+    num, z = len(differences), _Z_QUANTILE
+    mean = float(np.mean(differences)) if num else 0.0
+    if num < 2:
+        return {"mean": mean, "low": None, "high": None} if num else None
+    degrees = num - 1
+    t = z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    t = _T_QUANTILES[degrees - 1] if degrees <= len(_T_QUANTILES) else t
+    half = t * float(np.std(differences, ddof=1)) / math.sqrt(num)
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
+    """Return the step of the last evaluation whose held-out loss improved on the best one before it.
+
+    An evaluation improves if the 95 % interval of its paired difference to the best one is below 0. With a single clip, the
+    difference must be below 0.
+
+    Args:
+        plan: clips of the evaluations.
+        rows: rows of `evaluations.jsonl` of the same weights.
+    """
+    best: Row = rows[0] if rows else {"step": 0}
+    for row in rows[1:]:
+        change = paired_change(plan, HELD_OUT, row["losses"], best["losses"])
+        bounds = [value for value in change.values() if value is not None] if change else [0.0]
+        best = row if max(bounds) < 0 else best
+    return best["step"]
+
+
+def describe(row: Row) -> str:
+    """Return the results of an evaluation as one line of text for the user."""
+    words = [f"{name} {row[key]:.5f}" for key, name in ((HELD_OUT, "held-out"), (TRAIN, "train")) if row[key]]
+    words += [f"gap {row['gap']:+.5f}"] if row["gap"] is not None else []
+    if change := row["change"] or row["train_change"]:
+        interval = "" if change["low"] is None else f" ({change['low']:+.5f} to {change['high']:+.5f})"
+        words.append(f"change {change['mean']:+.5f}{interval}")
+    name = "" if row["weights"] == "raw" else ", moving average"
+    return f"evaluation of step {row['step']}{name}: {', '.join(words)}, {row['seconds']:.1f} s"

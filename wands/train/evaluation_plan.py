@@ -1,0 +1,241 @@
+"""Plan the evaluations of a run: fixed clips at fixed noise levels, chosen once before the first step.
+
+The plan depends only on the recipe, the data and planned FLOPs: not on time, the number of processes or packing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from wands.config.base import StrictModel
+from wands.config.recipe import Recipe
+from wands.data.datasets import Dataset
+from wands.data.holdout import clip_name
+from wands.errors import ConfigError
+from wands.flow.sigmas import sigma_quantile, with_clip_shift
+from wands.train.run import TrainingRun
+from wands.variants import Variant
+
+HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
+QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
+"""Quantiles of the noise level by their number. 9 quantiles are 0.1, 0.2, ... 0.9."""
+
+
+class EvaluationClip(StrictModel):
+    """A clip of the evaluation.
+
+    Attributes:
+        key: key of the sample.
+        side: `HELD_OUT` or `TRAIN`.
+        num_tokens: number of video tokens.
+        sigmas: maps the subfolder of each trained DiT to the noise levels of the clip, one for each quantile.
+    """
+
+    key: str
+    side: str
+    num_tokens: int
+    sigmas: dict[str, list[float]]
+
+    @property
+    def length_class(self) -> str:
+        """Range of the number of tokens, from a power of two to the next."""
+        low = 1 << (self.num_tokens.bit_length() - 1)
+        return f"{low:,} to {2 * low - 1:,} tokens"
+
+
+class EvaluationPlan(StrictModel):
+    """Clips and noise levels of all evaluations of a run, as stored in `evaluation.json`.
+
+    Attributes:
+        settings: recipe keys that determine the clips. Other values start a new series of evaluations.
+        quantiles: quantiles of the noise level in the recipe's distribution.
+        share: planned FLOPs of all evaluations / planned FLOPs of the training.
+        clips: clips to evaluate, held-out clips first.
+    """
+
+    settings: dict[str, Any]
+    quantiles: list[float]
+    share: float
+    clips: list[EvaluationClip]
+
+    def describe(self) -> str:
+        """Return the number of clips and noise levels, and the share of the compute, as text."""
+        counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
+        less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
+        return (
+            f"{counts[HELD_OUT]} held-out and {counts[TRAIN]} training clips at {len(self.quantiles)} noise levels{less}, "
+            f"{self.share:.2%} of the run's FLOPs"
+        )
+
+
+class EvaluationSample(NamedTuple):
+    """A clip at one noise level, in one DiT.
+
+    Attributes:
+        part: subfolder of the DiT.
+        expert: name of the DiT; "" for a model with one DiT.
+        kind: one of `kinds_of`.
+        clip: number of the clip in the plan.
+        quantile: number of the quantile in the plan.
+        sigma: noise level.
+        num_tokens: number of video tokens.
+        row: (data set, row) of the clip.
+    """
+
+    part: str
+    expert: str
+    kind: str
+    clip: int
+    quantile: int
+    sigma: float
+    num_tokens: int
+    row: tuple[Dataset, int]
+
+
+def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
+    """Return the samples of an evaluation, without clips that are no longer in the data.
+
+    A single image has no sample with a given first frame.
+
+    Args:
+        run: the checked training run.
+        plan: clips and noise levels.
+    """
+    rows = {
+        (side, key): (data, i)
+        for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data))
+        if data is not None
+        for i, key in enumerate(data.keys)
+    }
+    return [
+        EvaluationSample(expert.subfolder, expert.name, kind, number, quantile, sigma, clip.num_tokens, row)
+        for expert in run.experts
+        for kind in kinds_of(run.variant)
+        for number, clip in enumerate(plan.clips)
+        if (row := rows.get((clip.side, clip.key)))
+        and not (kind == "first frame" and row[0].latent_shape(row[1])[0] == 1)
+        for quantile, sigma in enumerate(clip.sigmas[expert.subfolder])
+    ]
+
+
+def kinds_of(variant: Variant) -> tuple[str, ...]:
+    """Return the kinds of samples that are evaluated. TI2V is evaluated without and with a given first frame."""
+    if "first_frame" in variant.conditions:
+        return ("text", "first frame")
+    return ("image",) if variant.num_images else ("text",)
+
+
+def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
+    """Return (number of quantiles, number of clips) of the largest plan within a budget, with at least one clip.
+
+    Args:
+        costs: FLOPs of each clip (or pair of clips) at one quantile, over all evaluations, in the order of the choice.
+        budget: largest FLOPs over all evaluations.
+    """
+    sums = np.cumsum(np.array(costs, float))
+    fitting = ((num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES)
+    return next((pair for pair in fitting if pair[1]), (1, 1))
+
+
+def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
+    """Return how often each clip runs through a DiT at each quantile, in a whole run.
+
+    Before the first step, the moving average equals the weights and is not evaluated.
+    """
+    assert recipe.eval is not None
+    later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
+    return (1 + later) * len(kinds_of(variant)) * num_experts
+
+
+def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
+    """Choose the clips and the noise levels for the evaluations of a run.
+
+    Args:
+        run: the checked training run, whose recipe has an `eval` section.
+    """
+    recipe, sampler = run.recipe, run.sampler
+    assert recipe.eval is not None
+    sides = [(HELD_OUT, run.held_out), (TRAIN, run.data)]
+    chosen = [clips for side, data in sides if data is not None and (clips := choose_clips(run, side, data))]
+    # A training clip for each held-out clip.
+    pairs = list(zip(*chosen, strict=False))[: recipe.eval.max_clips]
+    forwards = num_forwards(recipe, sampler.total_steps, run.variant, len(run.experts))
+    costs = [forwards * sum(run.shape.forward_flops([clip.num_tokens]) for clip in pair) for pair in pairs]
+    epoch = sampler.epoch_plan(sampler.start[0])
+    training = run.step_flops([bin for step in epoch.steps for bin in step]) / epoch.num_steps
+    training *= sampler.total_steps
+    num, num_pairs = fit_plan(costs, recipe.eval.max_share * training)
+    share, quantiles = num * sum(costs[:num_pairs]) / training, QUANTILES[num]
+    clips = [
+        clip.model_copy(update={"sigmas": _sigmas(run, clip.num_tokens, quantiles)})
+        for side in zip(*pairs[:num_pairs], strict=True)
+        for clip in side
+    ]
+    return EvaluationPlan(settings=plan_settings(recipe), quantiles=quantiles, share=share, clips=clips)
+
+
+def choose_clips(run: TrainingRun, side: str, data: Dataset) -> list[EvaluationClip]:
+    """Return the clips of a data set that fit into a bin, in the order in which they are chosen, at nine noise levels.
+
+    A hash of the key gives the order. One sample of each clip comes before a second sample of any clip.
+
+    Args:
+        run: the checked training run.
+        side: `HELD_OUT` or `TRAIN`.
+        data: clips to choose from.
+    """
+    lengths = dict(zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True))
+    last: dict[str, int] = {}
+    turns = {}
+    for key in sorted(
+        lengths, key=lambda key: hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest()
+    ):
+        turns[key] = last[clip_name(key)] = last.get(clip_name(key), -1) + 1
+    levels = {num_tokens: _sigmas(run, num_tokens, QUANTILES[9]) for num_tokens in set(lengths.values())}
+    return [
+        EvaluationClip(key=key, side=side, num_tokens=lengths[key], sigmas=levels[lengths[key]])
+        for key in sorted(turns, key=turns.__getitem__)
+        if lengths[key] <= run.recipe.packing.max_tokens and key not in run.sampler.excluded
+    ]
+
+
+def plan_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe keys that determine the clips of the evaluation."""
+    section = recipe.eval.model_dump(include={"max_share", "max_clips", "cache"}) if recipe.eval else {}
+    return section | {"holdout": recipe.data.holdout}
+
+
+def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
+    """Return the plan of an earlier part of a resumed run; None if there is no plan, or the recipe needs another plan."""
+    path = run.output_dir / PLAN_FILE
+    if run.checkpoint is None or not path.is_file():
+        return None
+    plan = EvaluationPlan.model_validate_json(path.read_bytes())
+    return plan if plan.settings == plan_settings(run.recipe) else None
+
+
+def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:
+    """Check that clips are held out if a key of the recipe needs a held-out loss.
+
+    Raises:
+        ConfigError: if the recipe has no `eval` section, or no clip is held out.
+    """
+    patience = recipe.eval and recipe.eval.patience
+    for key, value in (("checkpoint.keep_best", recipe.checkpoint.keep_best), ("eval.patience", patience)):
+        if value and held_out is None:
+            raise ConfigError(
+                f"{key}={str(value).lower()} needs a held-out loss; add an eval section (eval: {{}}), and set data.holdout or "
+                "eval.cache."
+            )
+
+
+def _sigmas(run: TrainingRun, num_tokens: int, quantiles: Sequence[float]) -> dict[str, list[float]]:
+    flow = with_clip_shift(run.recipe.flow, num_tokens)
+    return {
+        expert.subfolder: [sigma_quantile(flow, quantile, *expert.sigma_range) for quantile in quantiles]
+        for expert in run.experts
+    }
