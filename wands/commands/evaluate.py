@@ -1,7 +1,5 @@
 """The command `wands evaluate`: measure the loss of a run or a model on the clips of a cache, with fixed noise."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
@@ -51,7 +49,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         )
     _, _, device = init_process_group()
     groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
-    clips = choose_clips(run, HELD_OUT, run.data)[: options.max_clips]
+    clips = choose_clips(run, HELD_OUT, run.data, options.max_clips)
     run, plan = (
         replace(run, held_out=run.data),
         EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips),
@@ -102,5 +100,5 @@ def _table(row: Row, num_clips: int) -> str:
     for field, buckets in row["by"].items():
         for bucket in buckets:
             sigma = f" (sigma {bucket['sigma']:.3f})" if "sigma" in bucket else ""
-            lines.append(f"  {field:<7} {bucket['name'] + sigma:<26} {bucket[HELD_OUT]:.5f}")
+            lines.append(f"  {field:<7} {bucket['name'] + sigma:<32} {bucket[HELD_OUT]:.5f}")
     return "\n".join(lines)

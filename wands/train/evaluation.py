@@ -4,8 +4,6 @@ The noise of a sample is keyed by (clip, number of the quantile), with an epoch 
 depend on the number of processes, packing or restarts, and a difference between two evaluations comes from the weights.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -261,10 +259,9 @@ def summarize(
         losses: result of `measure`.
         base: value of "losses" in the first row, with which the loss of each clip is compared.
     """
-    of_clips = [
-        [loss for sample, loss in zip(samples, losses, strict=True) if sample.clip == number]
-        for number in range(len(plan.clips))
-    ]
+    of_clips: list[list[float]] = [[] for _ in plan.clips]
+    for sample, loss in zip(samples, losses, strict=True):
+        of_clips[sample.clip].append(loss)
     values = [float(np.mean(of_clip)) if of_clip else None for of_clip in of_clips]
     whole = _means(plan, [(i, value) for i, value in enumerate(values) if value is not None])
     names: dict[str, Callable[[EvaluationSample], str]] = {

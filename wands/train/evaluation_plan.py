@@ -3,13 +3,14 @@
 The plan depends only on the recipe, the data and planned FLOPs: not on time, the number of processes or packing.
 """
 
-from __future__ import annotations
-
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import ValidationError
 
 from wands.config.base import StrictModel
 from wands.config.recipe import Recipe
@@ -160,9 +161,9 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
     recipe, sampler = run.recipe, run.sampler
     assert recipe.eval is not None
     sides = [(HELD_OUT, run.held_out), (TRAIN, run.data)]
-    chosen = [clips for side, data in sides if data is not None and (clips := choose_clips(run, side, data))]
-    # A training clip for each held-out clip.
-    pairs = list(zip(*chosen, strict=False))[: recipe.eval.max_clips]
+    most = recipe.eval.max_clips
+    chosen = [choose_clips(run, side, data, most) for side, data in sides if data is not None]
+    pairs = list(zip(*filter(None, chosen), strict=False))  # a training clip for each held-out clip
     forwards = num_forwards(recipe, sampler.total_steps, run.variant, len(run.experts))
     costs = [forwards * sum(run.shape.forward_flops([clip.num_tokens]) for clip in pair) for pair in pairs]
     epoch = sampler.epoch_plan(sampler.start[0])
@@ -178,8 +179,8 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
     return EvaluationPlan(settings=plan_settings(recipe), quantiles=quantiles, share=share, clips=clips)
 
 
-def choose_clips(run: TrainingRun, side: str, data: Dataset) -> list[EvaluationClip]:
-    """Return the clips of a data set that fit into a bin, in the order in which they are chosen, at nine noise levels.
+def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[EvaluationClip]:
+    """Choose clips of a data set that fit into a bin, and return them in the order of the choice, at nine noise levels.
 
     A hash of the key gives the order. One sample of each clip comes before a second sample of any clip.
 
@@ -187,20 +188,25 @@ def choose_clips(run: TrainingRun, side: str, data: Dataset) -> list[EvaluationC
         run: the checked training run.
         side: `HELD_OUT` or `TRAIN`.
         data: clips to choose from.
+        most: largest number of clips.
     """
     lengths = dict(zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True))
-    last: dict[str, int] = {}
-    turns = {}
-    for key in sorted(
-        lengths, key=lambda key: hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest()
-    ):
-        turns[key] = last[clip_name(key)] = last.get(clip_name(key), -1) + 1
-    levels = {num_tokens: _sigmas(run, num_tokens, QUANTILES[9]) for num_tokens in set(lengths.values())}
+    for key, length in list(lengths.items()):
+        if length > run.recipe.packing.max_tokens or key in run.sampler.excluded:
+            del lengths[key]
+    turns, seen = {}, Counter[str]()
+    for key in sorted(lengths, key=_hash):
+        turns[key] = seen[clip_name(key)]
+        seen[clip_name(key)] += 1
+    clips = [(key, lengths[key]) for key in sorted(turns, key=turns.__getitem__)[:most]]
+    levels = {length: _sigmas(run, length, QUANTILES[9]) for _, length in clips}
     return [
-        EvaluationClip(key=key, side=side, num_tokens=lengths[key], sigmas=levels[lengths[key]])
-        for key in sorted(turns, key=turns.__getitem__)
-        if lengths[key] <= run.recipe.packing.max_tokens and key not in run.sampler.excluded
+        EvaluationClip(key=key, side=side, num_tokens=length, sigmas=levels[length]) for key, length in clips
     ]
+
+
+def _hash(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:
@@ -214,8 +220,10 @@ def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
     path = run.output_dir / PLAN_FILE
     if run.checkpoint is None or not path.is_file():
         return None
-    plan = EvaluationPlan.model_validate_json(path.read_bytes())
-    return plan if plan.settings == plan_settings(run.recipe) else None
+    with suppress(ValidationError):  # damaged, or of another version
+        plan = EvaluationPlan.model_validate_json(path.read_bytes())
+        return plan if plan.settings == plan_settings(run.recipe) else None
+    return None
 
 
 def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:

@@ -81,7 +81,7 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         (lose_a_sample, "_check_step"),
         (deal_a_bin_twice, "_check_step"),
         (forget_visits, "_check_step"),
-        (read_the_neighbour, "read_slice"),
+        (read_the_neighbour, "read_rows_of_bin"),
         (read_another_length, "rank_slice"),
         (cumulate(lambda ends: ends.flip(0)), "__post_init__"),  # not monotone
         (cumulate(lambda ends: ends + 1), "__post_init__"),  # does not begin at 0
