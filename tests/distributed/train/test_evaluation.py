@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from tests.support.commands import plan
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, zero
 from tests.support.world import WorldPool
@@ -340,17 +342,17 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(
 
 
 def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
-    def plan(*overrides: str, world_size: int = 1) -> EvaluationPlan:
+    def plan_with(*overrides: str, world_size: int = 1) -> EvaluationPlan:
         out = tmp_path / "run"
         return plan_evaluation(
             make_run(tiny_pipeline, out, (*EVAL[:2], *STEPS, *overrides), world_size=world_size)
         )
 
-    whole = plan("eval.max_share=1000")
+    whole = plan_with("eval.max_share=1000")
     assert (len(whole.quantiles), len(whole.clips)) == (9, 4)
     shares = []
     for share in (1000, 0.9 * whole.share, whole.share / 3, whole.share / 4, whole.share / 9, 1e-9):
-        limited = plan(f"eval.max_share={share}")
+        limited = plan_with(f"eval.max_share={share}")
         sides = [clip.side for clip in limited.clips]
         assert sides.count(HELD_OUT) == sides.count(TRAIN) >= 1
         assert limited.share <= share or (len(limited.quantiles), len(limited.clips)) == (1, 2)
@@ -359,12 +361,12 @@ def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
     assert shares[1] == (9, 2)
     assert shares[-1] == (1, 2)
     assert shares == sorted(shares, reverse=True)
-    assert whole == plan("eval.max_share=1000", "packing.enabled=false", world_size=2)
-    assert plan("eval.max_share=1000", "ema={}").share == pytest.approx(
+    assert whole == plan_with("eval.max_share=1000", "packing.enabled=false", world_size=2)
+    assert plan_with("eval.max_share=1000", "ema={}").share == pytest.approx(
         whole.share * 5 / 3
     )  # at steps 2 and 4
-    assert len(plan("eval.max_share=1000", "eval.max_clips=1").clips) == 2
-    assert {clip.side for clip in plan("eval.max_share=1000", "data.holdout=0").clips} == {TRAIN}
+    assert len(plan_with("eval.max_share=1000", "eval.max_clips=1").clips) == 2
+    assert {clip.side for clip in plan_with("eval.max_share=1000", "data.holdout=0").clips} == {TRAIN}
 
 
 def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, tmp_path: Path):
@@ -409,6 +411,16 @@ def test_the_planned_share_is_measured(tiny_pipeline: Path, tmp_path: Path, worl
     settings = (*EVAL, *STEPS, long, "packing.max_tokens=512")
     share = worlds[1].run(measured_share, tiny_pipeline, tmp_path, settings, zero(0))[0]
     assert json.loads((tmp_path / "evaluation.json").read_text())["share"] == pytest.approx(share, rel=0.1)
+
+
+def test_wands_plan_has_the_share_of_the_plan(tiny_pipeline: Path, tmp_path: Path):
+    """Of equal clips, with as many held-out clips as eval.max_clips, and one clip in each bin."""
+    data = "data.mock={num_samples: 10, shapes: [[4,16,16]], text_lens: [64]}"
+    settings = (data, *EVAL, *STEPS, "eval.max_clips=2", "ema={}", "packing.max_tokens=256")
+    run = make_run(tiny_pipeline, tmp_path, settings, world_size=2)
+    report = plan(None, gpus=2, overrides=(f"model.path={tiny_pipeline}", *settings, "train.bins_per_step=2"))
+    share = float(re.search(r"eval +([\d.]+)% of the time, every 2 steps", report)[1]) / 100
+    assert share == pytest.approx(plan_evaluation(run).share, rel=0.1)
 
 
 def test_a_held_out_loss_that_is_needed_must_exist(tiny_pipeline: Path, tmp_path: Path):
