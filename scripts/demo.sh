@@ -12,7 +12,7 @@ absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 physical() { if [ -d "$1" ]; then (cd "$1" && pwd -P); else echo "$(cd "$(dirname "$1")" && pwd -P)/$(basename "$1")"; fi; }
 
 variants="wan2.1-t2v-1.3b wan2.1-t2v-14b wan2.1-i2v-14b wan2.1-flf2v-14b wan2.2-t2v-a14b wan2.2-i2v-a14b wan2.2-ti2v-5b"
-clips="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-50}"
+clips="" held_out="" out="" lora="" variant=wan2.1-t2v-1.3b more="${DEMO_MORE_STEPS:-50}"
 while [ $# -gt 0 ]; do
   case "$1" in
     --clips | --out | --variant | --lora)
@@ -50,17 +50,23 @@ echo "The demo takes about 6 minutes on two CPU cores. Messages of launchers and
 if [ -z "$clips" ]; then
   say "1/8 real clips"
   python scripts/fetch_clips.py .setup/clips
-  clips="$out/clips"
+  clips="$out/clips" held_out="$out/held_out"
   python scripts/demo_report.py clips .setup/clips "$clips"
+  python scripts/demo_report.py clips .setup/clips "$held_out" --held-out
 fi
 
 say "2/8 a tiny $variant pipeline: real classes, random DiT, small trained VAE"
 logged python scripts/make_tiny_pipeline.py "$out/model" --variant "$variant" --captions "$clips"
 
 say "3/8 clips to a latent cache"
-logged wands preprocess "$clips" --out "$out/cache" --model "$out/model" --max-frames 21 \
-  --max-pixels "$(python scripts/demo_report.py pixels "$variant")"
+preprocess() {
+  logged wands preprocess "$1" --out "$2" --model "$out/model" --max-frames 21 \
+    --max-pixels "$(python scripts/demo_report.py pixels "$variant")"
+}
+preprocess "$clips" "$out/cache"
 logged python -m data_tools.inspect "$out/cache"
+if [ -n "$held_out" ]; then preprocess "$held_out" "$out/held_out_cache"; fi
+logged python scripts/demo_report.py prompts "$out/cache" "$out/prompts.jsonl"
 steps="$(python scripts/demo_report.py steps --variant "$variant" "$out/cache" ${DEMO_STEPS:+"$DEMO_STEPS"})"
 processes="$(python scripts/demo_report.py processes | tail -n 1)" # two, but one where there is one GPU
 config="$(python -c 'import torch; print("zero3" if torch.cuda.is_available() else "cpu")')"
@@ -75,6 +81,8 @@ train() {
   deepspeed --num_gpus "$processes" --master_port "$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')" \
     --module wands train tiny --deepspeed "ds_configs/$config.json" \
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 --set flow.cfg_dropout=0 --set optim.lr="$rate" \
+    --set eval.every=100 --set eval.max_share=0.1 ${held_out:+--set eval.cache="$out/held_out_cache"} \
+    --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=15 --set sample.guidance_scale=1 \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
@@ -93,7 +101,6 @@ fi
 logged wands export "$out/run" --out "$out/exported"
 
 say "7/8 sampling with the clips' captions, and their first and last frames where the variant takes them"
-python scripts/demo_report.py prompts "$out/cache" "$out/prompts.jsonl"
 logged wands infer "${model[@]}" --prompts-file "$out/prompts.jsonl" --out "$out/samples" \
   --steps 30 --guidance 1.0 --dtype fp32 --save-latents
 

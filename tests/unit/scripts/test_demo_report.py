@@ -47,7 +47,7 @@ def make_cache(
 
 
 def test_clips_are_those_that_are_there(clips_dir: Path, tmp_path: Path):
-    demo_report.write_clips(clips_dir, tmp_path / "clips")
+    demo_report.write_clips(clips_dir, tmp_path / "clips", held_out=False)
     with (tmp_path / "clips" / "metadata.csv").open(newline="", encoding="utf-8") as handle:
         rows = list(csv.DictReader(handle))
     assert [Path(row["file_name"]).stem for row in rows] == list(demo_report.WINDOWS)
