@@ -37,6 +37,7 @@ from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.model.files.checkpoint_files import step_name
+from wands.report.page import write_report
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
@@ -300,6 +301,7 @@ class RunSamples:
             trainer.log(f"step {step}: the contact sheet could not be made: {one_line(error)}.")
         seconds, folder = time.perf_counter() - started, self._folder / step_name(step)
         trainer.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
+        write_report(trainer.run.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | tuple[int, str] | None:
         """Sample the video of this rank's group. The first rank of the group writes the files.
