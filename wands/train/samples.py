@@ -251,7 +251,9 @@ class RunSamples:
             pipeline_class = getattr(diffusers, source.class_name)
             index = pipeline_class.load_config(source.model)
             absent = {part: None for part in index if isinstance(index[part], list) and part != "scheduler"}
-            self._pipeline = pipeline_class.from_pretrained(source.model, **absent)
+            self._pipeline = pipeline_class.from_pretrained(
+                source.model, **absent, use_safetensors=True, trust_remote_code=False
+            )
             self._vae = WanVideoEncoder.load(source.model).vae
         self._home = "meta" if trainer.groups.dims.cp_rank else "cpu"  # the first rank of a group decodes
         self._vae.to(self._home)
