@@ -82,7 +82,7 @@ train() {
     --module wands train tiny --deepspeed "ds_configs/$config.json" \
     --set model.path="$out/model" --set data.cache="$out/cache" --set output_dir="$out/run" --set train.log_every=10 --set flow.cfg_dropout=0 --set optim.lr="$rate" \
     --set eval.every=100 --set eval.max_share=0.1 ${held_out:+--set eval.cache="$out/held_out_cache"} \
-    --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=15 --set sample.guidance_scale=1 \
+    --set sample.every=250 --set sample.prompts_file="$out/prompts.jsonl" --set sample.num_inference_steps=8 --set sample.guidance_scale=1 \
     ${lora:+--set lora.rank="$lora" --set lora.alpha="$((4 * lora))" --set lora.targets=all-linear} "$@" 2>&1 |
     python scripts/demo_report.py progress "$log" "$description" || { tail -n 30 "$log" >&2; return 1; }
 }
