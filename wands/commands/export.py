@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +106,8 @@ def export(options: ExportOptions) -> Path:
         ]
         record["held_out"] = [(row["step"], row["held_out"]) for row in measured]
         if strips := sample_strips(run, kind, state.step):
-            save_contact_sheet(partial / STRIPS_FILE, list(starmap(SheetRow, strips.items())), 6)
+            rows = [SheetRow(label, [frames]) for label, frames in strips.items()]
+            save_contact_sheet(partial / STRIPS_FILE, rows, frames_per_row=6)
         write_text(partial / RECORD_FILE, json.dumps(record, indent=2))
         carry_over(out, partial)
     return out

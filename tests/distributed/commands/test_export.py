@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
+from PIL import Image
 from safetensors import safe_open
 
 from tests.support.commands import export
+from tests.support.run_folder import write_run
 from tests.support.runs import make_run, run_training, weights
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.export.model_card import MARKER, RECORD_FILE
+from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
 from wands.model.files import hub
 from wands.model.files.tensor_files import write_sharded
 from wands.train.checkpoint import build_state
@@ -70,6 +72,17 @@ def test_bf16_keeps_what_diffusers_keeps_in_fp32(run: Path, tmp_path: Path):
     assert dtypes["blocks.0.ffn.net.0.proj.weight"] == "BF16"
     assert dtypes["blocks.0.scale_shift_table"] == "F32"
     assert dtypes["condition_embedder.time_embedder.linear_1.weight"] == "F32"
+
+
+def test_samples_of_the_training_are_part_of_the_export(run: Path, tmp_path: Path):
+    copy, pictures = tmp_path / "run", write_run(tmp_path / "other", steps=2, every=1) / "samples"
+    shutil.copytree(run, copy)
+    shutil.copytree(pictures, copy / "samples")
+    out = export(copy, tmp_path / "out")
+    with Image.open(out / STRIPS_FILE) as sheet:
+        assert sheet.width >= 2 * 208
+        assert sheet.height >= 2 * 120
+        assert len(sheet.convert("RGB").getcolors(sheet.width * sheet.height)) > 100
 
 
 def test_sharded_export(run: Path, tmp_path: Path):
