@@ -71,7 +71,7 @@ class Problems:
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return True if none of the named checks failed."""
+        """Return True if none of the checks with these names failed."""
         return self.failed.isdisjoint(names)
 
     @contextmanager

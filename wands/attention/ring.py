@@ -118,8 +118,8 @@ def ring_forward(
         q: [N, H, D], for N tokens, H heads and head dim D.
         k: [N, H, D].
         v: [N, H, D].
-        lens: number of tokens of each sample in the first ring row, then in the second ring row, and so on.
-        degree: number of ranks in the ring, which is the number of ring rows.
+        lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.
+        degree: number of ranks in the ring.
         group: name of the ring's process group; empty if `degree` is 1.
         grad_group: name of the process group for gradients. Only the backward pass uses this group.
         backend: name of the attention kernel.
@@ -271,7 +271,7 @@ def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, ra
 
     Args:
         q_shape: (N, H, D) of q.
-        lens: number of tokens of each sample in the first ring row, then in the second ring row, and so on.
+        lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.
         degree: number of ranks in the ring.
         rank: rank of this process in the ring.
     """

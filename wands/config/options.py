@@ -316,23 +316,27 @@ class InferOptions(Options):
     """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, with
     a prompt and its options."""
     height: tuple[int, ...] = ()
-    """Height of the video in pixels. Give the option several times to set one value per prompt [default: see below]."""
+    """Height of the video in pixels. Give the option several times to set one value per prompt [default: the value in the
+    table below]."""
     width: tuple[int, ...] = ()
-    """Width of the video in pixels. Give the option several times to set one value per prompt [default: see below]."""
+    """Width of the video in pixels. Give the option several times to set one value per prompt [default: the value in the
+    table below]."""
     num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
     """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
-    prompt [default: see below]."""
+    prompt [default: the value in the table below]."""
     num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
-    """Number of denoising steps. Give the option several times to set one value per prompt [default: see below]."""
+    """Number of denoising steps. Give the option several times to set one value per prompt [default: the value in the
+    table below]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
     """Scale of classifier-free guidance. Values above 1 follow the prompt more strongly; values up to 1 turn guidance
-    off. Give the option several times to set one value per prompt [default: see below]."""
+    off. Give the option several times to set one value per prompt [default: the value in the table below]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
     """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
-    per prompt [default: the value of --guidance if you set it, else see below]."""
+    per prompt [default: the value of --guidance if you set it, else the value in the table below]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
     """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
-    set one value per prompt [default: see below; for models that are not in the table, the flow shift of the model's
+    set one value per prompt [default: the value in the table below; for models that are not in the table, the flow shift
+    of the model's
     scheduler]."""
     seed: tuple[int, ...] = ()
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
@@ -454,7 +458,8 @@ class PushOptions(Options):
 
     directory: Annotated[Path, ARGUMENT]
     """Folder to upload, written by `wands export`. It can also be a run folder, whose newest checkpoint is exported first, or
-    a step folder. `wands export` has more options, such as --dtype and --ema."""
+    the folder of one checkpoint, such as RUN/checkpoints/step_00001000. `wands export` has more options, such as --dtype
+    and --ema."""
     repo_id: Annotated[str, ARGUMENT]
     """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account."""
     public: bool = False
@@ -562,5 +567,6 @@ class SelftestOptions(Options):
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the text encoder and the transformer [default: bf16 on cuda, fp32 on cpu]."""
     only: Annotated[tuple[str, ...], Spelling(metavar="NAME")] = ()
-    """Name of a check to run, or of a group of checks, such as vae. Give the option several times to run several checks.
+    """Name of a check to run, or of a group of checks: vae, text, dit and so on. A wrong name lists all names. Give the
+    option several times to run several checks.
     Without --only, all checks run."""

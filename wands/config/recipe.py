@@ -65,7 +65,7 @@ class ModelConfig(StrictModel):
     - `offload` works like `full`, but keeps the block inputs, or the tensors in `offloaded_tensors`, in host memory. The
       copies run at the same time as the computation.
 
-    The default suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
+    The default `none` suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
     saved_tensors: list[SavedTensor] | None = None
     """List of the tensors of each block to keep in GPU memory. The key can be used only with `checkpointing: selective`
     or `offload`.
@@ -465,9 +465,10 @@ class TrainConfig(StrictModel):
     """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
     Raise this number to continue such a run."""
     spike_zscore: float = Field(default=6.0, gt=0)
-    """Robust z-score above which a loss or a gradient norm is a spike: `on_bad_step: skip` discards the update, and
-    `stop` only writes the event `spike` to events.jsonl. The score compares the logarithm
-    of the value with the last 128 updates. The first 20 updates are not judged."""
+    """Robust z-score above which a loss or a gradient norm is a spike. With `on_bad_step: skip`, a spike is not used to
+    update the
+    weights. With `on_bad_step: stop`, a spike is only written to events.jsonl, and the run continues. The score compares the
+    logarithm of the value with the last 128 updates. The first 20 updates are not judged."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
@@ -523,14 +524,15 @@ class EvalConfig(StrictModel):
     """Largest compute of all evaluations together, as a fraction of the compute of the training. This key decides how many
     clips and noise levels are evaluated. At least one clip is evaluated. With 0.02, evaluations take about 2 % of the time."""
     max_clips: int = Field(default=64, gt=0)
-    """Largest number of held-out clips. A hash of the names chooses the clips. As many training clips are evaluated."""
+    """Largest number of held-out clips. A hash of the names chooses the clips. The same number of training clips is
+    evaluated, for comparison."""
     cache: str | None = None
     """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset, the clips
     that `data.holdout` leaves out of training are held out. Without both, only training clips are evaluated."""
     patience: int | None = Field(default=None, gt=0)
-    """Save a checkpoint and end the run after this number of evaluations without an improvement of the held-out loss. An
-    evaluation improves on the best one if the 95 % interval of their difference is below 0. If this key is unset, the run
-    never ends early."""
+    """Save a checkpoint and end the run after this number of evaluations in a row without an improvement. An evaluation
+    improves if its held-out loss is clearly lower than the best one so far: the 95 % confidence interval of the difference
+    is below 0. If this key is unset, the run never ends early."""
 
 
 class LoggingConfig(StrictModel):

@@ -172,8 +172,8 @@ class PackedBatch:
         """Return the slice of the batch that one rank processes.
 
         Args:
-            layout: assignment of the bin's tokens to the rank. The layout must be made for the `seq_lens` of this
-                batch.
+            layout: tokens of the bin (the samples that are packed into one sequence) that the rank holds. The layout must be
+                made for the `seq_lens` of this batch.
         """
         assert layout.seq_lens == self.seq_lens
         is_padding = layout.token_index < 0

@@ -138,9 +138,8 @@ def open_data(
     A single cache or mock data without repeats and without a split is returned unchanged.
 
     With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, the selected samples differ
-    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, the length of an epoch, with
-    repeats, is the number of samples of all sources together. The share of a source in the epoch is proportional to
-    its weight.
+    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, an
+    epoch has as many samples as all sources together, and the share of a source in the epoch is proportional to its weight.
 
     Args:
         section: `data` of the recipe.

@@ -77,13 +77,13 @@ class StepPlan:
 
 
 class EarlierEpoch(NamedTuple):
-    """Plan of an epoch that is not planned again: a resumed run finishes an epoch that started before the data changed, or a
-    plan file contains the epoch.
+    """Plan of an epoch that is not computed from the present data. It is the rest of an epoch that started before the data
+    changed, or it comes from the file in `packing.plan`.
 
     Attributes:
         epoch: pass over the data, from 0.
         first_step: global step at which the epoch started.
-        plan: plan of the epoch, with rows of the changed data. Samples that were removed from the data are left out.
+        plan: plan of the epoch. Its row numbers are those of the present data, and samples that were removed are left out.
     """
 
     epoch: int

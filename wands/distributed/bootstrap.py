@@ -133,7 +133,7 @@ def start_together() -> Iterator[None]:
 def gather_objects(value: T) -> list[T]:
     """Return the values of all ranks, in the order of the ranks. Without a process group, return a list of one value.
 
-    Every rank must call this function. The values are pickled, so they come from this run only.
+    Every rank must call this function. The values are sent as pickles. Only the ranks of this run send values.
     """
     if not dist.is_initialized():
         return [value]

@@ -152,7 +152,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """Tensor of a block's first run that stays on the device, detached from its autograd graph."""
+    """Tensor of a block's forward pass that stays on the device for the backward pass, detached from its autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)

@@ -213,8 +213,8 @@ class MergedLoras:
         for _, update in self._loras:
             if missing := update.find_missing(model, "model.merge_loras"):
                 raise ConfigError(
-                    f"model.merge_loras: the LoRA changes {len(missing)} parameters that the model does not have "
-                    f"({shorten(missing, 3)}). Use a LoRA for this model."
+                    f"model.merge_loras: a LoRA changes {len(missing)} parameters that the model does not have "
+                    f"({shorten(missing, 3)}). Use a LoRA that was trained for this model."
                 )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:

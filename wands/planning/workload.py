@@ -41,7 +41,7 @@ class Workload:
     Attributes:
         recipe: recipe with all defaults filled in.
         shape: sizes of the DiT, such as its width and number of layers.
-        weights: parameters of the DiT, including the LoRA's parameters in a LoRA run.
+        weights: name, shape and storage of each parameter of the DiT, including those of a LoRA.
         num_models: number of DiTs that a step trains one after the other. The memory contains the states of all DiTs,
             and the activations of one DiT at a time.
         world_size: number of ranks, among which the optimizer states are divided.

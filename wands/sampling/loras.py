@@ -121,7 +121,7 @@ def _fetch(path: str, flag: str) -> Path:
     root = fetch_model(path, key=flag, allow=("*.safetensors", f"*{PEFT_CONFIG}"))  # * matches folders too
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
     if not folders:
-        raise ConfigError(f"{flag}={path} contains no .safetensors file. Set {flag} to a LoRA repository.")
+        raise ConfigError(f"{flag}={path} contains no .safetensors file. Set {flag} to a LoRA.")
     return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
 
 

@@ -330,7 +330,10 @@ def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
 
     Args:
         plan: clips of the evaluations.
-        rows: rows of `evaluations.jsonl` of the same weights.
+        rows: rows of `evaluations.jsonl`, in order: all of the trained weights, or all of the moving average.
+
+    Returns:
+        The step; the step of the first row if no evaluation improved, and 0 without rows.
     """
     best: Row = rows[0] if rows else {"step": 0}
     for row in rows[1:]:

@@ -64,7 +64,7 @@ class EvaluationPlan(StrictModel):
     clips: list[EvaluationClip]
 
     def describe(self) -> str:
-        """Return the number of clips and noise levels, and the share of the compute, as text."""
+        """Return a text with the number of clips and noise levels, and the share of the run's FLOPs that evaluations take."""
         counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
         less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
         return (

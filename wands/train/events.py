@@ -83,8 +83,8 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
         last_step: later events are left out.
 
     Returns:
-        A dict with the keys "restart" and "skipped update", and "slow-rank report" if there were slow ranks. The dict is
-        empty if the run folder has no events.
+        A dict from the kind of an event to its steps, with the keys "restart" and "skipped update". If slow ranks were
+        reported, it also has the key "slow-rank report". The dict is empty if the run folder has no events.
     """
     rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]

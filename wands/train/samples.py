@@ -308,8 +308,13 @@ class RunSamples:
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | tuple[int, str] | None:
         """Sample the video of this rank's group. The first rank of the group writes the files.
 
+        Args:
+            step: number of optimizer steps that the run has made.
+            kind: "raw" for the trained weights, "ema" for their moving average.
+            numbers: for each group, the index of its prompt in `run.samples`. There may be fewer prompts than groups.
+
         Returns:
-            Row of samples.jsonl; (number of the request, reason) after a failure; None on the other ranks.
+            Row of samples.jsonl; (index of the prompt, reason) after a failure; None on the other ranks of the group.
         """
         run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
         has_video, started = dims.dp_rank < len(numbers), time.perf_counter()
@@ -362,7 +367,7 @@ class RunSamples:
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:
-        """Switch the DiTs to inference in a `with` block. Afterwards the training continues with the same bits."""
+        """Switch the DiTs to inference in a `with` block, and then restore their state, so that the training does not change."""
         engines, device = self._trainer.engines.values(), self._trainer.device
         try:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):

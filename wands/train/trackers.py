@@ -87,7 +87,13 @@ class Trackers:
         self._trackers.clear()
 
     def _log_media(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        """Send images or videos with the class `kind` of each tracker's package."""
+        """Send images or videos to the trackers that take them.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+            kind: "Image" or "Video", a class of the tracker's package such as `wandb.Image`.
+            values: maps the name of an image or video to a uint8 array [H, W, 3] or to the path of an mp4 file.
+        """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
             if name == "tensorboard":
                 batches = {key: image[None] for key, image in values.items()}

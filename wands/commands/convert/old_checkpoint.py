@@ -146,7 +146,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} has {len(paths)} files {pattern} instead of 1")
+        raise CheckpointError(f"{folder} has {len(paths)} files {pattern}, but exactly one is needed.")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 

@@ -81,7 +81,7 @@ def array_names(conditions: Collection[str]) -> tuple[str, ...]:
     """Return the names of the arrays of a sample in a cache, in the order of `ARRAYS`.
 
     Args:
-        conditions: conditions of the model variant for which the cache is made.
+        conditions: additional inputs of the model for which the cache is made, see `Variant.conditions`.
     """
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 

@@ -82,7 +82,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Return the names of the arrays that a stored sample has, in the order of `ARRAYS`. The names of latents and
+    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`. The names of latents and
     text embeddings are always included.
     """
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]

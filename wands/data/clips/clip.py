@@ -240,7 +240,7 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
     """Choose the windows (ranges of frames) of a clip between the times `begin` and `finish` in seconds.
 
-    The windows are computed lazily, because a damaged header may contain a length of years.
+    This is a generator, because a damaged header of a file may say that the clip lasts for years.
 
     Yields:
         (start in seconds, number of frames) of each window, in time order. Nothing if no frame fits.

@@ -234,8 +234,8 @@ def map_isolated(
         (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
 
     Raises:
-        RuntimeError: if the function raised an exception other than WandsError and MemoryError. The text is the
-            traceback of the exception.
+        WandsError, MemoryError: if the function raised this exception.
+        RuntimeError: if the function raised another exception. The text is the traceback of that exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
 

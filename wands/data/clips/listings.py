@@ -73,7 +73,7 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a file that lists clips, such as a table. Return the listed clips, or None if the source is not a file."""
+    """Return the clips that a file such as a table lists, or None if the source is not a file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 

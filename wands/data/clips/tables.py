@@ -130,7 +130,7 @@ def read_table(table: Path) -> list[NumberedRow]:
     or to an object with the columns of the row.
 
     Raises:
-        DataError: if the file has another extension or cannot be read as a whole.
+        DataError: if the file has another extension, or is not a valid file of its kind.
     """
     kind = table.suffix.lower()
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".json": _json_rows}

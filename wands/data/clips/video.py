@@ -39,8 +39,8 @@ class DecodedClip:
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
         suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
-            "#0001", ...). For all limits of the frame area (values of --max-pixels) except the first, a size such
-            as "#640x352" follows.
+            "#0001", ...). If --max-pixels has several values, samples for
+            all values except the first also have their size in the suffix, such as "#640x352".
         source: properties of the file.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.

@@ -126,7 +126,7 @@ def is_lora(names: Iterable[str]) -> bool:
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
-    """Read the LoRA in an open file of any layout that `parse_lora` supports.
+    """Read the LoRA in an open safetensors file of any layout that `parse_lora` supports.
 
     Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
