@@ -35,8 +35,8 @@ def save_both_ways(model: Path, out: Path, overrides: tuple[str, ...], ds: dict[
     """Train, and let DeepSpeed save each step into `out`/old too, as earlier versions of wands did."""
 
     class SaveTwice(CheckpointSaver):
-        def _complete(self, state: Any, own_hashes: Any) -> Path:
-            step = super()._complete(state, own_hashes)
+        def _complete(self, state: Any, *args: Any) -> Path:
+            step = super()._complete(state, *args)
             old = out / "old" / "checkpoints" / step.name
             for part, engine in self._engines.items():
                 is_lora = self._run.recipe.lora is not None
