@@ -66,6 +66,7 @@ class CombinedDataset:
     Attributes:
         sources: the sources.
         keys: sample id of each row.
+        licenses: licence of the sample of each row, object [rows] of texts. "" if no licence is stated.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
@@ -83,6 +84,8 @@ class CombinedDataset:
         rows = self.schedule.sample_of
         names = _settle_names(sources)
         self.keys = [names[i] for i in rows.tolist()]
+        licenses = np.concatenate([source.data.licenses[source.chosen] for source in sources])
+        self.licenses = licenses[rows]
         self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
         self._position_of = np.concatenate([source.chosen for source in sources])[rows]
         places, first_shard = [], 0

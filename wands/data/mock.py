@@ -28,6 +28,7 @@ class MockDataset:
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
+        licenses: object [number of samples] of texts: "", because no licence is stated.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
 
     Raises:
@@ -47,6 +48,7 @@ class MockDataset:
                     f"size {list(patch_size)}; change this shape."
                 )
         self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
+        self.licenses = np.full(len(self.keys), "", object)
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from wands.errors import WandsError
 from wands.model.files.hub import is_hub_id
-from wands.texts import last_part, redact, without_paths
+from wands.texts import last_part, printable, redact, without_paths
 from wands.variants import VARIANTS, Variant
 
 MARKER = (
@@ -148,6 +149,7 @@ def build_card(
         local_base=last_part(base),
         checkpoint=last_part(str(record.get("checkpoint") or "")),
         samples=samples,
+        escape=_escape,
         has_loss=bool(loss_points(record)),
         loss_file=LOSS_FILE,
         strips_file=STRIPS_FILE if (directory / STRIPS_FILE).is_file() else "",
@@ -164,6 +166,11 @@ def build_card(
         fps=variant.fps if variant else 16,
     )
     return redact(f"{card}\n")
+
+
+def _escape(text: str) -> str:
+    """Return a text as Markdown that shows the text in a table, without paths and control characters."""
+    return re.sub(r"([\\`*_~\[\]<>|&#!])", r"\\\1", printable(without_paths(str(text))))
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,9 @@ from wands.model.files.tensor_files import sample_digest
 from wands.planning.workload import Weight, Workload
 from wands.sampling.requests import SampleRequest
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
+
+MAX_LICENSES = 20
+"""Largest number of different licences in the model card. The other licences are counted together."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,16 @@ class TrainingRun:
     def grid(self, rank: int) -> ParallelDims:
         """Return the parallel dimensions of a rank: the degrees, and the rank's position in its groups."""
         return ParallelDims(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
+
+    @cached_property
+    def licenses(self) -> list[tuple[str, int]]:
+        """(licence, number of clips) of the training data, the most frequent licence first; [] if no clip states one."""
+        # A clip counts once, however often an epoch repeats it.
+        clips = dict(zip(self.data.keys, self.data.licenses, strict=True))
+        counts = Counter(name for key, name in clips.items() if key not in self.sampler.excluded)
+        not_stated, common = counts.pop("", 0), counts.most_common(MAX_LICENSES)
+        rest = {"others": counts.total() - sum(dict(common).values()), "not stated": not_stated}
+        return common and common + [pair for pair in rest.items() if pair[1]]
 
     @property
     def output_dir(self) -> Path:

@@ -16,14 +16,17 @@ from wands.train.summary import start_block
 STEPS = 8
 
 
-def write_cache(path: Path, model: Path, names: str, seed: int) -> None:
+def write_cache(
+    path: Path, model: Path, names: str, seed: int, licenses: dict[str, str] | None = None
+) -> None:
     """Clips of 4 to 20 tokens."""
     run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(seed)
     with CacheWriter(path, run.variant, {}, max_samples=2) as writer:
         for number, name in enumerate(names):
             latents = torch.randn(run.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
             text = torch.randn(3, run.shape.text_dim, generator=draw).bfloat16()
-            writer.add(name, latents, text, {"num_frames": 1, "fps": 16.0, "content": "c"})
+            meta = {"num_frames": 1, "fps": 16.0, "content": "c", "license": (licenses or {}).get(name, "")}
+            writer.add(name, latents, text, meta)
         writer.commit(torch.zeros(1, run.shape.text_dim, dtype=torch.bfloat16))
 
 

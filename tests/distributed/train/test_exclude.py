@@ -115,3 +115,37 @@ def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_pa
         run = make_run(tiny_pipeline, tmp_path / "run", (*settings, f"data.split={split}"), world_size=1)
         names = {run.data.keys[i] for plan in run.sampler.iterate() for bin in plan.bins for i in bin}
         assert names == set(run.data.keys) - {"a", "b", "c"}
+
+
+def test_the_state_counts_the_licences_of_the_trained_clips(tiny_pipeline: Path, tmp_path: Path):
+    """Of two sources with repeats, each clip counts once, and excluded clips do not count."""
+    cc, mit = dict.fromkeys("abcd", "CC-BY-4.0"), dict.fromkeys("xy", "MIT")
+    write_cache(tmp_path / "one", tiny_pipeline, "abcdef", 1, cc)
+    write_cache(tmp_path / "two", tiny_pipeline, "axyz", 2, mit)
+    write_cache(tmp_path / "bare", tiny_pipeline, "abc", 1)
+    write_cache(
+        tmp_path / "many",
+        tiny_pipeline,
+        "abcdefghijklmnopqrstuvwxyz",
+        1,
+        {x: x for x in "abcdefghijklmnopqrstuvw"},
+    )
+
+    def licenses(*names: str) -> list[list[Any]]:
+        paths = ", ".join(f"{{path: {tmp_path / name}, repeat: 2}}" for name in names)
+        settings = ("data.mock=null", f"data.sources=[{paths}]", "data.exclude=[b, c]")
+        run = make_run(tiny_pipeline, tmp_path / "run", settings, world_size=1)
+        summary = json.loads(json.dumps(build_state(run, 0, 0, []).to_json()))["data_summary"]
+        total = sum(number for _, number in summary["licenses"])
+        assert total in (0, summary["num_samples"])
+        return summary["licenses"]
+
+    assert licenses("one", "two") == [["CC-BY-4.0", 2], ["MIT", 2], ["not stated", 4]]
+    assert licenses("bare") == []
+    assert licenses("many")[20:] == [["others", 1], ["not stated", 3]]
+    assert (
+        build_state(make_run(tiny_pipeline, tmp_path / "run", world_size=1), 0, 0, []).data_summary[
+            "licenses"
+        ]
+        == []
+    )

@@ -140,3 +140,31 @@ def test_a_wrong_sum_in_the_shard_is_not_taken_for_latents(
     run(source, tmp_path / "cache", tiny_pipeline, SMALL)
     run(source, tmp_path / "whole", tiny_pipeline, SMALL)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_another_licence_keeps_the_latents(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(man: str, bikes: str) -> None:
+        rows = f"man.mp4,A man.,{man}\nbikes.mp4,Bicycles.,{bikes}\n"
+        (source / "metadata.csv").write_text(f"video,caption,license\n{rows}")
+
+    def licenses() -> dict[str, str]:
+        cache = LatentCache(tmp_path / "cache")
+        named = dict(zip(cache.keys, cache.licenses, strict=True))
+        assert [cache.meta(i)["license"] for i in range(len(cache))] == [*named.values()]
+        return named
+
+    write("", "CC0")
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    assert licenses() == {"bikes": "CC0", "man": ""}
+    forbid_video(monkeypatch)
+    write("MIT", "CC0")
+    assert run(source, tmp_path / "cache", tiny_pipeline, SMALL).num_relabelled == 1
+    assert licenses() == {"bikes": "CC0", "man": "MIT"}
+    write("", "")  # a licence that was withdrawn
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    assert licenses() == {"bikes": "", "man": ""}
+    monkeypatch.setattr(TextEncoder, "load", None)
+    (source / "metadata.csv").write_text("video,caption\nman.mp4,A man.\nbikes.mp4,Bicycles.\n")
+    assert run(source, tmp_path / "cache", tiny_pipeline, SMALL).num_reused == 2  # no column: nothing to do

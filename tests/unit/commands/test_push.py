@@ -266,6 +266,28 @@ def test_the_card(folder: Path, hub: FakeHub) -> None:
     assert f'repo = "{NAME}"' in code
 
 
+def test_the_card_lists_the_licences_of_the_data(small: Path, hub: FakeHub) -> None:
+    odd = "https://a.b/by | <b>x</b> [y](z) `q` *s*\n# t\x1b"
+    counts = [["CC-BY-4.0", 1200], [odd, 3], ["/home/alice/secret/LICENSE.txt", 2], ["not stated", 29]]
+    write_record(small, RECORD | {"data": RECORD["data"] | {"licenses": counts}})
+    send(small, hub)
+    files = hub.files(NAME)
+    head, body = read_card(files["README.md"].decode())
+    (row,) = (line for line in body.splitlines() if line.startswith("| Licences of the clips"))
+    assert row == (
+        r"| Licences of the clips | CC-BY-4.0 (1,200), https://a.b/by \| \<b\>x\</b\> \[y\](z) \`q\` \*s\*\\n\# t\\x1b (3), "
+        r"LICENSE.txt (2), not stated (29) |"
+    )
+    assert head["license"] == "apache-2.0"  # of the model
+    assert b"secret" not in files["README.md"] + files[model_card.RECORD_FILE]
+
+
+def test_the_card_is_silent_about_licences_that_nobody_stated(small: Path, hub: FakeHub) -> None:
+    write_record(small, RECORD | {"data": RECORD["data"] | {"licenses": []}})
+    send(small, hub)
+    assert b"Licences" not in hub.files(NAME)["README.md"]
+
+
 @pytest.mark.parametrize(
     ("missing", "trace"),
     [

@@ -24,6 +24,7 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from data_tools.merge import merge
 from tests.support.examples import examples
 from wands.data.cache import reader as cache_module
 from wands.data.cache import shards
@@ -489,6 +490,45 @@ def test_index_arrays_must_agree(tmp_path: Path) -> None:
     (folder / "index.npz").write_bytes(replace(index, crc32=index.crc32[:1]).to_bytes())
     with pytest.raises(CacheError, match="different lengths"):
         LatentCache(folder)
+
+
+# ---- licences
+
+
+def test_licences_are_in_the_index_and_in_the_shards(tmp_path: Path) -> None:
+    licenses = {
+        "clip/000": "MIT",
+        "clip/001": "",
+        "clip/002": None,
+        "clip/003": "CC-BY-4.0",
+        "clip/004": "MIT",
+    }
+    wanted = ["MIT", "", "", "CC-BY-4.0", "MIT"]
+    with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT, max_samples=2) as writer:
+        for number in (4, 2, 0, 1, 3):
+            sample = make_sample(number)
+            meta = meta_of(sample, license=licenses[sample.sample_id])
+            writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta)
+        writer.commit(NULL)
+    cache = LatentCache(tmp_path / "c")
+    assert cache.licenses.tolist() == wanted
+    assert [cache.meta(i)["license"] or "" for i in range(5)] == wanted
+    merge(tmp_path / "merged", [tmp_path / "c", write(tmp_path / "d", [make_sample(5)])])
+    assert LatentCache(tmp_path / "merged").licenses.tolist() == [*wanted, ""]
+    (tmp_path / "c" / "index.npz").unlink()
+    with CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT) as writer:  # a run that continues reads the shards
+        writer.commit(NULL)
+    assert LatentCache(tmp_path / "c").licenses.tolist() == wanted
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_cache_of_an_earlier_version_states_no_licence(tmp_path: Path, number: int) -> None:
+    folder = write(tmp_path / "c", map(make_sample, range(number)))
+    assert LatentCache(folder).licenses.tolist() == [""] * number
+    with np.load(folder / "index.npz") as npz:
+        arrays = {name: npz[name] for name in npz if "license" not in name}
+    np.savez(folder / "index.npz", **arrays)
+    assert LatentCache(folder).licenses.tolist() == [""] * number
 
 
 # ---- fit

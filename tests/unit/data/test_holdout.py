@@ -59,15 +59,18 @@ def test_all_samples_of_a_clip_are_on_one_side(
     """Windows, captions and sizes, as the scan names them; with `twin` a neighbour makes keys keep their extension."""
     name = f"{folder}{stem}{extension}"
     path, captions = Path("/in") / name, ["one caption", "another"]
-    items = [*records_of_clip(name, path, captions, "here")]
-    if window != (None, None):
-        items += records_of_clip(name, path, captions, "here", window)
+    whole = (None, None)
+    items = [*records_of_clip(name, path, captions, "here", whole, {})]
+    if window != whole:
+        items += records_of_clip(name, path, captions, "here", window, {})
     if twin:
-        items += records_of_clip(f"{folder}{stem}.avi", path.with_name(f"{stem}.avi"), ["a third"], "here")
+        items += records_of_clip(
+            f"{folder}{stem}.avi", path.with_name(f"{stem}.avi"), ["a third"], "here", whole, {}
+        )
     records, rejections = settle_keys(items)
     assert not rejections
     assert len(records) == 2 + 2 * (window != (None, None)) + twin
-    (alone,), _ = settle_keys(records_of_clip(name, path, ["only"], "here"))
+    (alone,), _ = settle_keys(records_of_clip(name, path, ["only"], "here", whole, {}))
     assert len(set(hold_out([alone.key, *(record.key + suffix for record in records)], fraction))) == 1
 
 

@@ -225,8 +225,8 @@ class _ClipEncoder:
         clip, rows = window.clip, window.clip.lacks(window.suffix)
         samples = []
         for row in rows:
-            own = {"caption": row.caption, "source": clip.path, "content": row.content}
-            samples.append((row.key + window.suffix, window.meta | own))
+            own = {"caption": row.caption, "license": row.license, "content": row.content}
+            samples.append((row.key + window.suffix, window.meta | own | {"source": clip.path}))
         tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
         self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
         self.num_windows += 1

@@ -38,13 +38,15 @@ class Row:
         key: key of the clip and its caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
             The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
-        content: digest of the file, the time range and the caption, from which the samples are made.
+        content: digest of the file, the time range, the caption and the licence, from which the samples are made.
+        license: licence of the clip, "" if it is not stated.
         present: suffixes of the cached samples of this caption.
     """
 
     key: str
     caption: str
     content: str
+    license: str = ""
     present: tuple[str, ...] = ()
 
 
@@ -238,7 +240,7 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         content, video = _digests(row, caption)
     except OSError as error:
         return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
-    return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content),))
+    return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content, row.license),))
 
 
 _PIECE, _PIECES = 1 << 16, 8
@@ -247,16 +249,16 @@ _WHOLE = 1 << 24
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests of a row (clip with one caption). The first digest depends on the file's content, the time
-    range and the caption. The second digest depends on the file's content and the time range.
+    range, the caption and the licence (if it is stated). The second digest depends on the file's content and the time range.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.
     """
     pieces = _read_pieces(row.path)
-    size = row.path.stat().st_size
+    size, seconds = row.path.stat().st_size, (row.start, row.end)
     content, video = (
         hashlib.blake2b(pieces + json.dumps(rest).encode(), digest_size=16).hexdigest()
-        for rest in ([size, caption, row.start, row.end], [size, row.start, row.end])
+        for rest in ([size, caption, *seconds, *filter(None, [row.license])], [size, *seconds])
     )
     return content, video
 

@@ -15,7 +15,7 @@ from wands.data.cache.format import reason
 from wands.data.cache.shards import IndexEntry, read_shard_id
 from wands.errors import CacheError
 
-TEXTS = ("keys", "shard_names", "shard_ids")
+TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
 # RuntimeError: a zip file with an unknown method or a password.
 DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)
 SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
@@ -42,6 +42,8 @@ class CacheIndex:
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
             samples that an earlier version of wands wrote.
+        license_names: licences of the clips, each once.
+        licenses: int32 [N], position in `license_names` of the licence of the sample; -1 if the source states no licence.
     """
 
     keys: tuple[str, ...]
@@ -58,6 +60,8 @@ class CacheIndex:
     offsets: np.ndarray
     shard_ids: tuple[str, ...]
     signatures: np.ndarray
+    license_names: tuple[str, ...]
+    licenses: np.ndarray
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -74,6 +78,7 @@ class CacheIndex:
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
+        licenses = {name: i for i, name in enumerate(sorted({entry.license for entry in entries} - {""}))}
         return cls(
             keys=tuple(entry.key for entry in entries),
             shard_names=names,
@@ -89,6 +94,8 @@ class CacheIndex:
             offsets=np.array([entry.offsets for entry in entries] or np.zeros((0, 2)), np.int64),
             shard_ids=tuple(read_shard_id(path / name) for name in names),
             signatures=np.array([entry.signature for entry in entries], np.uint64).reshape(-1, 2),
+            license_names=tuple(licenses),
+            licenses=np.array([licenses.get(entry.license, -1) for entry in entries], np.int32),
         )
 
     def to_bytes(self) -> bytes:
@@ -110,10 +117,13 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
+                # Earlier versions of wands wrote no signatures and no licences.
                 arrays = {"signatures": np.zeros((len(npz["crc32"]), 2), np.uint64), **npz}
+                arrays = {"licenses": np.full(len(npz["crc32"]), -1), "license_names": _join(()), **arrays}
                 arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            wrong = {name for name in (*SAMPLE_ARRAYS, "signatures") if len(arrays[name]) != len(index)}
+            columns = (*SAMPLE_ARRAYS, "signatures", "licenses")
+            wrong = {name for name in columns if len(arrays[name]) != len(index)}
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:

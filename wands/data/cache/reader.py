@@ -56,6 +56,7 @@ class LatentCache:
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
+        licenses: licence of each sample, object [N] of texts. "" if the source of the sample states no licence.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
@@ -84,6 +85,7 @@ class LatentCache:
             )
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
         self.keys = list(self.index.keys)
+        self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)

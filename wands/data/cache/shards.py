@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 
 from wands.data.cache.format import ARRAYS, checksum, digest, reason
+from wands.data.clips.source import pick_license
 from wands.errors import CacheError
 
 LIBVER = ("v110", "v110")
@@ -43,6 +44,8 @@ class IndexEntry:
     """Bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for shards of earlier versions."""
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, as fractions. Empty for imported latents."""
+    license: str = ""
+    """Licence that the source states for the clip. "" without a licence, and for shards of earlier versions."""
 
 
 def shard_name(number: int) -> str:
@@ -144,6 +147,7 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
             last=meta.get("last", False),
             signature=tuple(group.attrs.get("signature", (0, 0))),
             display_size=tuple(meta.get("display_size", ())),
+            license=pick_license(meta),
         )
 
 

@@ -23,7 +23,7 @@ from wands.data.clips.records import (
     reject,
     store_clip,
 )
-from wands.data.clips.source import Source
+from wands.data.clips.source import LICENSE_COLUMNS, Source
 from wands.data.clips.tables import RANGE_COLUMNS, lower_names, read_range
 from wands.errors import DataError, one_line
 
@@ -75,7 +75,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
                 clip, path = locate(written, (folder or Path.cwd(),))
             # Remove the folders of the Hub's local cache.
             clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)
-            yield from records_of_clip(clip, path, captions, place, read_range(row, path))
+            yield from records_of_clip(clip, path, captions, place, read_range(row, path), row)
         except DataError as error:
             yield reject(place, written or place, error)
 
@@ -94,7 +94,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
     try:
         data = _load(source, name)
         source.check_columns(data.column_names)
-        wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS}
+        wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, *LICENSE_COLUMNS}
         data = data.select_columns([column for column in data.column_names if column.lower() in wanted])
         for column, feature in data.features.items():
             if isinstance(feature, datasets.Video | datasets.Image):  # reading a row would call torchcodec

@@ -228,7 +228,7 @@ def _scan_rows(
             name, path = locate(video.strip(), folders)
             listing.clips.add(path)
             captions = check_captions(caption, place)
-            yield from records_of_clip(name, path, captions, place, read_range(row, path))
+            yield from records_of_clip(name, path, captions, place, read_range(row, path), row)
         except DataError as error:
             yield reject(place, video or table, error)
 
@@ -298,13 +298,13 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
                 if written is None:
                     raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
                 texts = check_captions(captions[written], file.name)
-                yield from records_of_clip(written, path, texts, clip_key(name))
+                yield from records_of_clip(written, path, texts, clip_key(name), (None, None), {})
             except DataError as error:
                 yield reject(clip_key(name), path, error)
     for name in sorted(set(captions) - used):
         try:  # captions.json of other tools may name clips in sub-folders
             located, path = locate(name, (folder,))
             texts = check_captions(captions[name], file.name)
-            yield from records_of_clip(located, path, texts, clip_key(located))
+            yield from records_of_clip(located, path, texts, clip_key(located), (None, None), {})
         except DataError as error:
             yield reject(f"{file.name}:{name}", name, error)

@@ -9,10 +9,12 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
+from wands.data.clips.source import pick_license
 from wands.errors import CacheError, DataError, one_line
 from wands.texts import printable
 
@@ -44,6 +46,7 @@ class ClipRecord:
         start: start of the time range in seconds. None is the start of the file.
         end: end of the time range in seconds. None is the end of the file.
         name: path relative to the source, including the extension.
+        license: licence that the source states for the clip (`wands.data.clips.source.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
     """
 
@@ -54,6 +57,7 @@ class ClipRecord:
     end: float | None = None
     name: str = field(default="", compare=False)
     is_extra_caption: bool = field(default=False, compare=False)
+    license: str = ""
 
     @property
     def range_suffix(self) -> str:
@@ -101,7 +105,7 @@ def reject(key: str, path: object, reason: object) -> Rejection:
 
 
 def records_of_clip(
-    name: str, path: Path, captions: list[str], place: str, seconds: Range = (None, None)
+    name: str, path: Path, captions: list[str], place: str, seconds: Range, row: Mapping[str, Any]
 ) -> Iterator[ClipRecord | Rejection]:
     """Yield one record for each caption of a clip.
 
@@ -111,6 +115,7 @@ def records_of_clip(
         captions: checked captions. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
+        row: row or JSON object that describes the clip, with lower-case names. It may state a licence. {} without a row.
 
     Raises:
         DataError: if the name cannot be stored or printed.
@@ -119,7 +124,7 @@ def records_of_clip(
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     for index, caption in enumerate(dict.fromkeys(captions)):
-        yield ClipRecord("", path, caption, *seconds, name=name, is_extra_caption=index > 0)
+        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row))
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

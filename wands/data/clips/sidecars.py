@@ -114,7 +114,7 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                     )
                 read = partial(_read_small, path.with_name(sidecar))
                 captions, row = _captions_in_file(sidecar, read, source)
-                yield from records_of_clip(name, path, captions, sidecar, read_range(row, path))
+                yield from records_of_clip(name, path, captions, sidecar, read_range(row, path), row)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
 
@@ -336,7 +336,7 @@ def scan_tar(
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
                     name, seconds = f"{key}.{extension}", read_range(row, path)
-                    yield from records_of_clip(name, path, texts, f"{place}:{written}", seconds)
+                    yield from records_of_clip(name, path, texts, f"{place}:{written}", seconds, row)
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
             for item in reader.rejections:

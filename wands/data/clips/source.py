@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wands.errors import DataError
+from wands.texts import printable
 
 # fmt: off
 VIDEO_COLUMNS = (
@@ -16,6 +17,9 @@ VIDEO_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
+LICENSE_COLUMNS = ("license", "licence")
+MAX_LICENSE = 100
+"""Largest number of characters of a licence. Longer texts are cut."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,17 @@ class Source:
         return _first_filled(row, self.caption_names)
 
 
-def _first_filled(row: dict[str, Any], names: Iterable[str]) -> Any:
+def pick_license(row: Mapping[str, Any]) -> str:
+    """Return the licence of a row with lower-case column names, or of the metadata of a sample, as one line of text.
+
+    Return "" if the row states no licence.
+    """
+    value = _first_filled(row, LICENSE_COLUMNS)
+    # pandas writes NaN, which differs from itself, for an empty cell.
+    return "" if value is None or value != value else printable(" ".join(str(value).split()))[:MAX_LICENSE]
+
+
+def _first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
     """Return the first non-empty value of the named columns. If all values are empty, return the first value. Return
     None if the row has none of the columns.
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import tarfile
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from wands.data.clips.hf_dataset import write_clip
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import VIDEO_EXTENSIONS, ClipRecord, clip_key
+from wands.data.clips.source import pick_license
 from wands.errors import CacheError, DataError
 
 
@@ -763,3 +765,76 @@ def test_no_network_is_one_clear_sentence(monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert message.endswith("the network, or pass a folder of clips")
     assert "\n" not in message
+
+
+# ---------------------------------------------------------------- licences
+
+
+def _lay_sidecars(folder: Path, rows: list[dict[str, Any]]) -> None:
+    lay(folder, {row["video"].replace(".mp4", ".json"): json.dumps(row) for row in rows})
+
+
+def _lay_tar(folder: Path, rows: list[dict[str, Any]]) -> None:
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for row in rows:
+            archive.add(folder / row["video"], row["video"])
+            (folder / "member").write_text(json.dumps(row))
+            archive.add(folder / "member", row["video"].replace(".mp4", ".json"))
+            (folder / row["video"]).unlink()
+    (folder / "member").unlink()
+
+
+def _lay_parquet(folder: Path, rows: list[dict[str, Any]]) -> None:
+    import datasets
+
+    datasets.Dataset.from_list(rows).to_parquet(folder / "train-0.parquet")
+
+
+@pytest.mark.parametrize(
+    "lay_rows",
+    [
+        lambda folder, rows: lay(
+            folder,
+            {"metadata.csv": "video,caption, Licence \na.mp4,one,CC-BY-4.0\nb.mp4,two,\nc.mp4,three\n"},
+        ),
+        lambda folder, rows: lay(folder, {"metadata.jsonl": "\n".join(map(json.dumps, rows))}),
+        lambda folder, rows: lay(folder, {"metadata.json": json.dumps(rows)}),
+        _lay_sidecars,
+        _lay_tar,
+        _lay_parquet,
+    ],
+    ids=["csv", "jsonl", "json", "sidecars", "tar", "parquet"],
+)
+def test_the_licence_of_every_layout(lay_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    folder = lay(tmp_path / "set", {"a.mp4": "1", "b.mp4": "2", "c.mp4": "3"})
+    captions, licenses = {"a": "one", "b": "two", "c": "three"}, {"a": "CC-BY-4.0", "b": None, "c": ""}
+    rows = [
+        {"video": f"{key}.mp4", "caption": caption, "license": licenses[key]}
+        for key, caption in captions.items()
+    ]
+    lay_rows(folder, rows)
+    found, rejections = load_source(str(folder))
+    assert rejections == []
+    assert {row.caption: row.license for row in found} == {"one": "CC-BY-4.0", "two": "", "three": ""}
+
+
+@pytest.mark.parametrize(
+    ("value", "license"),
+    [
+        (" CC BY\n4.0 ", "CC BY 4.0"),
+        ("a\x1b[31mb\x00", r"a\x1b[31mb\x00"),
+        ("x" * 10_000, "x" * 100),
+        (float("nan"), ""),
+        ("  ", ""),
+        (4, "4"),
+        (["mit", {"url": "x"}], "['mit', {'url': 'x'}]"),
+    ],
+)
+def test_a_licence_is_one_short_line(value: object, license: str) -> None:
+    assert pick_license({"license": value}) == license
+    assert pick_license({"license": license}) == license  # the index of a cache reads it again
+    assert pick_license({"license": None, "licence": value}) == license
