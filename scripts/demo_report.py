@@ -307,14 +307,9 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         fallen = fallen and bool(last < 0.7 * first)
     evaluations = [row for row in read_rows(out / "run" / "evaluations.jsonl") if row["held_out"] is not None]
     if evaluations:
-        first, last = (
-            (f"{row[key]:.4f}" for key in ("train", "held_out"))
-            for row in evaluations[:: len(evaluations) - 1 or 1]
-        )
-        trained, other = (f"{a} -> {b}" for a, b in zip(first, last, strict=True))
-        print(
-            f"  evaluation    the four clips {trained}, other parts of the same films {other}: learned by heart"
-        )
+        first, last = evaluations[0], evaluations[-1]
+        trained, other = (f"{first[side]:.3f} -> {last[side]:.3f}" for side in ("train", "held_out"))
+        print(f"  evaluation    trained clips {trained}, other parts of the same films {other}")
     if not fallen:
         print("                the loss must fall by at least 30 %: train longer with DEMO_STEPS=N")
     print(f"  time          {seconds // 60} min {seconds % 60} s, package set-up aside")
