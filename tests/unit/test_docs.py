@@ -27,10 +27,10 @@ def page_name(page: Path) -> str:
 
 
 def code_blocks(text: str) -> Iterator[str]:
-    """Shell commands of a page, one a line, continuation lines joined and comments removed."""
+    """Shell commands of a page, one a line, continuation lines joined, comments and redirections to files removed."""
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            command = re.split(r"\s#\s", line)[0].strip()
+            command = re.split(r"\s[#>]\s", line)[0].strip()
             if command and not command.startswith("#"):
                 yield command
 
