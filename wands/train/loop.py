@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,7 @@ from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict
 from wands.train.events import EventLog
-from wands.train.metrics import StepLog, memory_peaks, sigma_sums
+from wands.train.metrics import StepLog, memory_peaks, sigma_sums, step_metrics
 from wands.train.profiler import memory_snapshots, profiled_steps
 from wands.train.rank_checks import FIXES, check_step, run_digests
 from wands.train.resume import restore
@@ -61,7 +61,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.begin_work("building the model and its engine")
     trainer = _build_trainer(run, rank, device, groups, log)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
-    step_log, bad_steps = StepLog(run, rank, device, log, trainer.trackers), BadSteps(run, events)
+    step_log, bad_steps = StepLog(trainer), BadSteps(run, events)
     saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
     evaluator = Evaluator(trainer, step_log, watchdog) if recipe.eval else None
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
@@ -91,13 +91,14 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             own_request = requests.poll(rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
-            sums, (data_wait, is_writing, *peaks), request = _reduce(
-                torch.cat([own_losses.double(), sigma_sums(results, groups.dims).to(device)]),
-                (own_wait, float(saver.is_writing), *memory_peaks(device)),
-                own_request,
-                device,
-            )
-            losses, of_sigmas = sums[: len(results)], sums[len(results) :]
+            sums = torch.cat([own_losses.double(), sigma_sums(results, groups.dims).to(device)])
+            numbers = (own_wait, float(saver.is_writing), *memory_peaks(device), *own_request)
+            maxima = torch.tensor(numbers, dtype=torch.float64, device=device)
+            dist.all_reduce(sums)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+            totals, (data_wait, is_writing, *rest) = sums.tolist(), maxima.tolist()
+            losses, of_sigmas = totals[: len(results)], totals[len(results) :]
+            peaks, request = rest[:2], ControlRequest(*map(bool, rest[2:]))  # requests that any rank received
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 bad_steps.check(plan, expert, loss, result)
                 if averages and not result.skipped:
@@ -105,10 +106,9 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             seconds, started = time.perf_counter() - started, time.perf_counter()
             watchdog.end_step(step, seconds)
             own_seconds = compute_times.end_step(step)
-            ema_decay = next((average.decay for average in averages.values()), None)
-            step_log.write(
-                plan, losses, results, lr, ema_decay, seconds, data_wait, own_seconds, of_sigmas, peaks
-            )
+            measured = {"lr": lr, "seconds": seconds, "data_wait": data_wait, "own_seconds": own_seconds}
+            row = step_metrics(trainer, plan, results, losses, of_sigmas, peaks, measured)
+            step_log.write(row, results)
 
             verdict, evaluates = Verdict(), evaluator is not None and evaluator.is_due(step, request.quit)
             if evaluator and evaluates:
@@ -176,24 +176,3 @@ def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:
     for batch in batches:
         yield batch, time.perf_counter() - requested
         requested = time.perf_counter()
-
-
-def _reduce(
-    sums: torch.Tensor, maxima: Sequence[float], request: ControlRequest, device: torch.device
-) -> tuple[list[float], list[float], ControlRequest]:
-    """Combine the losses, other numbers and the requests of all ranks with two small all-reduces.
-
-    Args:
-        sums: numbers of this rank whose sum over the ranks is returned, float64.
-        maxima: numbers of which the largest over the ranks is returned.
-        request: requests to save, stop or check that this rank received.
-        device: device of this rank.
-
-    Returns:
-        (sums over the ranks, maxima over the ranks, requests that any rank received).
-    """
-    combined = torch.tensor([*maxima, *request], dtype=torch.float64, device=device)
-    dist.all_reduce(sums)
-    dist.all_reduce(combined, op=dist.ReduceOp.MAX)
-    values = combined.tolist()
-    return sums.tolist(), values[: len(maxima)], ControlRequest(*map(bool, values[len(maxima) :]))

@@ -20,10 +20,10 @@ from wands.distributed.dims import ParallelDims
 from wands.files import read_rows, write_text
 from wands.planning.hardware import peak_tflops
 from wands.train.append_log import AppendLog
-from wands.train.run import Log, TrainingRun
+from wands.train.run import TrainingRun
 from wands.train.step import StepResult
 from wands.train.terminal import Terminal
-from wands.train.trackers import Trackers
+from wands.train.trainer import Trainer
 
 NUM_SIGMAS = 10
 """Number of equal ranges of the noise level for which the loss is reported."""
@@ -38,21 +38,17 @@ class StepLog:
     group writes the losses of its samples.
 
     Args:
-        run: the checked training run. If it resumes, rows of later steps are removed, because the run writes them again.
-        rank: rank of this process.
-        device: device of this process.
-        log: function that prints a line for the user on rank 0.
-        trackers: trackers that get the numbers of each step.
+        trainer: objects of the training process. If the run resumes, rows of later steps are removed, because the run writes
+            them again.
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.
         held_out: newest held-out loss, for the terminal; None before the first evaluation.
     """
 
-    def __init__(
-        self, run: TrainingRun, rank: int, device: torch.device, log: Log, trackers: Trackers
-    ) -> None:
-        self._run, self._device, self._log, self._trackers = run, device, log, trackers
+    def __init__(self, trainer: Trainer) -> None:
+        self._run, self._log, self._trackers = trainer.run, trainer.log, trainer.trackers
+        run, rank = trainer.run, trainer.rank
         state = run.checkpoint.state if run.checkpoint else None
         start_step, self._rows = state.step if state else 0, None
         self.history: list[tuple[int, float]] = []
@@ -65,65 +61,30 @@ class StepLog:
             self.history = self.history or [(int(step), float(loss)) for step, loss in past]
         self._samples = _open_sample_log(run, run.grid(rank), start_step)
 
-    def write(
-        self,
-        plan: StepPlan,
-        losses: Sequence[float],
-        results: Sequence[StepResult],
-        lr: float,
-        ema_decay: float | None,
-        seconds: float,
-        data_wait: float,
-        own_seconds: Sequence[float] | None,
-        of_sigmas: Sequence[float],
-        peaks: Sequence[float],
-    ) -> None:
+    def write(self, row: dict[str, Any], results: Sequence[StepResult]) -> None:
         """Write the results of a step.
 
         Args:
-            plan: packing plan of the step.
-            losses: argument of `step_metrics`, as are `lr`, `ema_decay`, `seconds`, `data_wait` and `own_seconds`.
+            row: result of `step_metrics`. The expected seconds to the end of the run are added as `eta_seconds`.
             results: result of each trained DiT on this rank.
-            lr: see `losses`.
-            ema_decay: see `losses`.
-            seconds: see `losses`.
-            data_wait: see `losses`.
-            own_seconds: see `losses`.
-            of_sigmas: result of `sigma_sums`, summed over the ranks.
-            peaks: result of `memory_peaks`, the largest over the ranks.
         """
-        step, total_steps = plan.step + 1, self._run.sampler.total_steps
+        step, total_steps = row["step"], self._run.sampler.total_steps
         if self._samples is not None:
             for expert, result in zip(self._run.experts, results, strict=True):
                 prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
                 self._samples.append(*(to_line({**prefix, **vars(item)}) for item in result.samples))
         if self._rows is None:
             return
-        norms = [result.grad_norm for result in results]
-        row = step_metrics(
-            self._run, plan, self._device, losses, norms, lr, ema_decay, seconds, data_wait, own_seconds
-        )
-        for expert, result in zip(self._run.experts, results, strict=True):
-            name = f"{expert.name}." if expert.name else ""
-            for key, of_blocks in result.blocks.items():
-                row.setdefault(key, {}).update({name + block: value for block, value in of_blocks.items()})
-        pairs = zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
-        row |= {
-            "tokens_per_second_per_gpu": row["tokens_per_second"] / self._run.world_size,
-            "loss_by_sigma": [total / count if count else None for total, count in pairs],
-            "device_peak": round(peaks[0]) or None,
-            "host_peak": round(peaks[1]),
-            "eta_seconds": self._eta(seconds, total_steps - step),
-        }
+        row["eta_seconds"] = self._eta(row["seconds"], total_steps - step)
         if row["loss"] and math.isfinite(row["loss"]):  # a step whose samples are all excluded has the loss 0
             self.history.append((step, row["loss"]))
         self._rows.append(to_line(row))
         self._trackers.log(step, curves(row))
         loss = fmean([loss for _, loss in self.history[-NUM_RECENT:]] or [math.nan])
         held_out = f"  held-out {self.held_out:.4f}" if self.held_out is not None else ""
-        left, memory = timedelta(seconds=round(row["eta_seconds"])), (peaks[0] or peaks[1]) / 2**30
-        speed = f"{row['tokens_per_second']:,.0f} tok/s"
-        line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}  {memory:.1f} GiB"
+        left, memory = timedelta(seconds=round(row["eta_seconds"])), row["device_peak"] or row["host_peak"]
+        speed = f"{row['tokens_per_second']:,.0f} tok/s  {memory / 2**30:.1f} GiB"
+        line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}"
         if isinstance(self._log, Terminal) and self._log.show(line):
             return
         if step % self._run.recipe.train.log_every == 0 or step == total_steps:
@@ -165,67 +126,76 @@ def memory_peaks(device: torch.device) -> tuple[float, float]:
 
 
 def step_metrics(
-    run: TrainingRun,
+    trainer: Trainer,
     plan: StepPlan,
-    device: torch.device,
+    results: Sequence[StepResult],
     losses: Sequence[float],
-    grad_norms: Sequence[float],
-    lr: float,
-    ema_decay: float | None,
-    seconds: float,
-    data_wait: float,
-    own_seconds: Sequence[float] | None,
+    of_sigmas: Sequence[float],
+    peaks: Sequence[float],
+    measured: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
     Args:
-        run: the checked training run.
+        trainer: objects of the training process.
         plan: packing plan of the step.
-        device: device of this rank.
+        results: result of each trained DiT on this rank.
         losses: for each trained DiT, the mean weighted squared error over the samples or tokens of the step.
-        grad_norms: for each trained DiT, the norm of the whole gradient before clipping.
-        lr: learning rate of this step.
-        ema_decay: decay of the moving average in this step; None without `ema`.
-        seconds: duration of the step, including the wait for data.
-        data_wait: seconds that the slowest rank waited for data.
-        own_seconds: result of `ComputeTimes.end_step`: seconds of each rank in the feed-forward layers, or None.
+        of_sigmas: result of `sigma_sums`, summed over the ranks.
+        peaks: result of `memory_peaks`, the largest over the ranks.
+        measured: maps `lr` to the learning rate of this step, `seconds` to the duration of the step including the wait for
+            data, `data_wait` to the seconds that the slowest rank waited for data, and `own_seconds` to the result of
+            `ComputeTimes.end_step`: seconds of each rank in the feed-forward layers, or None.
 
     Returns:
-        A dict with the arguments `lr`, `ema_decay`, `seconds`, `data_wait`, `own_seconds` and these keys:
+        A dict with the items of `measured` and these keys:
         `step`: number of optimizer steps made, including this step.
         `epoch`: epoch of the step.
-        `loss`, `grad_norm`: mean of `losses`, largest of `grad_norms`.
+        `loss`, `grad_norm`: mean of `losses`, largest norm of a DiT's whole gradient before clipping.
         `tokens`, `samples`: number of video tokens and number of clips of the step.
-        `tokens_per_second`: `tokens` / `seconds`.
+        `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this number / number of ranks.
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
         `fill`: `tokens` / (number of bins x `packing.max_tokens`).
         `imbalance`: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
+        `ema_decay`: decay of the moving average in this step; None without `ema`.
+        `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
+        `device_peak`, `host_peak`: `peaks`; None for the device on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
+        `grad_norm_blocks`, `update_ratio_blocks`: in measured steps, the results of `measure_blocks`. With two experts, the
+        name of the expert and a dot come before the name of each block.
     """
-    tflops = run.step_flops(plan.bins) / seconds / run.world_size / 1e12
+    run, device = trainer.run, trainer.device
+    tflops = run.step_flops(plan.bins) / measured["seconds"] / run.world_size / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    names = [expert.name for expert in run.experts if expert.name]
-    return {
+    speed = plan.num_tokens / measured["seconds"]
+    pairs = zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
+    row = {
         "step": plan.step + 1,
         "epoch": plan.epoch,
         "loss": sum(losses) / len(losses),
-        "lr": lr,
-        "grad_norm": max(grad_norms),
+        "grad_norm": max(result.grad_norm for result in results),
         "tokens": plan.num_tokens,
         "samples": plan.num_samples,
-        "seconds": seconds,
-        "data_wait": data_wait,
-        "own_seconds": own_seconds,
+        **measured,
         "tflops": tflops,
         "mfu": tflops / peak if peak else None,
         "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * run.recipe.packing.max_tokens),
         "imbalance": run.imbalance(plan.bins),
-        "ema_decay": ema_decay,
-        "tokens_per_second": plan.num_tokens / seconds,
-        **{f"loss_{name}": loss for name, loss in zip(names, losses, strict=False)},
-        **{f"grad_norm_{name}": norm for name, norm in zip(names, grad_norms, strict=False)},
+        "ema_decay": next((average.decay for average in trainer.averages.values()), None),
+        "tokens_per_second": speed,
+        "tokens_per_second_per_gpu": speed / run.world_size,
+        "loss_by_sigma": [total / count if count else None for total, count in pairs],
+        "device_peak": round(peaks[0]) or None,
+        "host_peak": round(peaks[1]),
     }
+    for expert, loss, result in zip(run.experts, losses, results, strict=True):
+        name = f"{expert.name}." if expert.name else ""
+        if expert.name:
+            row |= {f"loss_{expert.name}": loss, f"grad_norm_{expert.name}": result.grad_norm}
+        for key, of_blocks in result.blocks.items():
+            row.setdefault(key, {}).update({name + block: value for block, value in of_blocks.items()})
+    return row
 
 
 def describe_step(row: Mapping[str, Any], total_steps: int) -> str:

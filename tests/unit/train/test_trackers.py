@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.fake_wandb import SOURCE
 from wands.config.deepspeed_rules import check_json
@@ -22,8 +21,6 @@ from wands.train import trackers
 from wands.train.metrics import StepLog, curves, sigma_sums
 from wands.train.step import SampleLoss
 from wands.train.trackers import Trackers, check_trackers
-
-CPU = torch.device("cpu")
 
 
 def build_run(out: Path, names: tuple[str, ...] = ("tensorboard",), step: int = 0, **values: Any) -> Any:
@@ -40,6 +37,11 @@ def build_run(out: Path, names: tuple[str, ...] = ("tensorboard",), step: int = 
         sampler=SimpleNamespace(total_steps=5),
         grid=lambda rank: SimpleNamespace(rank=rank, cp_rank=0),
     )
+
+
+def build_log(run: Any, board: Trackers) -> StepLog:
+    trainer: Any = SimpleNamespace(run=run, rank=0, log=lambda text: None, trackers=board)
+    return StepLog(trainer)
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -65,18 +67,14 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "wands.train.metrics.step_metrics",
-        lambda run, plan, device, losses, *rest: losses | {"mfu": None, "tokens_per_second": 2.0},
-    )
+    measured = {"seconds": 1.0, "mfu": None, "tokens_per_second": 2.0, "device_peak": None, "host_peak": 0}
     for start_step, end in ((0, 4), (3, 4)):
         run = build_run(tmp_path, step=start_step)
         board = Trackers(run, 0)
-        log = StepLog(run, 0, CPU, lambda text: None, board)
+        log = build_log(run, board)
         monkeypatch.setattr("wands.train.metrics.describe_step", lambda row, total: "")
         for step in range(start_step + 1, end + 1):
-            row = {"step": step, "loss": float(10 * start_step + step)}
-            log.write(SimpleNamespace(step=step - 1), row, [], 0.0, None, 1.0, 0.0, None, [0.0] * 20, (0, 0))
+            log.write({"step": step, "loss": float(10 * start_step + step), **measured}, [])
         board.log(0, {"eval/held_out": 1.0}) if not start_step else None
         log.close()
         board.close()
@@ -91,7 +89,7 @@ def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A first step of 100 s does not spoil the prediction. Saves between the steps count as they were so far."""
-    log = StepLog(build_run(tmp_path), 0, CPU, lambda text: None, Trackers(build_run(tmp_path, ()), 0))
+    log = build_log(build_run(tmp_path), Trackers(build_run(tmp_path, ()), 0))
     now = [1000.0]
     monkeypatch.setattr("wands.train.metrics.time.perf_counter", lambda: now[0])
     assert log._eta(100.0, 9) == 900.0
