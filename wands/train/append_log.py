@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from wands.errors import one_line
+from wands.files import read_rows, write_text
 
 _log = logging.getLogger(__name__)
 
@@ -67,3 +72,26 @@ class AppendLog:
                 with suppress(OSError):
                     file.truncate(size)  # a full disk may have left a part of a record
                 raise
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of a `.jsonl` file, with null in place of numbers that are not finite."""
+    return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
+
+
+def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
+    """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
+    writes these rows again. Events other than bad updates and spikes stay, because they have happened.
+
+    Returns:
+        (remaining rows, log to which rows can be appended).
+
+    Raises:
+        WandsError: if the file contains rows to remove, but cannot be written.
+    """
+    rows, cut = read_rows(path), (None, "bad update", "spike")
+    rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
+    lines = b"".join(map(to_line, rows))
+    if path.is_file() and path.read_bytes() != lines:
+        write_text(path, lines.decode())
+    return rows, AppendLog(path)

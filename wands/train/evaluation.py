@@ -22,8 +22,8 @@ from wands.files import write_text
 from wands.flow.loss import flow_matching_loss
 from wands.flow.noise import add_noise
 from wands.report.page import write_report
+from wands.train.append_log import continue_rows, to_line
 from wands.train.batches import read_rows_of_bin
-from wands.train.ema import averaged_weights
 from wands.train.evaluation_plan import (
     HELD_OUT,
     PLAN_FILE,
@@ -34,7 +34,7 @@ from wands.train.evaluation_plan import (
     plan_evaluation,
     stored_plan,
 )
-from wands.train.metrics import StepLog, continue_rows, to_line
+from wands.train.metrics import StepLog
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
@@ -118,11 +118,12 @@ class Evaluator:
         Args:
             step: number of optimizer steps that the run has made.
         """
-        trainer, rows = self._trainer, list[Row]()
-        for weights in ("raw", "ema") if trainer.averages and step else ("raw",):
+        trainer, rows, proceed = self._trainer, list[Row](), partial(self._proceed, step)
+        engines, groups, device = trainer.engines, trainer.groups, trainer.device
+        for weights in trainer.weights_at(step):
             began = time.perf_counter()
-            with averaged_weights(trainer.engines, trainer.averages if weights == "ema" else {}):
-                losses = self._measure(step)
+            with trainer.inference(weights):
+                losses = measure(engines, self._run, self._samples, groups, device, proceed)
             if losses is None:
                 trainer.log(f"step {step}: the evaluation is left out, because the run must stop")
                 return Verdict()
@@ -130,17 +131,6 @@ class Evaluator:
             row = {"step": step, "weights": weights, **summarize(self._plan, self._samples, losses, base)}
             rows.append(row | {"seconds": round(time.perf_counter() - began, 3)})
         return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
-
-    def _measure(self, step: int) -> list[float] | None:
-        trainer, proceed = self._trainer, partial(self._proceed, step)
-        engines = trainer.engines
-        try:
-            for engine in engines.values():
-                engine.eval()
-            return measure(engines, self._run, self._samples, trainer.groups, trainer.device, proceed)
-        finally:
-            for engine in engines.values():
-                engine.train()
 
     def _proceed(self, step: int) -> bool:
         """Note progress, and return whether no rank must stop. Every rank must call this method."""

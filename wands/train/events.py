@@ -11,8 +11,7 @@ from wands import __version__
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.errors import one_line
 from wands.files import read_rows
-from wands.train.append_log import AppendLog
-from wands.train.metrics import continue_rows, to_line
+from wands.train.append_log import AppendLog, continue_rows, to_line
 from wands.train.run import TrainingRun
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -17,9 +15,8 @@ import torch
 
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
-from wands.files import read_rows, write_text
 from wands.planning.hardware import peak_tflops
-from wands.train.append_log import AppendLog
+from wands.train.append_log import AppendLog, continue_rows, to_line
 from wands.train.run import TrainingRun
 from wands.train.step import StepResult
 from wands.train.terminal import Terminal
@@ -229,29 +226,6 @@ def curves(row: Mapping[str, Any]) -> dict[str, float]:
     if times := named.pop("speed/own_seconds", None):
         named |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
     return {name: value for name, value in named.items() if value is not None}
-
-
-def to_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as a line of a `.jsonl` file, with null in place of numbers that are not finite."""
-    return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
-
-
-def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
-    """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
-    writes these rows again. Events other than bad updates and spikes stay, because they have happened.
-
-    Returns:
-        (remaining rows, log to which rows can be appended).
-
-    Raises:
-        WandsError: if the file contains rows to remove, but cannot be written.
-    """
-    rows, cut = read_rows(path), (None, "bad update", "spike")
-    rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
-    lines = b"".join(map(to_line, rows))
-    if path.is_file() and path.read_bytes() != lines:
-        write_text(path, lines.decode())
-    return rows, AppendLog(path)
 
 
 def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:

@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +44,7 @@ from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
 from wands.sampling.sample import decode_latents, pipeline_for, sample_latents
 from wands.sampling.sharing import join_tokens, token_index
-from wands.train.ema import averaged_weights
-from wands.train.metrics import continue_rows, to_line
+from wands.train.append_log import continue_rows, to_line
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
@@ -279,18 +278,17 @@ class RunSamples:
             step: number of optimizer steps that the run has made.
         """
         trainer, started, rows = self._trainer, time.perf_counter(), []
-        kinds = ("raw", "ema") if trainer.averages and step else ("raw",)
-        with self._inference():
-            for kind in kinds:
-                with averaged_weights(trainer.engines, trainer.averages if kind == "ema" else {}):
-                    for numbers in self._rounds:
-                        self._watchdog.begin_work(f"sampling at step {step}")
-                        results = gather_objects(self._try(step, kind, numbers))
-                        rows += [result for result in results if isinstance(result, dict)]
-                        for number, reason in dict(r for r in results if isinstance(r, tuple)).items():
-                            facts = {"number": number, "weights": kind, "reason": reason}
-                            trainer.events.write("sample failed", **facts)
-                            trainer.log(_FAILURE.format(step=step, **facts))
+        kinds = trainer.weights_at(step)
+        for kind in kinds:
+            with trainer.inference(kind):
+                for numbers in self._rounds:
+                    self._watchdog.begin_work(f"sampling at step {step}")
+                    results = gather_objects(self._try(step, kind, numbers))
+                    rows += [result for result in results if isinstance(result, dict)]
+                    for number, reason in dict(r for r in results if isinstance(r, tuple)).items():
+                        facts = {"number": number, "weights": kind, "reason": reason}
+                        trainer.events.write("sample failed", **facts)
+                        trainer.log(_FAILURE.format(step=step, **facts))
         if trainer.rank:
             return
         self._log.append(*map(to_line, rows))
@@ -364,17 +362,3 @@ class RunSamples:
             sheet.append(SheetRow(request.prompt, videos))
         save_contact_sheet(path, sheet, _FRAMES, tuple(columns.values()))
         self._trainer.trackers.log_images(step, {"samples": Image.open(path)})
-
-    @contextlib.contextmanager
-    def _inference(self) -> Iterator[None]:
-        """Switch the DiTs to inference in a `with` block, and then restore their state, so that the training does not change."""
-        engines, device = self._trainer.engines.values(), self._trainer.device
-        try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                for engine in engines:
-                    engine.eval()
-                yield
-        finally:
-            for engine in engines:
-                engine.train()
-            torch.cuda.empty_cache()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wands.distributed.dims import ProcessGroups
-from wands.train.ema import WeightAverage
+from wands.train.ema import WeightAverage, averaged_weights
 from wands.train.events import EventLog
 from wands.train.run import Log, TrainingRun
 from wands.train.trackers import Trackers
@@ -40,3 +41,28 @@ class Trainer:
     events: EventLog
     trackers: Trackers
     log: Log
+
+    def weights_at(self, step: int) -> tuple[str, ...]:
+        """Return the kinds of weights to evaluate and to sample. Before the first step, the moving average equals the weights."""
+        return ("raw", "ema") if self.averages and step else ("raw",)
+
+    @contextmanager
+    def inference(self, weights: str) -> Iterator[None]:
+        """Switch the DiTs to inference in a `with` block, and then restore their state, so that the training does not change.
+
+        Every rank must enter and leave the block between two optimizer steps.
+
+        Args:
+            weights: "raw", or "ema" for the moving average of the weights.
+        """
+        engines, cuda = self.engines.values(), [self.device] if self.device.type == "cuda" else []
+        averaged = averaged_weights(self.engines, self.averages if weights == "ema" else {})
+        with averaged, torch.random.fork_rng(cuda):
+            try:
+                for engine in engines:
+                    engine.eval()
+                yield
+            finally:
+                for engine in engines:
+                    engine.train()
+                torch.cuda.empty_cache()

@@ -12,8 +12,7 @@ import pytest
 from wands import files
 from wands.errors import WandsError
 from wands.train import append_log
-from wands.train.append_log import AppendLog
-from wands.train.metrics import continue_rows
+from wands.train.append_log import AppendLog, continue_rows
 
 # A real limit of the file size, under which a write succeeds in part. In a process of its own: pytest writes files, too.
 FULL = """
