@@ -259,9 +259,9 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     from wands.commands.plots import save_loss_plot
     from wands.commands.score import correlation
     from wands.data.cache.reader import LatentCache
+    from wands.files import read_rows
     from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
     from wands.train.events import marked_steps
-    from wands.train.metrics import read_rows
 
     cache = LatentCache(out / "cache")
     samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]

@@ -24,8 +24,8 @@ from tests.support.world import WorldPool
 from wands.cli import main
 from wands.commands.export import export
 from wands.config.options import ExportOptions
+from wands.files import read_rows
 from wands.model.files.checkpoint_files import find_checkpoint
-from wands.train.metrics import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

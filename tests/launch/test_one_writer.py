@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.runs import BASE, run_training
 from tests.support.world import WorldPool
+from wands.files import read_rows
 from wands.lock import LOCK_NAME
-from wands.train.metrics import read_rows
 
 pytestmark = pytest.mark.slow
 Process = subprocess.Popen[str]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.test_kills import final
 from tests.launch.test_stop import LAUNCHERS, ROOT, Job, ends_with_a_checkpoint, free_port, kill
-from wands.train.metrics import read_rows
+from wands.files import read_rows
 
 SCRIPT = ROOT / "scripts" / "launch_multinode.sh"
 ENDED = "exit code of the command: "

@@ -15,11 +15,11 @@ import torch
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.files import read_rows
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
 from wands.train import loop
 from wands.train.engine import build_engine
 from wands.train.loop import train
-from wands.train.metrics import read_rows
 from wands.train.prepare import prepare_run
 from wands.train.run import TrainingRun
 from wands.train.watchdog import Watchdog

@@ -15,7 +15,7 @@ from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.commands import evaluate as command
 from wands.errors import ConfigError
-from wands.train.metrics import read_rows
+from wands.files import read_rows
 
 
 def of_cache(model: Path, data: Path, out: Path, ema: bool) -> str | None:

@@ -24,10 +24,10 @@ from tests.support.runs import losses, run_training, weights
 from wands.data.collate import Sample
 from wands.data.mock import MockDataset
 from wands.errors import DataError
+from wands.files import read_rows
 from wands.model.files.checkpoint_files import find_checkpoint
 from wands.train import bad_steps, loop
 from wands.train.bad_steps import robust_z_scores
-from wands.train.metrics import read_rows
 
 BAD = "mock-000004"  # in the steps 2, 3, 5 and 8
 SKIP = ("train.on_bad_step=skip", "optim.schedule=linear", "optim.weight_decay=0.5")

@@ -21,12 +21,12 @@ from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
+from wands.files import read_rows
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
 from wands.planning.workload import Weight
 from wands.train import checkpoint
 from wands.train.checkpoint import CheckpointSaver
 from wands.train.control import ControlRequest, ControlRequests
-from wands.train.metrics import read_rows
 from wands.train.resume import check_resumable, find_resume
 
 ZERO2 = {"zero_optimization": {"stage": 2}}

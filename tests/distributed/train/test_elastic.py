@@ -15,9 +15,9 @@ import torch
 
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.world import WorldPool
+from wands.files import read_rows
 from wands.model.files.checkpoint_files import find_checkpoint, load_average
 from wands.model.files.fragment_files import FragmentFiles
-from wands.train.metrics import read_rows
 
 Cell = tuple[int, int, str]
 """Number of processes, ZeRO stage, grid."""

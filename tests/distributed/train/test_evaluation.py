@@ -25,6 +25,7 @@ from wands.data.mock import MockDataset
 from wands.data.patchify import unpatchify
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
+from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
 from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
 from wands.train import evaluation, loop
@@ -37,7 +38,6 @@ from wands.train.evaluation_plan import (
     list_samples,
     plan_evaluation,
 )
-from wands.train.metrics import read_rows
 
 TI2V, A14B = "wan2.2-ti2v-5b", "wan2.2-t2v-a14b"
 # Two of the seven clips are held out. The budget does not limit anything here.

@@ -15,8 +15,8 @@ from tests.support.runs import run_training
 from wands.commands.export import export
 from wands.config.options import ExportOptions
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
+from wands.files import read_rows
 from wands.train import loop
-from wands.train.metrics import read_rows
 
 SETTINGS = ("checkpoint.every=2", "checkpoint.keep=9")
 TRAIN_STEP = loop.train_step

@@ -14,7 +14,7 @@ import torch
 
 from tests.support.fake_wandb import SOURCE
 from tests.support.runs import losses, run_training, weights
-from wands.train.metrics import read_rows
+from wands.files import read_rows
 
 # ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
 SERIES_TOLERANCE = 2e-5

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.support.runs import run_training
+from wands.files import read_rows
 from wands.train import loop, stragglers
 from wands.train.events import marked_steps
-from wands.train.metrics import read_rows
 
 STEPS = ("train.max_steps=10", "model.checkpointing=none")
 UNEQUAL = ("data.mock={num_samples: 2, shapes: [[4,4,6],[1,2,2]], text_lens: [5]}",)
