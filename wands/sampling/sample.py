@@ -66,17 +66,10 @@ def sample_latents(
     Raises:
         WandsError: if the latents are not finite.
     """
-    options: dict[str, Any] = {key: image for key, image in vars(images).items() if image is not None}
-    if request.guidance_scale_2 is not None:
-        options["guidance_scale_2"] = request.guidance_scale_2
+    others = {"seed", "flow_shift", "image", "last_image"}
+    options = request.model_dump(exclude=others, exclude_none=True)
+    options |= {key: image for key, image in vars(images).items() if image is not None}
     latents: torch.Tensor = pipeline(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=request.height,
-        width=request.width,
-        num_frames=request.num_frames,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.guidance_scale,
         max_sequence_length=TEXT_LEN,
         # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
         generator=torch.Generator("cpu").manual_seed(request.seed),

@@ -6,10 +6,12 @@ depend on the number of processes, packing or restarts, and a difference between
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -254,29 +256,26 @@ def summarize(
         of_clips[sample.clip].append(loss)
     values = [float(np.mean(of_clip)) if of_clip else None for of_clip in of_clips]
     whole = _means(plan, [(i, value) for i, value in enumerate(values) if value is not None])
-    names: dict[str, Callable[[EvaluationSample], str]] = {
-        "sigma": lambda sample: f"{sample.expert} {plan.quantiles[sample.quantile]:.2g}".strip(),
-        "expert": lambda sample: sample.expert or "all",
-        "kind": lambda sample: sample.kind,
-        "length": lambda sample: plan.clips[sample.clip].length_class,
-    }
-    by: dict[str, list[Row]] = {}
-    pairs = sorted(zip(samples, losses, strict=True), key=lambda pair: pair[0].num_tokens)
-    for field, name_of in names.items():
-        buckets: dict[str, list[tuple[EvaluationSample, float]]] = {}
-        for sample, loss in pairs:
-            buckets.setdefault(name_of(sample), []).append((sample, loss))
-        by[field] = [
-            {
-                "name": name,
-                **_means(plan, [(sample.clip, loss) for sample, loss in bucket]),
-                "sigma": float(np.mean([sample.sigma for sample, _ in bucket])),
-            }
-            for name, bucket in buckets.items()
-        ]
+    buckets = defaultdict[tuple[str, str], list[tuple[EvaluationSample, float]]](list)
+    for sample, loss in sorted(zip(samples, losses, strict=True), key=lambda pair: pair[0].num_tokens):
+        level = f"{sample.expert} {plan.quantiles[sample.quantile]:.2g}".strip()
+        names = level, sample.expert or "all", sample.kind, plan.clips[sample.clip].length_class
+        for bucket in zip(("sigma", "expert", "kind", "length"), names, strict=True):
+            buckets[bucket].append((sample, loss))
+    by = defaultdict[str, list[Row]](list)
+    for (field, name), pairs in buckets.items():
+        means = _means(plan, [(sample.clip, loss) for sample, loss in pairs])
+        by[field].append({"name": name, **means, "sigma": fmean(sample.sigma for sample, _ in pairs)})
     changes = [base and paired_change(plan, side, values, base) for side in (HELD_OUT, TRAIN)]
     gap = None if None in whole.values() else whole[HELD_OUT] - whole[TRAIN]
-    return {**whole, "gap": gap, "change": changes[0], "train_change": changes[1], "by": by, "losses": values}
+    return {
+        **whole,
+        "gap": gap,
+        "change": changes[0],
+        "train_change": changes[1],
+        "by": dict(by),
+        "losses": values,
+    }
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Watchdog:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         work, _ = self._allowed
-        self._allow("the end", float("inf"))
+        self.begin_work("the end", float("inf"))
         try:
             self._raise_lost_connection(error, work)
         finally:
@@ -105,9 +105,8 @@ class Watchdog:
 
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout
-        answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(
-            missing_ok=True
-        )  # of an earlier run
+        # The file of an earlier run.
+        answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
@@ -117,7 +116,7 @@ class Watchdog:
             step: number of the step in messages.
         """
         limit = max(STEP_FACTOR * max(self._durations), STEP_FLOOR)
-        self._allow(f"step {step}", self._step_timeout or limit)
+        self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
         """Note that a step has ended: from now on, a checkpoint is saved before the run stops.
@@ -129,16 +128,15 @@ class Watchdog:
         self._durations.append(seconds)
         self.begin_work(f"the work after step {step}")
 
-    def begin_work(self, work: str) -> None:
-        """Limit the time of work between steps, such as a checkpoint.
+    def begin_work(self, work: str, limit: float | None = None) -> None:
+        """Limit the time of work, such as a checkpoint.
 
         Args:
             work: name of the work in messages.
+            limit: seconds. None uses the `timeout` of `watch_run`.
         """
-        self._allow(work, self._timeout)
-
-    def _allow(self, work: str, limit: float) -> None:
-        self._allowed = (work, limit)  # a new tuple, also if its values are equal
+        # A new tuple, also if its values are equal.
+        self._allowed = (work, self._timeout if limit is None else limit)
 
     def _watch(self) -> None:
         last, allowed, elapsed = time.monotonic(), self._allowed, 0.0
