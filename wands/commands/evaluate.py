@@ -50,10 +50,8 @@ def evaluate(options: EvaluateOptions) -> str | None:
     _, _, device = init_process_group()
     groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
     clips = choose_clips(run, HELD_OUT, run.data, options.max_clips)
-    run, plan = (
-        replace(run, held_out=run.data),
-        EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips),
-    )
+    run = replace(run, held_out=run.data)
+    plan = EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
     losses: list[float] = []
     for expert in run.experts:  # one after the other: only one needs memory
         one = replace(run, experts=(expert,))
@@ -76,13 +74,12 @@ def evaluate(options: EvaluateOptions) -> str | None:
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
     """Return a recipe with the settings of a run that determine its model and its loss, and with the cache as data."""
-    values: dict[str, Any] = {"model": {"path": options.model}}
+    values: dict[str, Any] = {"model": {"path": options.model}, "train": {}}
     if checkpoint is not None:
         keys = ("model", "lora", "flow", "loss", "attention", "precision")
         saved = checkpoint.state.recipe
-        values = {key: saved[key] for key in keys if key in saved} | {
-            "train": {"seed": saved["train"]["seed"]}
-        }
+        values = {key: saved[key] for key in keys if key in saved}
+        values["train"] = {"seed": saved["train"]["seed"]}
         values["model"] = saved["model"] | {"path": checkpoint.state.base}
         if values.get("lora"):
             values["lora"] = values["lora"] | {"init_from": None}
@@ -90,9 +87,8 @@ def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
             values["precision"] = saved["precision"] | {"weights": "fp32"}
     values["data"] = {"cache": options.data}
     values["packing"] = {"enabled": False, "max_tokens": 1 << 20}  # each clip alone, however long
-    recipe = Recipe.model_validate(values)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"bins_per_step": world_size})})
+    values["train"]["bins_per_step"] = int(os.environ.get("WORLD_SIZE", "1"))
+    return Recipe.model_validate(values)
 
 
 def _table(row: Row, num_clips: int) -> str:

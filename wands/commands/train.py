@@ -68,9 +68,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     with closing(terminal), Watchdog(launcher, terminal.heartbeat) as watchdog, ExitStack() as stack:
         run = _load_run(options, rank, log, stack)
         with start_together():
-            if (
-                rank == 0
-            ):  # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator
+            # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.
+            if rank == 0:
                 log(start_block(run))
             _check_memory(run, options, log)
             if not options.dry_run:

@@ -157,9 +157,8 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
     optimizer, is_zero = engine.optimizer, engine.zero_optimization_stage() > 0
-    gathers = hasattr(
-        optimizer, "checkpoint_event_prologue"
-    )  # ZeRO-3 keeps some parameters whole between steps
+    # ZeRO-3 keeps some parameters whole between steps.
+    gathers = hasattr(optimizer, "checkpoint_event_prologue")
     if gathers:
         optimizer.checkpoint_event_prologue()
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]

@@ -71,7 +71,6 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
         if evaluator and evaluator.is_missing(start_step):
             evaluator.evaluate(start_step)
-            watchdog.begin_work("the first step")
         if samples and start_step == 0:
             samples.write(0)
         watchdog.begin_work("the first step")

@@ -185,11 +185,11 @@ class Clock:
 module.time = Clock
 with module.Watchdog() as watchdog:
     watchdog._end_hang = lambda work, limit: os._exit(int(work[-1]))
-    watchdog._allow("step 2", 10.0)
+    watchdog.begin_work("step 2", 10.0)
     time.sleep(0.2)
     suspended = 100.0
     time.sleep(0.2)
-    watchdog._allow("step 3", 0.2)
+    watchdog.begin_work("step 3", 0.2)
     block()
 """)
     assert done.returncode == 3  # in step 3, not in step 2
