@@ -51,9 +51,8 @@ class Activations:
     def without_gradients(self) -> float:
         """Return the peak bytes on the device during the forward pass of the longest video that the run samples."""
         shape, narrow = self.shape, self.narrow
-        attention = (
-            14 + 6 * narrow
-        ) * shape.dim  # query and key are in fp32 while they are normalised and rotated
+        # Query and key are in fp32 while they are normalised and rotated.
+        attention = (14 + 6 * narrow) * shape.dim
         ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * shape.ffn_dim
         return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 

@@ -293,8 +293,9 @@ class RunSamples:
             return
         self._log.append(*map(to_line, rows))
         self._rows += rows
-        videos = {f"samples/{Path(row['video']).stem}": trainer.run.output_dir / row["video"] for row in rows}
-        trainer.trackers.log_videos(step, videos)
+        root = trainer.run.output_dir
+        videos = {f"samples/{Path(row['video']).stem}": str(root / row["video"]) for row in rows}
+        trainer.trackers.log_media(step, "Video", videos)
         try:
             self._draw_sheet(step, kinds)
         except Exception as error:  # the error of any library, such as a full disk, must not end the run
@@ -361,4 +362,4 @@ class RunSamples:
             videos = [next(decode_clip(files[key], spec)).frames if key in files else None for key in columns]
             sheet.append(SheetRow(request.prompt, videos))
         save_contact_sheet(path, sheet, _FRAMES, tuple(columns.values()))
-        self._trainer.trackers.log_images(step, {"samples": Image.open(path)})
+        self._trainer.trackers.log_media(step, "Image", {"samples": np.asarray(Image.open(path))})

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import yaml
 from accelerate import tracking
 from transformers.utils import logging as transformers_logging
@@ -72,21 +70,7 @@ class Trackers:
         for name, tracker in self._of_step(step, tuple(self._trackers)):
             self._try(name, partial(tracker.log, dict(values), step=step))
 
-    def log_images(self, step: int, images: Mapping[str, Any]) -> None:
-        """Send images to the trackers that take images. `images` maps a name to a PIL image or a uint8 array [H, W, 3]."""
-        self._log_media(step, "Image", {name: np.asarray(image) for name, image in images.items()})
-
-    def log_videos(self, step: int, videos: Mapping[str, Path]) -> None:
-        """Send videos to the trackers that take videos. `videos` maps a name to an mp4 file."""
-        self._log_media(step, "Video", {name: str(path) for name, path in videos.items()})
-
-    def close(self) -> None:
-        """Finish the trackers. A tracker may wait here until everything is uploaded."""
-        for name in tuple(self._started):
-            self._try(name, self._trackers[name].finish)
-        self._trackers.clear()
-
-    def _log_media(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    def log_media(self, step: int, kind: Literal["Image", "Video"], values: Mapping[str, Any]) -> None:
         """Send images or videos to the trackers that take them.
 
         Args:
@@ -100,6 +84,12 @@ class Trackers:
                 self._try(name, partial(tracker.log_images, batches, step=step, dataformats="NHWC"))
             else:
                 self._try(name, partial(_log_objects, tracker, step, kind, values))
+
+    def close(self) -> None:
+        """Finish the trackers. A tracker may wait here until everything is uploaded."""
+        for name in tuple(self._started):
+            self._try(name, self._trackers[name].finish)
+        self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
         """Return the (name, tracker) pairs with given names that take values of a step."""

@@ -146,8 +146,8 @@ def test_pictures_in_tensorboard(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = Trackers(build_run(tmp_path), 0)
-    board.log_images(2, {"samples/0": np.full((8, 6, 3), 200, np.uint8)})
-    board.log_videos(2, {"samples/0": tmp_path / "0.mp4"})
+    board.log_media(2, "Image", {"samples/0": np.full((8, 6, 3), 200, np.uint8)})
+    board.log_media(2, "Video", {"samples/0": str(tmp_path / "0.mp4")})
     board.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (image,) = events.Images("samples/0")
@@ -170,8 +170,8 @@ def test_one_run_in_wandb(tmp_path: Path, wandb: Any, monkeypatch: pytest.Monkey
         board.close()
     monkeypatch.setenv("FAKE_WANDB_STEP", "0")
     board = Trackers(build_run(out, ("wandb",), run_name="other"), 0)
-    board.log_images(1, {"samples/0": np.zeros((8, 6, 3), np.uint8)})
-    board.log_videos(1, {"samples/0": out / "0.mp4"})
+    board.log_media(1, "Image", {"samples/0": np.zeros((8, 6, 3), np.uint8)})
+    board.log_media(1, "Video", {"samples/0": str(out / "0.mp4")})
 
     calls = wandb()
     first, second, third = (call for call in calls if call["call"] == "init")
