@@ -7,8 +7,10 @@ template defines the charts: which values of the dict of `read_run` are curves.
 from __future__ import annotations
 
 import base64
+import io
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,13 @@ import jinja2
 import numpy as np
 import yaml
 from markupsafe import Markup
+from PIL import Image
 
 from wands.config.options import ReportOptions
+from wands.data.cache.reader import LatentCache
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.isolated import IsolatedWorker
+from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, one_line
 from wands.files import write_text
 from wands.report.run_data import column, extremes, is_learning, read_run, smooth, thin
@@ -46,6 +53,7 @@ def report(options: ReportOptions) -> Path:
                 f"RUNS {run['folder']} is not a run folder (it contains no recipe.yaml, events.jsonl or metrics.jsonl); "
                 "give the output_dir of a training."
             )
+    runs = [run | {"thumbnails": _clip_thumbnails(run)} for run in runs]
     out = options.out or options.runs[0] / (PAGE_NAME if len(runs) == 1 else "comparison.html")
     write_text(out, render_page(runs, out.resolve().parent))
     return out
@@ -88,7 +96,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Return the text of the page of one run, or of a page that compares runs.
 
     Args:
-        runs: results of `read_run`.
+        runs: results of `read_run`. The key `thumbnails` may map sample ids to images (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """
     return render(
@@ -168,6 +176,32 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
         prompts = {row.get("number"): row.get("prompt") or "" for row in run["samples"]}
         grids.append({"steps": steps, "prompts": prompts, "cells": cells})
     return grids
+
+
+def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
+    """Return the first frames of the last 24 clips in spikes and skipped updates by sample id, as WebP files in base64.
+
+    A clip is left out if its cache or its file is not on this machine or cannot be read. A damaged file may crash or hang
+    the decoder, so the files are decoded in a subprocess.
+    """
+    clips = (clip for event in reversed(run["events"]) for clip in event.get("clips", ()))
+    names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]}
+    data, metas, images = run["recipe"].get("data") or {}, dict[str, Any](), dict[str, Markup]()
+    for source in (data.get("sources") or [{"path": data.get("cache")}]) if names else ():
+        with suppress(Exception):  # thumbnails are never worth an error
+            cache = LatentCache(source["path"])
+            for i, key in enumerate(cache.keys):
+                # If several caches have the key, the first cache has the sample id without a checksum (`CombinedDataset`).
+                for name in names & {key, f"{key}#{cache.crc32(i):08x}"}:
+                    metas.setdefault(name, cache.meta(i))
+    with closing(IsolatedWorker([decode_clip.__module__])) as worker:
+        for name, meta in metas.items():
+            with suppress(Exception):
+                video = Path(meta["source"]), ClipSpec(fps=meta["fps"], max_pixels=256 * 144, max_frames=1)
+                (clip,) = worker.run(decode_clip, *video, meta["start_seconds"], limit_seconds=10.0)
+                Image.fromarray(clip.frames[0]).save(file := io.BytesIO(), "webp")
+                images[name] = Markup(base64.b64encode(file.getvalue()).decode())
+    return images
 
 
 def _data_uri(path: Path) -> Markup:

@@ -29,9 +29,6 @@ from wands.planning.workload import Weight, Workload
 from wands.sampling.requests import SampleRequest
 from wands.variants import TEXT_LEN, DiTShape, Expert, Variant
 
-MAX_LICENSES = 20
-"""Largest number of different licences in the model card. The other licences are counted together."""
-
 
 @dataclass(frozen=True)
 class TrainingRun:
@@ -98,11 +95,14 @@ class TrainingRun:
 
     @cached_property
     def licenses(self) -> list[tuple[str, int]]:
-        """(licence, number of clips) of the training data, the most frequent licence first; [] if no clip states one."""
+        """(licence, number of clips) of the training data, the most frequent licence first; [] if no clip states one.
+
+        At most 20 licences are listed. "others" counts the clips with other licences.
+        """
         # A clip counts once, however often an epoch repeats it.
         clips = dict(zip(self.data.keys, self.data.licenses, strict=True))
         counts = Counter(name for key, name in clips.items() if key not in self.sampler.excluded)
-        not_stated, common = counts.pop("", 0), counts.most_common(MAX_LICENSES)
+        not_stated, common = counts.pop("", 0), counts.most_common(20)
         rest = {"others": counts.total() - sum(dict(common).values()), "not stated": not_stated}
         return common and common + [pair for pair in rest.items() if pair[1]]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import random
@@ -13,15 +15,21 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
+from tests.support import deadly
 from tests.support.run_folder import PROMPTS, write_rows, write_run
 from wands.cli import main
+from wands.config.options import ReportOptions
+from wands.data.cache.reader import CacheWriter, LatentCache
+from wands.data.clips.video import save_video
 from wands.files import read_rows
 from wands.report import page as module
 from wands.report.page import render_page, write_report
 from wands.report.run_data import read_run, sample_strips
+from wands.variants import VARIANTS
 
 FILES = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "samples/samples.jsonl")
 
@@ -278,6 +286,67 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     assert refused.exit_code == 2
     assert "is not a run folder" in refused.output
     assert CliRunner().invoke(main, ["report"]).exit_code == 2
+
+
+def write_cache(folder: Path, sources: dict[str, Path], shade: int) -> LatentCache:
+    """A cache whose samples were made from the second half of these files."""
+    with CacheWriter(folder, VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
+        for key, source in sources.items():
+            meta = {"num_frames": 1, "fps": 8.0, "content": key, "source": str(source), "start_seconds": 0.5}
+            latents = torch.full((16, 1, 2, 2), shade, dtype=torch.bfloat16)
+            writer.add(key, latents, torch.zeros(1, 8, dtype=torch.bfloat16), meta)
+        writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
+    return LatentCache(folder)
+
+
+def thumbnails(text: str) -> dict[str, np.ndarray]:
+    """Return the images in the table of spikes by the name of the clip."""
+    found = re.findall(r'<li><img alt="" src="data:image/webp;base64,(.*?)">(.*?) <span', text)
+    return {name: np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))) for data, name in found}
+
+
+def test_spikes_show_thumbnails_of_their_clips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two caches share a key. Of the other clips, one crashes its decoder, one is damaged, one is gone, one is not in a cache."""
+    videos = {name: tmp_path / "private" / f"{name}.mp4" for name in "abcde"}
+    videos["a"].parent.mkdir()
+    for name, shade in (("a", 40), ("b", 80), ("c", 200)):
+        frames = np.full((8, 32, 48, 3), shade, np.uint8)
+        frames[:4] = 0  # before the start of the sample
+        save_video(videos[name], frames, 8)
+    videos["d"].write_bytes(b"not a video")
+    write_cache(
+        tmp_path / "one", {"b": videos["b"], "d": videos["d"], "e": videos["e"], "same": videos["a"]}, 1
+    )
+    two = write_cache(tmp_path / "two", {"same": videos["c"]}, 2)
+    other = f"same#{two.crc32(0):08x}"
+    sources = f"data.sources=[{{path: {tmp_path / 'one'}}}, {{path: {tmp_path / 'gone'}}}, {{path: {tmp_path / 'two'}}}]"
+    run = write_run(tmp_path / "fox", 40, 10, media=False, overrides=("data.cache=null", sources))
+    clips = [
+        {"sample_id": name, "sigma": 0.5, "loss": 1.0} for name in ("b", "d", "e", "same", other, "lost")
+    ]
+    write_rows(run / "events.jsonl", [{"step": 9, "event": "spike", "loss": 4.0, "clips": clips}])
+    monkeypatch.setattr(module, "decode_clip", deadly.decode_clip)
+    result = CliRunner().invoke(main, ["report", str(run)])
+    assert (result.exit_code, result.output.strip()) == (0, str(run / "report.html"))
+    text = (run / "report.html").read_text()
+    images = thumbnails(text)
+    assert {name: round(float(image.mean()), -1) for name, image in images.items()} == {
+        "same": 40,
+        other: 200,
+    }
+    assert images["same"].shape == (32, 48, 3)
+    assert all(name in text for name in ("<li>b ", "<li>d ", "<li>lost "))
+    assert "private" not in text
+    assert str(tmp_path) not in text
+    write_report(run)  # as a training does
+    assert thumbnails((run / "report.html").read_text()) == {}
+    many = [{"sample_id": f"{number}", "sigma": 0.5, "loss": 1.0} for number in range(30)]
+    write_cache(tmp_path / "many", {clip["sample_id"]: videos["a"] for clip in many}, 3)
+    run = write_run(tmp_path / "hen", 40, 10, media=False, overrides=(f"data.cache={tmp_path / 'many'}",))
+    events = [{"step": step, "event": "bad update", "clips": many[step:][:3]} for step in range(0, 30, 3)]
+    write_rows(run / "events.jsonl", events)
+    module.report(ReportOptions(runs=(run,)))
+    assert sorted(map(int, thumbnails((run / "report.html").read_text()))) == list(range(6, 30))  # the newest
 
 
 def test_the_state_and_the_time_to_the_end(run: Path, tmp_path: Path) -> None:

@@ -122,8 +122,7 @@ class CacheIndex:
                 arrays = {"licenses": np.full(len(npz["crc32"]), -1), "license_names": _join(()), **arrays}
                 arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            columns = (*SAMPLE_ARRAYS, "signatures", "licenses")
-            wrong = {name for name in columns if len(arrays[name]) != len(index)}
+            wrong = [n for n in (*SAMPLE_ARRAYS, "signatures", "licenses") if len(arrays[n]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from wands.data.clips.source import pick_license
 from wands.errors import CacheError, DataError, one_line
@@ -105,7 +104,7 @@ def reject(key: str, path: object, reason: object) -> Rejection:
 
 
 def records_of_clip(
-    name: str, path: Path, captions: list[str], place: str, seconds: Range, row: Mapping[str, Any]
+    name: str, path: Path, captions: list[str], place: str, seconds: Range, row: Mapping[str, object]
 ) -> Iterator[ClipRecord | Rejection]:
     """Yield one record for each caption of a clip.
 

@@ -18,8 +18,6 @@ VIDEO_COLUMNS = (
 CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
 LICENSE_COLUMNS = ("license", "licence")
-MAX_LICENSE = 100
-"""Largest number of characters of a licence. Longer texts are cut."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +77,11 @@ class Source:
 def pick_license(row: Mapping[str, Any]) -> str:
     """Return the licence of a row with lower-case column names, or of the metadata of a sample, as one line of text.
 
-    Return "" if the row states no licence.
+    The line has at most 100 characters, and no control characters. Return "" if the row states no licence.
     """
     value = _first_filled(row, LICENSE_COLUMNS)
     # pandas writes NaN, which differs from itself, for an empty cell.
-    return "" if value is None or value != value else printable(" ".join(str(value).split()))[:MAX_LICENSE]
+    return "" if value is None or value != value else printable(" ".join(str(value).split()))[:100]
 
 
 def _first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
