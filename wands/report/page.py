@@ -21,7 +21,6 @@ from markupsafe import Markup
 from PIL import Image
 
 from wands.config.options import ReportOptions
-from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import IsolatedWorker
 from wands.data.clips.video import decode_clip
@@ -184,6 +183,8 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
     A clip is left out if its cache or its file is not on this machine or cannot be read. A damaged file may crash or hang
     the decoder, so the files are decoded in a subprocess.
     """
+    from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
+
     clips = (clip for event in reversed(run["events"]) for clip in event.get("clips", ()))
     names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]}
     data, metas, images = run["recipe"].get("data") or {}, dict[str, Any](), dict[str, Markup]()
