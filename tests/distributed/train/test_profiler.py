@@ -48,7 +48,9 @@ def profiled(
 @pytest.mark.parametrize(
     ("grid", "stage", "more", "scopes"),
     [
-        ("ulysses", 3, "model.checkpointing=full", {"exchange", "ZeRO gather"}),
+        pytest.param(
+            "ulysses", 3, "model.checkpointing=full", {"exchange", "ZeRO gather"}, marks=pytest.mark.slow
+        ),
         ("ring", 2, "model.checkpointing=none", {"ring hop"}),
         pytest.param("ulysses", 3, "model.checkpointing=selective", {"exchange"}, marks=pytest.mark.slow),
     ],

@@ -192,7 +192,11 @@ def unsampled(
 
 @pytest.mark.parametrize(
     ("fault", "stage"),
-    [("decode", 3), ("dit", 3), *(pytest.param(None, n, marks=pytest.mark.slow) for n in range(4))],
+    [
+        ("decode", 3),
+        pytest.param("dit", 3, marks=pytest.mark.slow),
+        *(pytest.param(None, n, marks=pytest.mark.slow) for n in range(4)),
+    ],
 )
 def test_samples_do_not_change_the_training(
     fault: str | None,
