@@ -1,7 +1,7 @@
 """Packed sequences: segment boundaries for attention, and the metadata that the model needs for each token.
 
 A bin is the list of samples that are packed into one sequence for one forward pass. A ring row is the part of a bin that
-one Ulysses group holds. Without ring attention, the whole bin is one ring row.
+one Ulysses group (the ranks that share attention heads) holds. Without ring attention, the whole bin is one ring row.
 
 Letters: T tokens of a bin, L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -114,8 +114,7 @@ def _idle(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> It
 class PackedMeta:
     """Positions, sample indices and lengths of the tokens that one rank holds.
 
-    L is the number of tokens on this rank, padding included. A ring row is the part of the packed samples that one
-    Ulysses group (the ranks that share attention heads) holds.
+    L is the number of tokens on this rank, padding included.
 
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.

@@ -1,8 +1,7 @@
 """Ring attention on packed rows.
 
-A bin is the list of samples that are packed into one sequence. A ring row is the part of a bin that one Ulysses group holds.
-A block is the keys and values of one ring row. The blocks travel around the ring, and every rank attends to each block that
-the rank receives.
+packed.py defines bins and ring rows. A key block is the keys and values of one ring row. The key blocks travel around the
+ring, and every rank attends to each key block that the rank receives.
 
 The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one
 operation, and can keep the result of the forward pass instead of running the ring again. torch.compile uses the
@@ -11,7 +10,7 @@ lengths is therefore passed as one flat list, and process groups are passed by n
 
 Letters: N tokens of a ring row, H heads, D head dim, R ring degree, S samples.
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",
-algorithm 4; the gradient of a block needs the log-sum-exp over all blocks.
+algorithm 4; the gradient of a key block needs the log-sum-exp over all key blocks.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from wands.distributed.layout import ring_rounds
 @dataclass(frozen=True)
 class RingAttention:
     """Self-attention of a ring row: a callable that maps (q, k, v, meta) to the output of `ring_attention`.
-
-    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
 
     Attributes:
         backend: attention kernel.
@@ -74,8 +71,6 @@ def ring_attention(
     grad_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Run self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
-
-    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
 
     Args:
         q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D. Rows after the last sample are
@@ -165,9 +160,8 @@ def ring_backward(
     `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
     arguments of `ring_forward`.
 
-    A block is the keys and values of one rank. The gradient of a block follows the block around the ring. Each rank
-    adds a summand to the gradient and sends the sum to the next rank. The last transfer brings the sum to the rank that
-    owns the block.
+    The gradient of a key block follows the key block around the ring. Each rank adds a summand to the gradient and sends
+    the sum to the next rank. The last transfer brings the sum to the rank that owns the key block.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -224,13 +218,13 @@ class _RingTransfer:
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add one block of keys to the attention result in `out` and `lse`, in place.
+    """Add one key block to the attention result in `out` and `lse`, in place.
 
     Args:
-        out: [N, H, D] in fp32 or wider, attention output over the blocks merged so far.
-        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the blocks merged so far.
-        block_out: [N, H, D], attention output over the new block.
-        block_lse: [H, N], log-sum-exp of the scores over the new block.
+        out: [N, H, D] in fp32 or wider, attention output over the key blocks merged so far.
+        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the key blocks merged so far.
+        block_out: [N, H, D], attention output over the new key block.
+        block_lse: [H, N], log-sum-exp of the scores over the new key block.
     """
     merged = torch.logaddexp(lse, block_lse)
     finite = merged.masked_fill(merged == -torch.inf, 0.0)  # the output of rows without a key so far stays 0

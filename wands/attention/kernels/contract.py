@@ -2,7 +2,7 @@
 
 `REFERENCE` implements the interface in plain PyTorch.
 
-Letters: T rows, H heads, D head dim, S segments. All tensors are packed, [T, H, D], without a batch axis.
+Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. All tensors are packed, [rows, H, D], without a batch axis.
 
 The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. A ring merges the results of
 several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a
@@ -11,14 +11,18 @@ Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Triton or CUDA code goes into a new file
-   next to flash.py, which the two functions import.
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Triton code goes into a new file
+   next to flash.py, which the two functions import. wands has no build step: compile CUDA code at the first use with
+   torch.utils.cpp_extension.load, and list its files in `package-data` of pyproject.toml, or make a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    tries this list from the top, and skips a kernel that raises an error for the run's dtype or head dim.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add its requirements to
    `_unmet_requirement`. This kernel is not checked at the start of a run, and runs only if the user names it.
-2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py, and run scripts/build_reference.py. The budget
-   of code lines in tests/unit/test_size.py may need a new value, with a line in CHANGELOG.md.
+   Sampling over several ranks and `wands selftest` always use `auto`, so this kernel never runs there.
+2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py and to its docstring, to the docstring of
+   `choose_backend` in registry.py, and run scripts/build_reference.py. The budgets of code lines in
+   tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
+   CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add a CUDA kernel to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
@@ -31,6 +35,9 @@ How to add a kernel:
 
 What the two functions receive:
 
+- q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
+- Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are
+  int32 on the device of q, and end before the padding rows.
 - Tensors that the functions must not change: in a ring, k and v are being sent to another rank at this moment.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
