@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_226
+TOTAL = 20_227
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 828,
     "commands": 4168,
     "config": 1170,
-    "data": 3927,
+    "data": 3928,
     "distributed": 389,
     "encoders": 340,
     "export": 393,

@@ -86,8 +86,9 @@ class IsolatedWorker:
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
             daemon = self._method == "forkserver"  # a daemon could not start subprocesses itself
-            self._process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
-            self._process.start()
+            process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
+            process.start()
+            self._process = process  # only now: `kill` of another thread needs a process that has started
             self._ready = False
             child_end.close()  # otherwise this process would not notice the end of the subprocess
         finished = False

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -99,3 +101,18 @@ def test_a_loop_over_results_may_end_early() -> None:
     results = map_isolated(work, ["a", "hang", "b"], num_workers=2, limit_seconds=600)
     assert next(results)[1] == "A"
     results.close()
+
+
+def test_a_worker_may_be_killed_while_its_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = IsolatedWorker()
+    context = worker._context
+
+    def process(**options: Any) -> Any:
+        made = context.Process(**options)
+        start = made.start
+        made.start = lambda: (worker.kill(), start())
+        return made
+
+    monkeypatch.setattr(worker, "_context", SimpleNamespace(Pipe=context.Pipe, Process=process))
+    with pytest.raises(Crash, match="was killed"):
+        worker.run(work, "a")
