@@ -115,4 +115,4 @@ def test_a_worker_may_be_killed_while_its_process_starts(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(worker, "_context", SimpleNamespace(Pipe=context.Pipe, Process=process))
     with pytest.raises(Crash, match="was killed"):
-        worker.run(work, "a")
+        next(iterate(worker, "a"))
