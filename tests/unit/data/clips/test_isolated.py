@@ -109,9 +109,7 @@ def test_a_worker_may_be_killed_while_its_process_starts(monkeypatch: pytest.Mon
 
     def process(**options: Any) -> Any:
         made = context.Process(**options)
-        start = made.start
-        made.start = lambda: (worker.kill(), start())
-        return made
+        return SimpleNamespace(start=lambda: (worker.kill(), made.start()), kill=made.kill, join=made.join)
 
     monkeypatch.setattr(worker, "_context", SimpleNamespace(Pipe=context.Pipe, Process=process))
     with pytest.raises(Crash, match="was killed"):
