@@ -25,7 +25,7 @@ from wands.texts import format_seconds
 from wands.train.checkpoint import checkpoint_bytes
 from wands.train.evaluation_plan import num_forwards
 from wands.train.run import sampling_load
-from wands.train.samples import plan_samples
+from wands.train.samples import plan_videos
 from wands.train.weights import choose_experts, list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
@@ -66,7 +66,7 @@ def plan(options: PlanOptions) -> str:
     variant, experts, config = _find_model(recipe, options)
     lens = _lengths(recipe, variant, options)
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
-    load = sampling_load(plan_samples(recipe, variant, experts, has_files=False), variant)
+    load = sampling_load(plan_videos(recipe, variant, experts, has_files=False), variant)
     weights = list_weights(recipe, config, experts)
     workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
     task = Task(workload, lens, machine, {name: load_ds_config(name) for name in names})

@@ -171,7 +171,7 @@ def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
     is_missing = package and importlib.util.find_spec(package) is None
     stage, offload = int(zero.get("stage", 0)), offload_device(zero)
     rules: dict[str, object] = {
-        f"optim.name={name} needs {package}, which is not installed; run pip install 'wands[8bit]'.": is_missing,
+        f"optim.name={name} needs {package}, which is not installed; run pip install -e '.[8bit]'.": is_missing,
         f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
         "zero_optimization.stage=0 (Adafactor's states are small), or "
         "optim.name=adamw8bit.": name == "adafactor" and stage > 0,

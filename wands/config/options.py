@@ -266,7 +266,7 @@ class ReportOptions(Options):
     """Write a page about a run, or compare runs on one page.
 
     The page is one HTML file that needs no network. It shows loss, samples, speed, events and recipe. Training writes the
-    page of a run by itself at each evaluation.
+    page of a run by itself after each evaluation, after samples and at the end.
 
     Examples:
         wands report runs/my-run

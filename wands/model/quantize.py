@@ -31,7 +31,7 @@ def load_library() -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # the import loads its kernels
         raise ConfigError(
             f"lora.quantize needs the package bitsandbytes, which does not load ({one_line(error)}). Run "
-            "pip install 'wands[8bit]', or set lora.quantize=none."
+            "pip install -e '.[8bit]' in the folder of wands, or set lora.quantize=none."
         ) from None
     return library
 

@@ -61,7 +61,7 @@ def report(options: ReportOptions) -> Path:
 def write_report(run_folder: Path) -> None:
     """Write `report.html` into a run folder. A failure is logged as a warning and never raises an error.
 
-    Rank 0 calls this function after each evaluation, and after the event `end` or `stop` is written.
+    Rank 0 calls this function after each evaluation, after samples, and after the event `end` or `stop` is written.
     """
     try:
         write_text(run_folder / PAGE_NAME, render_page([read_run(run_folder)], run_folder))

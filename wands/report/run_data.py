@@ -148,7 +148,7 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
-    """Return the first frames of the samples over the steps, for the model card.
+    """Return the middle frames of the samples over the steps, for the model card.
 
     Args:
         run: result of `read_run`.
@@ -180,9 +180,12 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     means = column([row.get("change") or {} for row in evaluations], "mean")
     if np.all(np.isnan(means)):
+        reason = "there is no evaluation after step 0"
+        if evaluations and np.all(np.isnan(column(evaluations, "held_out"))):
+            reason = "no clip is held out; set data.holdout or eval.cache"
         return [
-            "Not known yet: there is no evaluation after step 0. The train loss alone cannot answer, because each step draws "
-            "other noise levels."
+            f"Not known yet: {reason}. The train loss alone cannot answer, because each step draws other noise "
+            "levels."
         ]
     rows = np.array(evaluations, object)
     best, last = rows[np.nanargmin(means)], rows[np.isfinite(means)][-1]

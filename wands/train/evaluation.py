@@ -198,12 +198,13 @@ def measure(
         flow = run.recipe.flow.model_copy(update={"cfg_dropout": 0.0, "i2v_ratio": ratio})
         collator = replace(run.collator, flow=flow, has_dropout=False)
         rows, quantiles = [sample.row for sample in used], [sample.quantile for sample in used]
-        # The device still computes the last bin while this bin is read.
-        host_slice = read_rows_of_bin(collator, rows, quantiles, EPOCH, groups.dims)
+        # The quantile takes the place of the repeat index. The device still computes the last bin while this bin is read.
+        host_slice = read_rows_of_bin(collator, rows, repeat_indices=quantiles, epoch=EPOCH, grid=groups.dims)
         if not proceed():
             return None
         batch = host_slice.to(device)
         inputs = batch.tokens, batch.layout, batch.keys, run.recipe.flow, seed, batch.num_cond_tokens
+        # An empty bin has one padding token.
         noisy = add_noise(*inputs, given_sigmas=[sample.sigma for sample in used] or [0.5])
         tokens = batch.model_input(noisy.tokens)
         pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)

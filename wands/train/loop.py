@@ -77,13 +77,13 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
         started = time.perf_counter()
         for (plan, slices), own_wait in profiled_steps(trainer, _timed(batches), start_step):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
-            divisor, step = run.denominator(plan), plan.step + 1
+            step, inputs = plan.step + 1, (slices, run, groups, device, run.denominator(plan))
             events.step = step
             trained = zip(run.experts, engines.values(), bad_steps.judges(plan), strict=True)
             blocks_every = recipe.logging.blocks_every
             measures = bool(blocks_every and step % blocks_every == 0)
             results = [
-                train_step(engine, slices, run, groups, device, divisor, expert.sigma_range, is_bad, measures)
+                train_step(engine, *inputs, expert.sigma_range, is_bad, measures)
                 for expert, engine, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
@@ -133,7 +133,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 saver.save(state, plan, required=is_last, is_best=is_best)
             if samples and samples.is_due(step) and not request.quit:
                 samples.write(step)
-                checks = True
+                started = time.perf_counter()
             if checks or finishes or is_due or evaluates:
                 started = time.perf_counter()  # the next step does not contain this time
             if watchdog.saved != saver.saved:
@@ -141,7 +141,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 events.write("save", checkpoint=watchdog.saved and watchdog.saved.name)
                 hub.add(saver.saved)
             if request.quit:
-                if step < total_steps:  # otherwise the run is complete
+                if step < total_steps and not verdict.stops:  # otherwise the run is complete
                     log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
             watchdog.begin_step(step + 1)

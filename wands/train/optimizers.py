@@ -51,7 +51,7 @@ def _adamw8bit() -> Any:
     except Exception as error:  # a build for another torch or CUDA raises errors of many classes
         raise ConfigError(
             f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "
-            "run pip install --upgrade 'wands[8bit]'."
+            "run pip install --upgrade bitsandbytes."
         ) from error
     return FragmentAdamW8bit
 

@@ -27,7 +27,7 @@ from wands.train.evaluation_plan import check_held_out
 from wands.train.plan_file import follow_plan
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
-from wands.train.samples import plan_samples
+from wands.train.samples import plan_videos
 from wands.train.trackers import check_trackers
 from wands.train.weights import list_weights, read_model
 from wands.variants import Variant
@@ -182,8 +182,7 @@ def prepare_run(
         *("data files", "model files"),
     )
     check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
-    plan_videos = partial(plan_samples, recipe, variant, experts)
-    samples = check("samples", plan_videos, "model files", "sample")
+    samples = check("samples", partial(plan_videos, recipe, variant, experts), "model files", "sample")
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)

@@ -184,7 +184,7 @@ class TrainingRun:
     def denominator(self, plan: StepPlan) -> float:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
-        All steps of an epoch have the same divisor. With `loss.reduction: sample`, it is the mean number of samples per
+        All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `token`, it is the mean number of tokens per step, minus the expected number of tokens in first
         frames that are given as a condition. Such tokens are not trained, and their number per step is random. See also
         `StepPlan.denominators`.

@@ -62,7 +62,7 @@ _KEYS = {flag_of(key): f"sample.{key}" for key in SampleRequest.model_fields}
 _KEYS |= {"--model": "model.path", "--prompts-file": "sample.prompts_file", "--prompt": "sample.prompts"}
 
 
-def plan_samples(
+def plan_videos(
     recipe: Recipe, variant: Variant, experts: Sequence[Expert], has_files: bool = True
 ) -> tuple[SampleRequest, ...]:
     """Return the requests of the `sample` section of a recipe, after all checks that need no weights.

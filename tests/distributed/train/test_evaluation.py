@@ -325,6 +325,7 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(
     said = worlds[2].run(scripted_run, tiny_pipeline, tmp_path, settings, zero(1), False)[0]
     assert [row["step"] for row in read_rows(tmp_path / "evaluations.jsonl")] == [0, 1, 2, 3, 4, 5]
     assert "eval.patience=3: the held-out loss has not improved since step 2; the run ends" in said
+    assert not any("as requested" in line for line in said)
     assert find_checkpoint(folder / "best").state.step == 4
     assert sorted(path.name for path in folder.glob("step_*")) == ["step_00000004", "step_00000005"]
     assert load_exported_state(folder / "best")

@@ -406,7 +406,8 @@ def changed(step: int, mean: float, half: float = 0.01, train: float | None = No
     ("rows", "words", "never"),
     [
         ([], ("Not known yet",), ("Yes", "gap")),
-        ([{"step": 0, "change": None}], ("Not known yet",), ()),
+        ([{"step": 0, "change": None, "held_out": 0.1}], ("Not known yet", "no evaluation after step 0"), ()),
+        ([{"step": 0, "train": 0.1}, {"step": 10, "train": 0.1}], ("Not known yet", "set data.holdout"), ("step 0",)),
         ([changed(10, -0.1)], ("Yes", "-0.11000 to -0.09000"), ("lowest", "gap")),
         ([changed(10, 0.1)], ("No:", "is higher than"), ()),
         ([changed(10, 0.005)], ("Not visible yet", "may be the same"), ()),

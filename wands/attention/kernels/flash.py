@@ -201,7 +201,7 @@ FLASH_BACKENDS = (
         min_major=9,  # on 8.x, the package has a forward pass but no backward pass
         max_major=12,
         package="flash-attn-4",
-        install="Run pip install 'wands[flash4]'",
+        install="Run pip install -e '.[flash4]' in the folder of wands",
     ),
     FlashBackend(
         "flash3",
@@ -218,7 +218,7 @@ FLASH_BACKENDS = (
         _flash2_backward,
         min_major=8,
         package="flash-attn",
-        install="Run pip install 'wands[flash2]'",
+        install="Run pip install -e '.[flash2]' in the folder of wands",
     ),
     FlashBackend("torch", _torch_forward, _torch_backward, min_major=8),
 )
