@@ -189,7 +189,7 @@ def test_a_missing_library_is_said(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(
-        ConfigError, match=r"lora\.quantize needs the package bitsandbytes.*pip install 'wands\[8bit\]'"
+        ConfigError, match=r"lora\.quantize needs the package bitsandbytes.*pip install -e '\.\[8bit\]'"
     ):
         load_library()
 

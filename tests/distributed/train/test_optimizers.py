@@ -554,7 +554,7 @@ def test_a_missing_library_is_named(tiny_pipeline: Path, tmp_path: Path, monkeyp
         importlib.util, "find_spec", lambda name, *rest: None if name == "bitsandbytes" else find(name, *rest)
     )
     with pytest.raises(
-        ConfigError, match=r"bitsandbytes, which is not installed; run pip install 'wands\[8bit\]'"
+        ConfigError, match=r"bitsandbytes, which is not installed; run pip install -e '\.\[8bit\]'"
     ):
         make_run(tiny_pipeline, tmp_path, ("optim.name=adamw8bit",), zero(2), world_size=1)
 

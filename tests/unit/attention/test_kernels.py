@@ -512,7 +512,7 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
             "cuda",
             BF16,
             (9, 0),
-            r"flash-attn is not installed. Run pip install 'wands.flash2.', or use attention.backend=auto",
+            r"flash-attn is not installed. Run pip install -e '.\[flash2\]' in the folder of wands, or use",
         ),
         ("flash3", "cuda", BF16, (9, 0), r"flash-attn-3 is not installed. Build the hopper folder"),
         (
@@ -520,7 +520,7 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
             "cuda",
             BF16,
             (9, 0),
-            r"flash-attn-4 is not installed. Run pip install 'wands.flash4.', or use",
+            r"flash-attn-4 is not installed. Run pip install -e '.\[flash4\]' in the folder of wands, or use",
         ),
         ("torch", "cuda", BF16, (7, 5), r"the GPU has compute capability 7.5, the kernel needs 8.0 or newer"),
         (
