@@ -1,4 +1,4 @@
-"""``python -m wands`` is the same as ``wands``. Launchers such as deepspeed and torchrun start wands this way."""
+"""Run the command `wands` as ``python -m wands``, the form with which launchers such as deepspeed and torchrun start it."""
 
 from wands.cli import main
 

@@ -1,7 +1,7 @@
 """The `wands` command and its subcommands.
 
-Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2, or 3
-if another rank has failed.
+Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2. If
+the WandsError is a RankError, because another rank has crashed, `wands` exits with code 3.
 Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
@@ -33,8 +33,8 @@ from wands.variants import sampling_table
 class _CommandGroup(click.Group):
     """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added.
 
-    If a subcommand raises a WandsError, the group prints the message and exits with the code of the error. If all ranks of a
-    node or of the process group raise the same error, only one of these ranks prints the message.
+    If a subcommand raises a WandsError, the group prints the error's message and exits with the error's `exit_code`. If all
+    ranks of a node or of the process group raise the same error, only one of these ranks prints the message.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -67,7 +67,7 @@ class _CommandGroup(click.Group):
     cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
 @click.version_option(__version__, prog_name="wands")
-@click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Set by launchers.")
+@click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Rank on this node.")
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages, and warnings of other packages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
@@ -142,7 +142,7 @@ def _selftest(options: opts.SelftestOptions) -> None:
 
 
 def _print_result(function: str, options: Options) -> None:
-    """Import a function, call it with the options, and print the result."""
+    """Import a function by its name ("module:function"), call it with the options, and print its result."""
     result = pkgutil.resolve_name(function)(options)
     if result is not None:  # in a distributed run, only the first rank returns a result
         # A path is printed as it is, because a shell may use it.
@@ -195,12 +195,12 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.VerifyOptions: "wands.commands.verify:verify",
     opts.SelftestOptions: _selftest,
 }
-"""Maps the class with a subcommand's options to the function that runs the subcommand, in the order of the help page.
+"""Maps the options class of each subcommand to the function that runs the subcommand, in the order of the help page.
 
-A value is a function or the name of a function. A function given by name is imported when the subcommand runs, and its
-result is printed.
+A function may be given by its name ("module:function"). Then it is imported when the subcommand runs, and its result is
+printed.
 """
 
 for _options, _run in COMMANDS.items():
     main.add_command(build_command(_options, partial(_print_result, _run) if isinstance(_run, str) else _run))
-main.commands["infer"].epilog = f"\b\nOptions of the models' authors:\n{sampling_table()}"
+main.commands["infer"].epilog = f"\b\nSampling options of the models' authors:\n{sampling_table()}"

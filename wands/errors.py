@@ -17,13 +17,13 @@ class WandsError(Exception):
     """An error that the user can fix. Its text is the complete message for the user.
 
     Args:
-        message: one message, or a list of messages, which the text of the error lists together.
+        message: one message, or several messages, which the text of the error shows as a list.
         agreed: True if every rank of the process group raises the same text, so that only one rank must print it.
 
     Attributes:
         problems: the messages.
         agreed: value of the argument `agreed`.
-        exit_code: exit code of `wands`. A run that ends with the code 2 is not restarted by the launch scripts.
+        exit_code: exit code of `wands` after this error. After exit code 2, the launch scripts do not restart the run.
     """
 
     exit_code = 2
@@ -54,7 +54,7 @@ class CheckpointError(WandsError):
 
 
 class RankError(WandsError):
-    """Error because another rank has crashed or is lost, so that the launch scripts may restart the run."""
+    """Error because another rank has crashed or does not answer. The launch scripts may restart the run after this error."""
 
     exit_code = 3
 
@@ -71,7 +71,7 @@ class Problems:
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return True if none of the checks with these names failed."""
+        """Return True if none of the checks with these names failed or was skipped."""
         return self.failed.isdisjoint(names)
 
     @contextmanager
@@ -128,7 +128,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
     Args:
         error: any exception.
-        limit: largest number of characters.
+        limit: largest number of characters of the returned text.
     """
     text = getattr(error, "strerror", None) or " ".join(str(error).split())
     return text[:limit].rstrip(". ") or type(error).__name__

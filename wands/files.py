@@ -25,9 +25,9 @@ def read_json(
 
     Args:
         path: the file.
-        label: name of the file in error messages, such as "--deepspeed zero3.json". Empty means the path.
+        label: name of the file in error messages, such as "--deepspeed zero3.json". With "", messages contain the path.
         fix: end of the error message, which tells the user how to fix the error.
-        error: class of the error.
+        error: class of the error to raise.
 
     Raises:
         WandsError: of class `error`, if the file is missing, unreadable or not JSON.
@@ -56,12 +56,12 @@ def read_json_object(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `.jsonl` file up to the first damaged line; [] if the file does not exist."""
+    """Return the rows (one JSON value per line) of a `.jsonl` file up to the first damaged line; [] if there is no file."""
     return list(iter_rows(path))
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` file up to the first damaged line; nothing if the file does not exist."""
+    """Yield the rows (one JSON value per line) of a `.jsonl` file up to the first damaged line; nothing if there is no file."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)
@@ -130,11 +130,12 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
 
     Args:
         out: folder that the user gave as --out. It must be missing, empty or replaceable.
-        replaceable: name of a file. A folder that contains this file may be replaced.
+        replaceable: name of a file. If the folder `out` contains this file, `out` may be replaced. With None, `out` must be
+            missing or empty.
 
     Raises:
-        ConfigError: if `out` may not be replaced, or the folder `out` with the suffix ".tmp" or ".old" already exists, and
-            no killed process left that folder.
+        ConfigError: if `out` may not be replaced. Also if a folder has the name of `out` with the suffix ".tmp" or ".old",
+            but was not left by a killed wands process.
         WandsError: if `out` cannot be written, or another process is writing `out`.
     """
     _check_replaceable(out, replaceable)
@@ -149,8 +150,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
         for folder in (partial, old):
             if folder.exists():
                 raise ConfigError(
-                    f"--out {out}: the folder {folder} already exists, and was not left by a killed wands process. "
-                    f"Rename or delete {folder}."
+                    f"--out {out}: wands needs a temporary folder {folder}, but a folder with this name already exists, and "
+                    f"was not left by a killed wands process. Rename or delete {folder}."
                 )
         yield from _fill_and_rename(out, partial, old, lock)
 
@@ -207,7 +208,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Rename a finished file or folder to `path`, and sync it to the disk so that it survives a power failure."""
+    """Sync a finished file or folder to the disk, and rename it to `path`. After a power failure, `path` is complete."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

@@ -1,8 +1,9 @@
 """Lock that lets only one process at a time write to a run folder, a cache or an export.
 
 On one machine the lock is a `flock`, which the kernel releases when the process ends for any reason. On some network file
-systems, `flock` does not reach other machines. So the holder also writes its name and the time to the lock file every 10 s.
-A process on another machine takes the lock over only if this heartbeat has stopped.
+systems, `flock` does not reach other machines. So the holder (the process that holds the lock) also writes a heartbeat: its
+host, its process id and the time, to the lock file, every 10 s. A process on another machine takes the lock over only if the
+heartbeat has stopped.
 """
 
 from __future__ import annotations
@@ -29,26 +30,29 @@ LOCK_NAME = ".wands.lock"
 BEAT_SECONDS = 10.0
 STALE_SECONDS = 60.0
 SETTLE_SECONDS = 2.0
-"""Seconds after which two processes that take over one lock at the same time both see who wrote last."""
+"""Seconds to wait after taking over a lock. If two processes take over the same lock, both then see which of the two wrote
+the lock file last, and only that process keeps the lock.
+"""
 _RECORD_BYTES = 384  # records of one size are replaced by one write, so that no reader sees half a record
 
 
 class WriterLock(AbstractContextManager["WriterLock"]):
-    """Lock of one writer, used in a `with` statement. It is held from the constructor to `release`.
+    """Lock that lets one process write to a folder, used in a `with` statement. It is held from the constructor to `release`.
 
     Attributes:
-        path: the lock file. It exists while the lock is held, and after the holder was killed.
-        has_leftovers: whether an earlier holder was killed, so that its temporary files may be deleted.
-        is_kept: whether `release` leaves the lock file for the next process, which then has leftovers to delete.
+        path: the lock file. It exists while a process holds the lock, and remains if this process is killed.
+        has_leftovers: whether an earlier process was killed while it held the lock, so that its temporary files may be
+            deleted.
+        is_kept: whether `release` leaves the lock file in place. The next process then deletes the temporary files.
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:
-        """Take the lock. If the holder is on another machine and may have died, first wait 60 s for a sign of life.
+        """Take the lock. If a process on another machine holds the lock and may have died, first wait 60 s for its heartbeat.
 
         Args:
             path: the lock file. Its folder is created if it does not exist.
-            label: what is written, as the user typed it, such as "output_dir=runs/default".
-            patience: seconds to wait for another process that holds the lock.
+            label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
+            patience: seconds to wait until another process releases the lock. After this time, an error is raised.
 
         Raises:
             WandsError: if another process holds the lock, or the lock file cannot be created.
@@ -106,7 +110,12 @@ class WriterLock(AbstractContextManager["WriterLock"]):
             log.warning(f"{self._label}: took over the lock of an ended process ({_holder(record)})")
 
     def _open(self) -> str:
-        """Open the lock file. Return "created", or, if the file existed, "held", "locked" or "no flock"."""
+        """Open the lock file, and try to lock it with `flock`. Create the file if it does not exist.
+
+        Returns:
+            "created": the file is new. "locked": the file existed, and this process has locked it. "held": another process
+            has locked the file. "no flock": the file existed, and the file system does not support `flock`.
+        """
         while True:
             state = "created"
             try:
@@ -149,15 +158,15 @@ class WriterLock(AbstractContextManager["WriterLock"]):
             record = self._read()
             if record and record != self._record:
                 sys.stderr.write(
-                    f"wands: {self._label} was taken over by another process ({_holder(record)}), because this process gave no "
-                    "sign of life. This process ends, because two processes must not write to one folder.\n"
+                    f"wands: {self._label} was taken over by another process ({_holder(record)}), because this process did not "
+                    "update its lock for 60 s. This process ends, because two processes must not write to one folder.\n"
                 )
                 os._exit(2)
             with suppress(OSError):  # the next heartbeat tries again
                 self._write()
 
     def release(self) -> None:
-        """Delete the lock file and release the lock. If the lock created the folder and the folder is empty, delete it."""
+        """Delete the lock file and release the lock. Also delete the folder if the lock created it and it is empty."""
         self._released.set()
         self._thread.join()
         with suppress(OSError):
@@ -172,7 +181,10 @@ class WriterLock(AbstractContextManager["WriterLock"]):
 
 
 def _boot_id() -> str:
-    """Return an id of the running kernel, which all containers of a machine share."""
+    """Return an id of the running kernel, which shows whether two processes run on the same machine.
+
+    All containers of a machine share this id.
+    """
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()

@@ -76,7 +76,7 @@ def is_local(text: str) -> bool:
 
 
 def last_part(path: str) -> str:
-    """Return the last component of a path, without the name of the user."""
+    """Return the last component of a path. Return "~" for a home folder, because its name is the name of the user."""
     *folders, name = re.split(r"[/\\]", redact(path).rstrip("/\\"))
     return "~" if folders[-1:] in (["home"], ["Users"]) else name  # the name of a user
 
@@ -96,7 +96,7 @@ def log_to_stderr(level: int = logging.WARNING, layout: str = "%(message)s") -> 
 
     Args:
         level: lowest level of the records.
-        layout: format of `logging` for a record.
+        layout: format string of a record, as in `logging.Formatter`.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_SafeFormatter(layout))

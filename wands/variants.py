@@ -21,7 +21,9 @@ The embeddings of the caption come first, then zeros. Samples attend to the zero
 IMAGE_LEN = 257
 """Number of CLIP tokens of one image of any size: 16 x 16 patches and the class token."""
 MASK_CHANNELS = 4
-"""Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames."""
+"""Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames,
+such as the first frame in image-to-video models, and 0 for other frames.
+"""
 _EQUAL_KEYS = ("patch_size", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
 _CONFIG_KEYS = {name: name for name in _EQUAL_KEYS} | {
     "num_heads": "num_attention_heads",
@@ -38,7 +40,7 @@ class DiTShape:
         num_heads: number of attention heads of a block.
         head_dim: number of channels of one head.
         num_layers: number of transformer blocks.
-        ffn_dim: hidden width of the feed-forward.
+        ffn_dim: hidden width of the feed-forward layer.
         in_channels: number of latent channels of the input: noisy channels, then conditioning channels.
         out_channels: number of latent channels of the output.
         text_dim: width of the text encoder's hidden states.
@@ -137,7 +139,7 @@ class DiTShape:
         return self.num_layers * 4 * self.dim
 
     def forward_flops(self, seq_lens: Sequence[int]) -> int:
-        """Return the matmul FLOPs of one forward pass of the stock model over packed samples.
+        """Return the matmul FLOPs of one forward pass of diffusers' model over packed samples.
 
         Each sample has 512 text tokens, padding included. A training step of a full finetune needs three times as many
         FLOPs.
@@ -158,7 +160,8 @@ class Expert:
     Attributes:
         name: "high" or "low" for the high-noise or low-noise expert; "" for a model with one DiT.
         subfolder: "transformer" or "transformer_2", the name of the DiT and of its subfolder in a diffusers pipeline.
-        sigma_range: (smallest, largest) noise level. The largest noise level is excluded unless it is 1.
+        sigma_range: (smallest, largest) noise level, each between 0 and 1. The largest level belongs to the range only if
+            it is 1.
     """
 
     name: str
@@ -179,19 +182,19 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options with which the authors of a model sample its videos.
 
-    The defaults are for models without official options. Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. The README
-    of Wan 2.1 has other values for the 1.3B model: its size, guidance 6 and shift 8 (8 to 12).
+    The defaults are for models without official options. Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the
+    1.3B model, the size, the guidance scale 6 and the shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
 
     Attributes:
         height: height of the video in pixels.
         width: width of the video in pixels.
         num_frames: number of frames of the video.
         num_inference_steps: number of denoising steps.
-        guidance_scale: scale of classifier-free guidance, of the high-noise expert if there are two experts.
+        guidance_scale: scale of classifier-free guidance. In a model with two experts, scale of the high-noise expert.
         guidance_scale_2: guidance scale of the low-noise expert; None uses `guidance_scale`.
         flow_shift: shift of the noise schedule.
         scheduler_shift: shift of the scheduler in the published diffusers pipeline.
-        negative_prompt: negative prompt.
+        negative_prompt: text from which classifier-free guidance steers away.
     """
 
     height: int = 480
@@ -219,7 +222,7 @@ class Variant:
 
     Attributes:
         name: name of the variant in wands and in recipes.
-        dit: shape of the DiT, or of each expert.
+        dit: shape of the DiT. In a model with two experts, shape of each expert.
         vae_stride: factors by which the VAE divides the numbers of (frames, rows, columns) of a video.
         fps: frame rate of the training videos.
         sampling: official options of sampling.
@@ -378,6 +381,6 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
 def legal_frames(num_frames: int) -> int:
     """Return the largest number of the form 4k + 1 that is not larger than `num_frames`.
 
-    The causal VAE encodes one frame, then groups of four frames.
+    The VAE accepts only such numbers of frames, because it encodes the first frame alone and then groups of four frames.
     """
     return (num_frames - 1) // 4 * 4 + 1

@@ -77,9 +77,7 @@ def test_folders_of_the_users_are_not_deleted(suffix: str, tmp_path: Path):
     precious.parent.mkdir()
     precious.write_text("keep me")
     for _ in range(2):  # the refusal of the first leaves nothing that makes the second delete it
-        with pytest.raises(
-            ConfigError, match=rf"out\.{suffix} already exists, and was not left by a killed wands"
-        ):
+        with pytest.raises(ConfigError, match=rf"out\.{suffix}, but a folder with this name already exists"):
             write(tmp_path / "out", "new")
     assert precious.read_text() == "keep me"
     assert os.listdir(tmp_path) == [precious.parent.name]

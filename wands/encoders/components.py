@@ -31,7 +31,7 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
     Args:
         model: diffusers pipeline folder or Hub id.
         part: name of the component's subfolder in the pipeline, such as "vae".
-        patterns: patterns of the files to download.
+        patterns: glob patterns of the files to download.
 
     Raises:
         ConfigError: if the model does not exist or has no such subfolder.

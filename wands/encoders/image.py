@@ -23,11 +23,13 @@ from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a copy of a clip in which every frame is grey (value 0), except the first frame and, optionally, the last.
+    """Return a copy of a clip that keeps only the conditioning frames of an image-to-video model. All other frames are grey (0).
+
+    The conditioning frames are the first frame and, if `last_image` is true, the last frame.
 
     Args:
         pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
-        last_image: whether to keep the last frame, too.
+        last_image: whether to keep the last frame in addition to the first frame.
 
     Returns:
         Tensor of the shape of `pixels`.
@@ -90,7 +92,7 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encoder that turns a window (a range of frames of a clip) into the tensors of the cache, except text embeddings.
+    """Encoder of a window (a range of frames of a clip). It makes the tensors of the latent cache, except text embeddings.
 
     CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the
     VAE. A separate pass with CLIP would decode every clip twice.

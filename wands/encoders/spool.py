@@ -38,7 +38,7 @@ class TextSpool:
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:
-        """Index the records that the logs contain now. Records that are appended later are not found."""
+        """Index the text embeddings that the logs contain now. Embeddings that are appended later are not found."""
         self._records: dict[str, LogRecord] = {}
         for log in logs:
             self._records.update((record.name, record) for record in read_records(log))

@@ -58,7 +58,7 @@ class WanVideoEncoder:
         Args:
             model: pipeline folder or Hub id.
             device: device of the VAE.
-            dtype: dtype of weights and arithmetic.
+            dtype: dtype in which the VAE stores its weights and computes.
             tiling: encode large frames in overlapping tiles, see `__init__`.
 
         Raises:

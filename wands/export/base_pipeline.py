@@ -56,13 +56,13 @@ def check_base(
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
     """Copy a base pipeline into the folder of an export.
 
-    The trained DiTs and the hidden files are not copied. README.md, the export record, the loss plot and the samples of
-    the base are not copied either.
+    Some files of the base are not copied: the DiTs that the export replaces, hidden files, README.md, the export record,
+    the loss plot and the samples.
 
     Args:
         base_dir: folder of the base pipeline.
         out: existing folder of the export.
-        parts: subfolders of the trained DiTs, which are not copied.
+        parts: subfolders of the DiTs that the export replaces, such as "transformer".
         link: whether to make hard links instead of copies if the file system supports hard links. A program that writes
             into a hard link also changes the base.
     """

@@ -41,8 +41,8 @@ class LoraFile:
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: a pair (prefix, DiT) for each DiT that has keys in the file. These keys start with the prefix. DiT is
-            "transformer" or "transformer_2", the part of the pipeline that loads the keys.
+        targets: one pair (prefix, DiT) for each DiT that has keys in the file. prefix is the first word of the DiT's keys in
+            the file. DiT is "transformer" or "transformer_2", the part of the pipeline that loads these keys.
     """
 
     name: str
@@ -71,7 +71,7 @@ class FolderContents:
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the (step, loss) pairs with a finite loss from an export record. Return [] if there are fewer than two."""
+    """Return the (step, loss) pairs of an export record whose loss is finite. Return [] if there are fewer than two pairs."""
     points = [(int(step), float(loss)) for step, loss in record.get("loss") or []]
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     return points if len(points) > 1 else []
@@ -100,7 +100,7 @@ def build_card(
     Args:
         directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
         repo_id: repository as ``owner/name``, for the title and the loading example.
-        record: export record that `wands export` wrote. If a key is missing, the card leaves out the row about this key.
+        record: contents of `RECORD_FILE`, which `wands export` wrote. If a key is missing, its row is left out of the card.
         contents: contents of the folder.
         license_id: the Hub's identifier of the licence.
 
@@ -169,7 +169,7 @@ def build_card(
 
 
 def _escape(text: str) -> str:
-    """Return a text as Markdown that shows the text in a table, without paths and control characters."""
+    """Escape a text so that a Markdown table shows it literally, and remove paths and control characters."""
     return re.sub(r"([\\`*_~\[\]<>|&#!])", r"\\\1", printable(without_paths(str(text))))
 
 
@@ -185,7 +185,7 @@ def _variant_of(record: Mapping[str, Any]) -> Variant | None:
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the caption and the link of each video and image in the subfolder ``samples``, sorted by file name."""
+    """Return the caption and the link of each video and image in the subfolder ``samples`` of a folder, sorted by file name."""
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}
     samples = []

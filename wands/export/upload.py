@@ -1,5 +1,6 @@
-"""Send requests to the Hugging Face Hub. If the server or the network fails, a request is sent again. Error messages explain
-the cause and never contain the token.
+"""Send requests to the Hugging Face Hub, and send them again if the server or the network fails.
+
+Error messages explain the cause of a failure and never contain the token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 server rejected.
 """
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Seconds to wait before each new attempt of the first requests. There are only two, so that a wrong address is reported soon."""
+"""Seconds to wait before each new attempt of the first requests. Only two new attempts are made, so that a wrong address of
+the Hub is reported soon.
+"""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
 _AGAIN = "run the same command again: files that were uploaded are not sent twice"

@@ -1,7 +1,7 @@
 """HTML page of one or several training runs.
 
-The page is one file that needs no network access. Charts are inline SVG; videos are part of the file up to a limit. The
-template defines the charts: which values of the dict of `read_run` are curves.
+The page is one file that needs no network access. Charts are inline SVG. Videos are part of the file up to a limit. The
+template `page.html` chooses the values of a run (see `read_run`) that each chart shows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ PAGE_NAME = "report.html"
 MAX_POINTS = 600
 """Largest number of points of a curve."""
 MAX_VIDEO_BYTES = 20_000_000
-"""Largest size of the videos inside the page, as base64. The page links to the other videos."""
+"""Largest total size of the videos that are embedded in the page as base64, in bytes. The page links to the other videos."""
 MAX_COLUMNS = 8
-"""Largest number of steps in the table of samples."""
+"""Largest number of training steps in the table of samples, which has one column per step."""
 
 
 def report(options: ReportOptions) -> Path:
@@ -76,7 +76,7 @@ def render(folder: Path, template: str, **values: Any) -> str:
 
     Args:
         folder: folder of the template. The template may include files of the folder of this module.
-        template: file name of the template.
+        template: file name of the Jinja template.
         values: variables of the template.
     """
     environment = jinja2.Environment(
@@ -92,7 +92,7 @@ def render(folder: Path, template: str, **values: Any) -> str:
 
 
 def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """Return the text of the page of one run, or of a page that compares runs.
+    """Return the HTML text of the page of one run, or of a page that compares runs.
 
     Args:
         runs: results of `read_run`. The key `thumbnails` may map sample ids to images (WebP in base64).
@@ -115,11 +115,15 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 
 def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Return the ranges, the ticks and the lines of a chart in a rectangle of 1000 x 300 units, or None without a value.
+    """Return the ranges, the ticks and the lines of a chart in a rectangle of 1000 x 300 units.
 
     Args:
-        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. Values that are not finite are
-            left out. Outliers of the class "clipped" do not determine the range.
+        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. low and high are the edges of a
+            band around the curve. Values that are not finite are left out. Outliers of curves with the CSS class "clipped"
+            do not determine the range.
+
+    Returns:
+        A dict for the template; None if no curve has a finite value.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -153,9 +157,14 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
 
 def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return the table of samples of each run: its steps and prompts, and a cell for each (number, step, weights).
+    """Return the table of samples of each run: its steps, its prompts, and a cell for each sample.
 
-    The newest videos are put into the page first, then those of the base model and the other steps.
+    The key of a cell is (number of the prompt, step, "raw" or "ema" weights). Up to `MAX_VIDEO_BYTES`, videos are embedded in
+    the page: first the videos of the last step, then the videos of the other steps in order.
+
+    Args:
+        runs: results of `read_run`.
+        folder: folder of the page. Other videos are linked if they are inside this folder.
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
@@ -178,10 +187,13 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
 
 def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
-    """Return the first frames of the last 24 clips in spikes and skipped updates by sample id, as WebP files in base64.
+    """Return the first frames of the clips that were in the latest loss spikes and skipped updates, at most 24 clips.
 
     A clip is left out if its cache or its file is not on this machine or cannot be read. A damaged file may crash or hang
     the decoder, so the files are decoded in a subprocess.
+
+    Returns:
+        A dict that maps the sample id of a clip to a WebP file in base64.
     """
     from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
 

@@ -24,22 +24,25 @@ _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "ru
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of a run folder. Files, keys and ends of lines may be missing, as in a run that has just started.
+    """Return the content of a run folder. Files and keys may be missing, and lines may be cut, as in a run that is still running.
 
     Returns:
-        A dict with these keys:
+        A dict with these keys, where N is the number of rows of metrics.jsonl:
         `folder`, `name`: the run folder and its name.
         `recipe`: the resolved recipe, {} if it cannot be read.
         `changes`: maps each recipe key that differs from its default to (value, default).
-        `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys that are null.
+        `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys whose value is null.
         `steps`: step of each row of `metrics`, int64 [N].
-        `loss_mean`, `window`: running mean of the loss, float64 [N], without skipped updates, and its number of steps.
-        `loss_by_sigma`: mean loss in each tenth of the noise levels sigma, float64 [N, 10], with NaN for an empty tenth.
+        `loss_mean`: running mean of the loss without skipped updates, float64 [N].
+        `window`: number of steps over which `loss_mean` is averaged.
+        `loss_by_sigma`: mean loss of each step in ten intervals of the noise level sigma, float64 [N, 10]. The intervals are 0
+            to 0.1, 0.1 to 0.2 and so on. NaN if a step has no noise level in an interval.
         `evaluations`: maps "raw" and "ema" to the rows of evaluations.jsonl.
-        `start`: last event that started a process of the run; {} if there is none.
+        `start`: last event "start" or "restart" of the run; {"step": 0} if there is no such event.
         `state`: running, finished, stopped, failed, or silent (no step for a long time).
-        `step`, `total_steps`: number of steps made and of the whole run; `total_steps` is None if it is unknown.
-        `eta_seconds`: expected seconds to the end of a running run, else None.
+        `step`: number of training steps that the run has made.
+        `total_steps`: number of steps of the whole run; None if it is unknown.
+        `eta_seconds`: expected seconds until the run ends; None if the run is not running.
         `device_hours`: seconds of all steps x number of ranks / 3600.
     """
     recipe = None
@@ -87,29 +90,29 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows that have a step and the needed keys, without the keys whose value is null."""
+    """Yield the rows of a `.jsonl` file that have a step and the needed keys. Keys whose value is null are left out."""
     for row in iter_rows(path):
         if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
             yield {key: value for key, value in row.items() if value is not None}
 
 
 def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:
-    """Return the numbers of a key, float64 [number of rows], with NaN where a row has no number."""
+    """Return the value of a key in each row, float64 [number of rows], with NaN for a row without this key."""
     return np.array([row.get(key) for row in rows], np.float64)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Return the running mean over `window` values.
 
-    Element i is the mean of the value i and of the `window` - 1 values before it. At the start, there are fewer values
-    to average. Values that are not finite are left out.
+    Each element of the result is the mean of the value at this place and of the `window` - 1 values before it. At the start,
+    there are fewer values to average. Values that are not finite are left out.
 
     Args:
-        values: float [N].
+        values: one-dimensional float array.
         window: number of values to average, at least 1.
 
     Returns:
-        float64 [N], with NaN where the window contains no finite value.
+        float64 array of the length of `values`, with NaN where the window contains no finite value.
     """
     assert window > 0, window
     finite = np.isfinite(values)
@@ -133,11 +136,13 @@ def thin(items: Sequence[T], most: int = 2000) -> list[T]:
 
 
 def extremes(values: np.ndarray, most: int) -> np.ndarray:
-    """Return at most `most` indices of a curve in ascending order: the lowest and the highest value of each stretch, so that
-    spikes remain. The first and the last value are included.
+    """Choose at most `most` points of a curve so that its spikes remain visible, and return their indices in ascending order.
+
+    The curve is divided into sections. The chosen points are the lowest and the highest value of each section, and the first
+    and the last value of the curve.
 
     Args:
-        values: finite float [N].
+        values: finite values of the curve, a one-dimensional float array.
         most: largest number of indices, at least 4.
     """
     if len(values) <= most:
@@ -148,15 +153,15 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
-    """Return the middle frames of the samples over the steps, for the model card.
+    """Return the middle frames of each prompt's samples at successive training steps, for the model card.
 
     Args:
         run: result of `read_run`.
-        weights: "raw" or "ema".
+        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average.
         last_step: samples of later steps are left out.
 
     Returns:
-        A dict that maps each prompt with its steps to images, uint8 [number of steps, H, W, 3].
+        A dict that maps a text with a prompt and its steps to the frames, uint8 [number of steps, rows, columns, 3].
     """
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
@@ -184,7 +189,7 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         if evaluations and np.all(np.isnan(column(evaluations, "held_out"))):
             reason = "no clip is held out; set data.holdout or eval.cache"
         return [
-            f"Not known yet: {reason}. The train loss alone cannot answer, because each step draws other noise "
+            f"Not known yet: {reason}. The train loss alone does not show it, because each step draws other noise "
             "levels."
         ]
     rows = np.array(evaluations, object)
@@ -203,7 +208,7 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     parting, margin = mean - of_train[0], math.hypot(high - low, of_train[2] - of_train[1]) / 2
     if math.isfinite(parting - margin):
         grows = parting > margin
-        text = f"The gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"
+        text = f"The loss gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"
         memorises = ": the model also memorises its train clips" if grows else ""
         sentences.append(f"{text} ({parting:+.5f}, margin {margin:.5f}){memorises}.")
     return sentences

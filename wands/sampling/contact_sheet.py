@@ -30,7 +30,8 @@ class SheetRow:
 
     Attributes:
         label: caption above the frames.
-        videos: frames of each video, uint8 [F, H, W, 3]. The sizes may differ. None leaves the place of a video empty.
+        videos: frames of each video, uint8 [frames, rows, columns, 3]. The sizes may differ. None leaves the place of a
+            video empty.
     """
 
     label: str
@@ -43,11 +44,11 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
     If the video has fewer frames than `count`, choose all frames.
 
     Args:
-        frames: frames of the video, uint8 [F, H, W, 3].
+        frames: frames of the video, uint8 [frames, rows, columns, 3].
         count: number of frames to choose, at least 1.
 
     Returns:
-        The chosen frames, uint8 [min(F, count), H, W, 3].
+        The chosen frames, uint8 [chosen frames, rows, columns, 3].
     """
     assert count > 0, count
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]

@@ -29,10 +29,10 @@ class ConditionImages:
 
 
 def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages], list[str]]:
-    """Read the first and last images of all requests.
+    """Read the first and last images of all requests, scaled and cropped to the size of each request's video.
 
     Args:
-        requests: requests whose sizes are valid.
+        requests: requests whose heights and widths are valid for the model.
 
     Returns:
         (images of each request, error texts). There is one error text for each file that cannot be used.

@@ -87,7 +87,7 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
         scale = math.nan
     if not math.isfinite(scale):
         raise ConfigError(
-            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, for example PATH=0.8."
+            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, such as lora.safetensors=0.8."
         )
     return path, scale
 
@@ -128,8 +128,8 @@ def _fetch(path: str, flag: str) -> Path:
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
     """Add LoRAs to the DiTs of a pipeline, each with its scale.
 
-    PEFT adds the LoRA matrices next to the linear layers, so that a bf16 weight loses no small update. Full differences of
-    parameters are added to the weights.
+    The LoRA matrices become PEFT layers next to the linear layers. They are not merged into the weights, because a bf16 weight
+    would lose small updates. Full differences of parameters are added to the weights.
 
     Args:
         pipeline: diffusers pipeline for which offloading is not enabled yet.
@@ -165,16 +165,22 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    """Return a pair that loses nothing against `dtype` when alpha / rank is multiplied into lora_B."""
+    """Cast a pair to the wider of its dtype and `dtype`, in which alpha / rank is later multiplied into lora_B.
+
+    In a narrower dtype, this product would be rounded more than the DiT's weights, whose dtype is `dtype`.
+    """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)
 
 
 def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
-    """Read a LoRA file, and return for each DiT the part of the update that this DiT has.
+    """Read a LoRA file, and return its update for each DiT. Parameters that the DiT lacks are left out with a warning.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to the update. A warning names what the DiT does not have.
+        A dict that maps "transformer" or "transformer_2" to the update.
+
+    Raises:
+        ConfigError: if the file is damaged or not a LoRA of Wan, or fits no parameter of a DiT.
     """
     try:
         with TensorFiles([lora.file], lora.label) as files:

@@ -284,7 +284,7 @@ def load_components(
             source.model, **dits, dtype=dtypes, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
+        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Restore the files.") from error
     encoder = pipeline.text_encoder
     if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
         # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.

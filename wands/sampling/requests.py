@@ -16,8 +16,8 @@ from wands.variants import SamplingDefaults, Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
 CLIP_NAMES = ("video", "video_path", "file_name", "path")
-"""Columns that contain the path of a clip in the metadata file of a data set. A metadata file is also a valid prompt
-file. These columns are then ignored.
+"""Names of the columns with the paths of clips in the metadata file of a data set. If a metadata file is used as a prompt
+file, these columns are ignored.
 """
 FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is None else str(path))]
 

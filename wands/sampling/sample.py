@@ -61,7 +61,7 @@ def sample_latents(
         images: images of the request.
 
     Returns:
-        The final normalised latents, fp32 [C, f, h, w] on the CPU. f, h and w are the latent frames, rows and columns.
+        The final normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
 
     Raises:
         WandsError: if the latents are not finite.
@@ -91,10 +91,10 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
 
     Args:
         pipeline: pipeline whose VAE decodes the latents.
-        latents: normalised latents, fp32 [C, f, h, w].
+        latents: normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns].
 
     Returns:
-        Frames of the video, uint8 [F, H, W, 3].
+        Frames of the video, uint8 [frames, rows, columns, 3].
     """
     vae = pipeline.vae
     latents = latents[None].to(pipeline._execution_device, vae.dtype)

@@ -6,10 +6,6 @@ processor computes self-attention over the tokens of all ranks. A hook after the
 
 The video differs from the video of one process only by rounding, also in bf16. `PackedWanTransformer`, the model that wands
 trains, is not used here. It keeps the residual stream in fp32, so a video that it samples in bf16 would differ more.
-
-Letters in the shapes of tensors: B is the number of samples. N is the number of tokens of each sample. L is the number
-of tokens of this rank, including padding. H is the number of attention heads. D is the number of channels of a head. P
-is the number of output channels of a token.
 """
 
 from __future__ import annotations
@@ -47,14 +43,14 @@ log = logging.getLogger(__name__)
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
 ) -> tuple[ParallelDims, list[str]]:
-    """Choose the Ulysses degree and the ring degree for sampling, where all ranks of a launcher share each video.
+    """Choose the Ulysses degree and the ring degree for sampling. All ranks of a launcher sample each video together.
 
     Without a launcher, there is one rank.
 
     Args:
-        variant: variant of the model, whose attention heads are divided.
-        ulysses_degree: number of ranks that share the attention heads; None chooses the largest valid degree.
-        ring_degree: number of ranks that share the tokens; None uses the number of ranks divided by the Ulysses degree.
+        variant: variant of the model. The Ulysses degree must divide its number of attention heads.
+        ulysses_degree: number of ranks that divide the attention heads; None chooses the largest valid degree.
+        ring_degree: number of ranks that divide the tokens; None uses the number of ranks divided by the Ulysses degree.
 
     Returns:
         (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
@@ -196,7 +192,7 @@ class ShardedAttentionProcessor:
 
     Args:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
-        cut: hooks that select this rank's tokens, and that store the metadata of the selected tokens.
+        cut: hooks of the DiT, which also store the metadata of this rank's tokens for `self_attention`.
     """
 
     def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
@@ -210,7 +206,7 @@ class ShardedAttentionProcessor:
         _attention_mask: None,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute self-attention over the tokens of all ranks. The result has the shape of `hidden_states`: [B, L, H * D]."""
+        """Compute self-attention over the tokens of all ranks. The result has the shape of `hidden_states`."""
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
@@ -231,7 +227,7 @@ class _Cut:
         self._order: Tensor
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select the rotary angles of this rank's tokens from the angles [1, N, 1, D] of all tokens.
+        """Select the rotary angles of this rank's tokens from `output`, the angles of all tokens of a sample.
 
         This hook runs first, and stores the indices of this rank's tokens for the later hooks.
         """
@@ -242,9 +238,9 @@ class _Cut:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Select the timesteps of this rank's tokens from the timesteps [B * N] of all tokens.
+        """Select the timesteps of this rank's tokens from the timesteps of all tokens, the first argument in `args`.
 
-        If there is only one timestep per sample, change nothing.
+        If all tokens of a sample have one common timestep, return the arguments unchanged.
         """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
@@ -254,12 +250,12 @@ class _Cut:
         return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
 
     def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select this rank's tokens [B, L, H * D] from all tokens [B, N, H * D] before the first block."""
+        """Select this rank's tokens from all tokens [samples, tokens, channels] before the first block."""
         hidden, *others = args
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Gather the last layer's outputs [B, L, P] of all ranks, and return the outputs [B, N, P] without padding."""
+        """Gather the last layer's outputs of all ranks, and return the outputs of all tokens in order, without padding."""
         return join_tokens(output, self._order, self.group)
 
 
@@ -267,12 +263,12 @@ def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) 
     """Gather the tokens of all ranks of a group. Every rank of the group must call this function.
 
     Args:
-        tokens: [B, L, P], tokens of this rank.
-        order: positions [N] from `token_index`.
+        tokens: tokens of this rank, [samples, tokens of this rank with padding, channels].
+        order: position of each token of a sample among the gathered tokens of all ranks, from `token_index`.
         group: ranks that share a sample; None for one rank.
 
     Returns:
-        [B, N, P], all tokens of the samples in order.
+        All tokens of the samples in order, [samples, tokens of a sample, channels].
     """
     pieces = [tokens]
     if group is not None:
@@ -295,7 +291,7 @@ def token_index(
         device: device of the results.
 
     Returns:
-        (metadata of this rank's tokens, indices [L], positions [N]). `sample[indices]` are the tokens of this rank.
+        (metadata of this rank's tokens for attention, indices, positions). `sample[indices]` are the tokens of this rank.
         `gathered[positions]` are all tokens of the sample in order, where `gathered` are the tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
@@ -315,7 +311,7 @@ def token_index(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate queries or keys [B, L, H, D] by their rotary angles, with the same roundings as diffusers.
+    """Rotate queries or keys [samples, tokens, heads, head channels] by their rotary angles, rounding as diffusers does.
 
     diffusers has the same function, but wands cannot import it, because diffusers defines it inside another function.
     """

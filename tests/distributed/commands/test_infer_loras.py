@@ -288,7 +288,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "cut.safetensors": "--lora=/cut.safetensors: /cut.safetensors cannot be read (",
         "other.safetensors": "--lora=/other.safetensors fits no parameter of the transformer: all 1 parameters of the LoRA are "
         "missing there, such as blocks.99.attn1.to_q.weight.",
-        "no_lora.safetensors": "--lora=/no_lora.safetensors contains 1 keys that are not LoRA keys",
+        "no_lora.safetensors": "--lora=/no_lora.safetensors is not a LoRA of Wan. Unknown keys: ",
         "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a blocks.0.attn1.to_q.weight of shape [48, 7], but",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)

@@ -186,8 +186,11 @@ def test_what_the_model_lacks_is_named(tmp_path: Path, caplog: pytest.LogCapture
             "uses LoKr (diffusion_model.blocks.0.self_attn.q.lokr_w1)",
         ),
         ({"blocks.0.self_attn.q.alpha": torch.tensor(4.0)}, "lacks lora_A or lora_B of 1 modules"),
-        ({"vace_blocks.0.norm3.diff": torch.ones(48)}, "contains 1 keys that are not LoRA keys of Wan"),
-        ({}, "contains 0 keys"),
+        (
+            {"vace_blocks.0.norm3.diff": torch.ones(48)},
+            "is not a LoRA of Wan. Unknown keys: diffusion_model.vace_blocks",
+        ),
+        ({}, "Unknown keys: none, because the file is empty"),
     ],
 )
 def test_what_cannot_be_applied_is_refused(state: dict[str, Tensor], words: str, tmp_path: Path):

@@ -57,8 +57,8 @@ class TrainState:
         recipe: the recipe of the run, with all defaults filled in.
         base: `model.path` of the run. A folder is stored as an absolute path.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
-        files: maps the name of every other file in the checkpoint folder to its size in bytes. A checkpoint is complete
-            if every listed file has its listed size.
+        files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
+            checkpoint is complete if every listed file has its listed size.
         base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions. With None, `base` is a
             Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
             of `base`, so that wands does not search for the folder on the Hub.
@@ -68,9 +68,10 @@ class TrainState:
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
-        data_start: (epoch, step) at which the training data with this fingerprint takes effect. Later than (0, 0) if clips
-            were added or removed during the run.
-        bad_steps: skipped steps, and losses and gradient norms of the last updates. None in older checkpoints.
+        data_start: (epoch, step) from which the run uses the training data of `data_fingerprint`. It is later than (0, 0)
+            if clips were added or removed during the run.
+        bad_steps: steps whose update was skipped. Also the losses and gradient norms of the last updates, with which the
+            next updates are compared to find spikes. None in older checkpoints.
     """
 
     step: int
@@ -121,7 +122,7 @@ class Checkpoint(NamedTuple):
 
 
 def step_name(step: int) -> str:
-    """Return the name of the checkpoint folder of a step. Sorting these names as text sorts the folders by step."""
+    """Return the folder name of the checkpoint of a step, such as "step_00000100". Sorting the names sorts the steps."""
     return f"step_{step:08d}"
 
 
@@ -169,16 +170,19 @@ def _hash_of(values: Any) -> str:
 
 
 def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Compare the files of a checkpoint with the hashes in `wands_state.json`. Return an error message if a file differs.
+    """Compare the files of a checkpoint with the hashes in `wands_state.json`.
 
     Args:
         checkpoint: a checkpoint whose files all have the right size.
-        share: (rank, number of ranks). Each rank reads its share of the files.
+        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
+
+    Returns:
+        An error message for the first damaged file; None if no file is damaged.
     """
     folder, state = checkpoint
     rank, world_size = share
     for name in sorted(state.hashes)[rank::world_size]:
-        if problem := compare_hash(folder / name, state.hashes[name], f"not the hash in {STATE_FILE}"):
+        if problem := compare_hash(folder / name, state.hashes[name], f"its hash is not in {STATE_FILE}"):
             return f"checkpoint={folder}: {name} is damaged ({problem}); use an older step_* folder."
     return None
 
@@ -212,7 +216,7 @@ def find_checkpoint(
     if folder / name in steps:
         steps.sort(key=lambda step: step != folder / name)  # the named step first, then from new to old
     elif steps:
-        log.warning("%s does not name a checkpoint; using the newest complete checkpoint", latest)
+        log.warning("%s is missing or names no checkpoint; using the newest complete one", latest)
     for step in steps:
         try:
             return _open_step(step, verify, damaged)
@@ -269,7 +273,7 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
 
 
 def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
-    """Read the fp32 weights of the DiT `part` from a checkpoint, except the weights with a name in `excluded`."""
+    """Read the fp32 weights of the DiT `part` from a checkpoint, except weights whose names are in `excluded`."""
     parts = checkpoint.folder / part
     weights = join_fragments(parts, "state_rank_*", STATE_METADATA, "fragments", "/master", excluded)
     return weights | join_fragments(parts, "state_rank_*", STATE_METADATA, "frozen", "/frozen", excluded)
@@ -297,7 +301,7 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
             average.
     """
     lora = lora_of(find_checkpoint(where).state)
-    assert lora is not None, f"{where} is of a run without LoRA"
+    assert lora is not None, f"{where} belongs to a run without LoRA"
     return lora_pairs(load_exported_state(where, part, ema), lora)
 
 
@@ -384,7 +388,7 @@ def state_file(rank: int) -> str:
 
 
 def load_average(folder: Path) -> dict[str, Tensor]:
-    """Read the moving average of the weights, and join the fragments (slices) that the ranks wrote.
+    """Read the moving average of a DiT's weights, and join the fragments (slices) that the ranks wrote.
 
     Only one file is open at a time.
 

@@ -1,4 +1,4 @@
-"""Read ranges of parameters from the files in which the ranks of a run stored fragments of a DiT.
+"""Read a DiT's parameters from a checkpoint, in which each rank stored fragments (slices of the flattened parameters).
 
 One process can read what any number of ranks wrote, at any ZeRO stage.
 """
@@ -25,11 +25,11 @@ def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, 
     Args:
         metadata: metadata of the file.
         path: path of the file, for error messages.
-        key: `STATE_METADATA` or `AVERAGE_METADATA`.
+        key: key of the object in the metadata: `STATE_METADATA` for a training state, `AVERAGE_METADATA` for a moving average.
 
     Returns:
-        A dict. Its key "fragments" maps a parameter name to a list that starts with [start, shape]. start is the index of the
-        fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
+        A dict. Its entry "fragments" maps a parameter name to a list that starts with [start, shape]. start is the index of
+        the fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
 
     Raises:
         CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
@@ -38,22 +38,24 @@ def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, 
         return dict(json.loads(metadata[key]))
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{path} was not written by wands train (no {key} metadata); use an older step."
+            f"{path} was not written by wands train (no {key} metadata); use an older step_* folder."
         ) from None
 
 
 def join_fragments(
     folder: Path, pattern: str, metadata: str, section: str, suffix: str, excluded: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Join the fragments (slices of parameters) that the ranks wrote. Only one file is open at a time.
+    """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
+
+    Only one file is open at a time.
 
     Args:
         folder: DiT folder of a checkpoint.
-        pattern: names of the files, without suffix.
-        metadata: name of the metadata that contains the ranges of the fragments.
-        section: key of the ranges in the metadata.
-        suffix: end of the tensor names after the parameter's name.
-        excluded: parameters to leave out.
+        pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
+        metadata: key in the metadata of the files under which `read_header` finds the places of the fragments.
+        section: entry of `read_header`'s dict with the fragments to join: "fragments" (trained parameters) or "frozen".
+        suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
+        excluded: names of parameters to leave out.
 
     Returns:
         A dict that maps the name of each parameter to an fp32 CPU tensor.
@@ -73,18 +75,18 @@ def join_fragments(
 
 
 class FragmentFiles:
-    """Files in which the ranks of a run stored fragments (ranges of flattened parameters) of a DiT.
+    """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
 
-    Any range of a parameter can be read, whatever ranges the ranks stored.
+    Any slice of a flattened parameter can be read, even if it is spread over several fragments.
 
     Args:
         folder: DiT folder of a checkpoint.
-        pattern: names of the files, without suffix.
-        metadata: name of the metadata that contains the ranges of the fragments, see `read_header`.
+        pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
+        metadata: key in the metadata of the files under which `read_header` finds the places of the fragments.
 
     Attributes:
-        headers: the JSON object of each file, see `read_header`.
-        dtypes: dtype of each tensor, over all files.
+        headers: maps the path of each file to the result of `read_header`.
+        dtypes: maps the name of each stored tensor in any of the files to its dtype. Scalars are left out.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -103,13 +105,14 @@ class FragmentFiles:
 
     @torch.no_grad()
     def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
-        """Read ranges of stored tensors. Only one file is open at a time.
+        """Read slices of stored tensors into given tensors. Only one file is open at a time.
 
         Args:
-            wanted: maps the name of a stored tensor to (index of the first value to read, flat tensor for the values).
+            wanted: maps the name of a stored tensor to (start, flat tensor to fill). start is the index of the first value
+                to read. The number of values to read is the length of the flat tensor.
 
         Raises:
-            CheckpointError: if a file cannot be read, or the files do not have all values of a range.
+            CheckpointError: if a file cannot be read, or the files lack a requested value.
         """
         missing = {name: target.numel() for name, (_, target) in wanted.items()}
         for path, header in self.headers.items():
@@ -137,13 +140,14 @@ class FragmentFiles:
     def read_overlapping(
         self, ranges: Mapping[str, tuple[int, int]]
     ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
-        """Read the stored fragments that overlap with ranges of their parameters, with all tensors except the weights.
+        """Read the optimizer state of all stored fragments that overlap with given ranges of the flattened parameters.
 
         Args:
-            ranges: maps the name of a parameter to (first value, end) of the range.
+            ranges: maps the name of a parameter to (index of the first value, index after the last value) of a range.
 
         Returns:
-            A dict that maps the name of a parameter to (index of the first value, tensors by key) of each fragment.
+            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each fragment. start is the
+            index of the fragment's first value. tensors maps the name of an optimizer state to its tensor.
         """
         found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
         for path, header in self.headers.items():

@@ -1,5 +1,6 @@
-"""Hashes of the files of a model, which find files that changed after they were written or downloaded. They find damage,
-not forgery.
+"""Hashes of the files of a model, to find files that changed after they were written or downloaded.
+
+The hashes find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from wands.errors import CheckpointError, one_line
 from wands.model.files.tensor_files import hash_file
 
 HASH_FILE = ".wands_hashes.json"
-"""File with the hash of every file that `wands export` or `wands convert` wrote to the folder."""
+"""Name of the file with the hashes. `wands export` and `wands convert` write it into every model folder that they create."""
 _SHA256 = re.compile(r"^[0-9a-f]{64}$", re.MULTILINE)
 
 
 def write_hashes(folder: Path) -> None:
-    """Write the hashes of all files in a new model folder to `HASH_FILE`."""
+    """Compute the hashes of all files in a new model folder, and write the hashes to `HASH_FILE` in this folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
     (folder / HASH_FILE).write_text(json.dumps(hashes, indent=1), encoding="utf-8")
@@ -30,18 +31,18 @@ def find_changed_files(
 ) -> tuple[int, list[str]]:
     """Read the files of a model, and compare them with their stored hashes.
 
-    The hashes come from `HASH_FILE`. For files that were downloaded from the Hub, they are the SHA-256 that the Hub client
-    stored: as the name of the file in its cache, or in `.cache/huggingface` of a folder given with --local-dir. Other files
-    have no stored hash.
+    The stored hashes are in `HASH_FILE`. In a folder without `HASH_FILE`, a weight file that was downloaded from the Hub is
+    compared with the SHA-256 that the Hub client stored: in the Hub cache as the name of the file, or for `hf download
+    --local-dir DIR` in `DIR/.cache/huggingface`. Other files have no stored hash.
 
     Args:
         folder: folder of a pipeline or another model.
-        parts: subfolders to check; None checks the whole folder.
-        share: (rank, number of ranks). Each rank reads its share of the files.
-        hub: whether to also check the files that have only the SHA-256 of the Hub, which takes about 1 s for each GB.
+        parts: names of subfolders or files in `folder` to check; None checks the whole folder.
+        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
+        hub: whether to check files that have only the SHA-256 of the Hub. This check takes about 1 s for each GB.
 
     Returns:
-        (number of files with a stored hash, problems: one text for each changed or unreadable file).
+        (number of files with a stored hash, problems). problems contains one text for each changed or unreadable file.
     """
     try:
         stored = json.loads((folder / HASH_FILE).read_bytes()) if (folder / HASH_FILE).is_file() else {}
@@ -57,18 +58,20 @@ def find_changed_files(
     names = [name for name in sorted(expected) if parts is None or name.split("/")[0] in parts]
     problems = []
     for name in names[share[0] :: share[1]]:
-        if problem := compare_hash(folder / name, expected[name], "it is not the file that was written"):
+        if problem := compare_hash(folder / name, expected[name], "its hash is not the stored hash"):
             problems.append(f"{folder / name} is damaged ({problem})")
     return len(names), problems
 
 
 def compare_hash(path: Path, expected: str, difference: str) -> str:
-    """Read a file and compare its hash with the expected hash. Return "" if they are equal.
+    """Read a file and compare its hash with the expected hash. Return "" if the hashes are equal.
+
+    If the file cannot be read, return the reason.
 
     Args:
         path: the file.
-        expected: hash of `hash_file`, or SHA-256 (64 digits).
-        difference: text to return if the hashes differ. If the file cannot be read, the reason is returned.
+        expected: expected hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
+        difference: text to return if the hashes differ.
     """
     try:
         found = _sha256(path) if len(expected) == 64 else hash_file(path)
@@ -78,10 +81,12 @@ def compare_hash(path: Path, expected: str, difference: str) -> str:
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:
-    """Check the files of a model with `find_changed_files`.
+    """Check that the files of a model did not change after they were written or downloaded.
+
+    `find_changed_files` explains the arguments `folder`, `parts` and `hub`.
 
     Raises:
-        CheckpointError: if a file changed after it was written. The message starts with `label`.
+        CheckpointError: if a file changed or cannot be read. The messages start with `label`.
     """
     _, problems = find_changed_files(folder, parts=parts, hub=hub)
     if problems:

@@ -70,7 +70,10 @@ def load_config(
 
 
 def _published(path: str | Path) -> Variant | None:
-    """Return the variant whose name is `path`, if there is no such folder. Its config is known without files."""
+    """Return the published variant with the name `path`, whose config is known without files.
+
+    Return None if no variant has this name, or a file or folder `path` exists.
+    """
     return None if Path(path).exists() else VARIANTS.get(str(path))
 
 
@@ -192,7 +195,9 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
 
 
 def sample_weights(path: str | Path, subfolder: str) -> str:
-    """Return a digest of a part of a DiT's weights (see `sample_digest`), which identifies the weights wherever they are.
+    """Return a digest that identifies a DiT's weights, whatever the folder and the names of the files.
+
+    Only a small part of the weights is read, see `sample_digest`.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -228,7 +233,7 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
         with TensorFiles(find_weights(folder, DIT_STEM), where) as files:
             return dit_config(files.shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
-        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan pipeline.")
+        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan model.")
     return config
 
 
@@ -238,7 +243,7 @@ def _read_object(where: str, file: Path) -> dict[str, Any]:
 
 @contextmanager
 def _freed_is_returned() -> Iterator[None]:
-    """Make the C library return the memory of freed tensors to the operating system at once, inside a `with` block.
+    """Return a context manager that makes the C library give the memory of freed tensors back to the operating system at once.
 
     By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
     heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Without this function, four

@@ -3,7 +3,8 @@
 A key of a LoRA file consists of a prefix that depends on the training program, the name of a module, and a suffix such as
 ".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
 
-Some files, such as LoRAs for sampling in 4 steps, also contain full differences of norms, biases and modulation tables.
+Some files, such as LoRAs for sampling in 4 steps, also contain full differences: tensors that are added directly to norms,
+biases and modulation tables.
 
 Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyUI's `comfy/lora.py`, musubi-tuner, LightX2V's
 `lora_extractor.py`.
@@ -131,7 +132,7 @@ def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
     Returns:
-        Result of `parse_lora`.
+        The update of each DiT as a dict {"transformer": update}, see `parse_lora`.
 
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
@@ -157,8 +158,8 @@ def parse_lora(
     - no prefix: diffusers' or the official module name
     - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
-    A full difference has the suffix `.diff` (weight), `.diff_b` (bias) or `.diff_m` (modulation table). A LoRA of a
-    convolution and the bias of lora_B also become full differences.
+    A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
+    (bias) or `.diff_m` (modulation table). A LoRA of a convolution and the bias of lora_B also become full differences.
 
     Args:
         state: maps a key of the file to its tensor.
@@ -194,10 +195,17 @@ def parse_lora(
 
 
 def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Return the tensors of each module as a dict {(expert, module name): {a value of `_KINDS`: tensor}}.
+    """Group the tensors of a LoRA file by module.
+
+    Args:
+        state: maps a key of the file to its tensor.
+        where: name of the file for error messages.
+
+    Returns:
+        A dict {(expert, module name): {kind: tensor}}. `_KINDS` lists the kinds, such as "A" for lora_A.
 
     Raises:
-        CheckpointError: as `parse_lora`.
+        CheckpointError: if `parse_lora` cannot use a key, or a module lacks one of its two matrices.
     """
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
@@ -210,19 +218,19 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
             continue
         if kind in groups.setdefault(module, {}):
             raise CheckpointError(
-                f"{where} contains several LoRAs for the same modules (a second tensor is {key}). Use a file with one LoRA."
+                f"{where} contains several LoRAs for the same modules (such as {key}). Use a file with one LoRA."
             )
         groups[module][kind] = value
     methods = sorted({method for key in unknown if (method := _other_method(key))})
     if methods:
         raise CheckpointError(
             f"{where} uses {' and '.join(methods)} ({shorten(filter(_other_method, unknown), 1)}), which wands cannot apply. "
-            "Use a plain LoRA, or merge the file into the model with the program that trained it."
+            "Use a plain LoRA, or merge the file into the model with the program that made the file."
         )
     if unknown or not state:
         raise CheckpointError(
-            f"{where} contains {len(unknown)} keys that are not LoRA keys of Wan ({shorten(unknown) or 'no key at all'}). Use a "
-            "file with only lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m."
+            f"{where} is not a LoRA of Wan. Unknown keys: {shorten(unknown) or 'none, because the file is empty'}. Use a file "
+            "with only keys of lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m of Wan's modules."
         )
     broken = [
         ".".join(module)
@@ -237,7 +245,7 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
 
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
-    """Return the LoRA of one module. The kernels of a convolution become rows of lora_A."""
+    """Return the LoRA of one module as two matrices. For a convolution, all dimensions after the first are flattened."""
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
         raise CheckpointError(
@@ -283,7 +291,7 @@ def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
 
     Args:
         key: the key without its suffix.
-        is_table: whether the key had the suffix ".diff_m", which follows the name of the module with the modulation table.
+        is_table: whether the key had the suffix ".diff_m". Such a key names the modulation table of the module.
 
     Raises:
         KeyError: if the DiT has no such module.
@@ -301,7 +309,7 @@ def _find_module(name: str, separator: str = ".") -> str:
 
     Args:
         name: name of the module.
-        separator: text between the words of `name`.
+        separator: text between the words of `name`: "." or, in keys of musubi-tuner, "_".
 
     Raises:
         KeyError: if the DiT has no such module.
@@ -349,7 +357,7 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
     if any(values.get("use_dora") for values in experts.values()):
         raise CheckpointError(
             f"{path} uses DoRA (use_dora), which wands cannot apply. Use a plain LoRA, or merge the file into the model with the "
-            "program that trained it."
+            "program that made the file."
         )
     return experts
 

@@ -27,7 +27,8 @@ class LoraPair:
     def folded(self) -> LoraPair:
         """Return an equivalent pair with scale 1, whose lora_B is multiplied by the scale of this pair.
 
-        Every loader can read a pair with scale 1. The multiplication is exact if the scale is a power of two.
+        A LoRA file with scale 1 needs no alpha, so every loader can read it. The multiplication is exact if the scale is a
+        power of two.
         """
         if self.scale == 1.0:
             return self
@@ -57,7 +58,13 @@ class LoraUpdate:
         return [*matrices, *((name, tuple(value.shape)) for name, value in self.differences.items())]
 
     def merge(self, name: str, weight: Tensor, scale: float) -> Tensor:
-        """Return a parameter plus `scale` times its update, in float64. Return other parameters unchanged."""
+        """Return a parameter plus `scale` times its update, in float64. A parameter without an update is returned unchanged.
+
+        Args:
+            name: diffusers name of the parameter.
+            weight: value of the parameter.
+            scale: factor of the update.
+        """
         module, _, leaf = name.rpartition(".")
         if leaf == "weight" and module in self.pairs:
             weight = weight + scale * self.pairs[module].delta()
@@ -71,7 +78,7 @@ class LoraUpdate:
             where: option and value that name the LoRA, for error messages.
 
         Raises:
-            ConfigError: if a parameter of the model has a different shape.
+            ConfigError: if a parameter has different shapes in the LoRA and in the model.
         """
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         for name, shape in self.shapes:

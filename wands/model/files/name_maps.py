@@ -156,8 +156,8 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
         where: name of the files for error messages.
 
     Returns:
-        (num_res_blocks, nested). num_res_blocks is the number of residual blocks in each level of the encoder. nested
-        is True if each level has a separate list of layers, as in Wan 2.2.
+        (num_res_blocks, nested). num_res_blocks is the number of residual blocks in each level (resolution) of the encoder.
+        nested is True if each level has a separate list of layers, as in Wan 2.2.
 
     Raises:
         CheckpointError: if the VAE has no downsampling layer, so that it is not a Wan VAE.
@@ -183,8 +183,8 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
     decoder's layers into blocks.
 
     Args:
-        num_res_blocks: number of residual blocks in a level of the encoder. A level of the decoder has one block more
-            than a level of the encoder.
+        num_res_blocks: number of residual blocks in each level (resolution) of the encoder. Each level of the decoder has
+            one block more.
         nested: whether each level has a separate list of layers in the official file, as in Wan 2.2.
     """
     table = {"conv1": "quant_conv", "conv2": "post_quant_conv"}
@@ -273,7 +273,7 @@ def check_fit(
         found: maps a tensor name in the files to its shape.
         wanted: maps a parameter name of the model to its shape.
         where: name of the files for error messages.
-        ignored: words. A tensor with one of these words in its name is not checked.
+        ignored: texts. A tensor whose name contains one of these texts is not checked.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

@@ -106,7 +106,7 @@ def dit_config(
         out = shapes["head.head.weight"][0]
     except KeyError as error:
         raise CheckpointError(
-            f"{where} has no {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
+            f"{where} has no tensor {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
         ) from None
     num_heads = known.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:

@@ -137,12 +137,12 @@ class TensorFiles:
             ) from None
         if not isinstance(state, Mapping):
             raise CheckpointError(
-                f"{self.where}: {path} contains a {type(state).__name__}, not tensors by name. Use a file with one state dict."
+                f"{self.where}: {path} contains a {type(state).__name__}, not a state dict. Use a file with one state dict."
             )
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{self.where}: {path} contains {name}, which is not a tensor. Use a file with one state dict."
+                    f"{self.where}: {path} contains {name}, which is not a tensor. Use a file with only a state dict."
                 )
         return state
 
@@ -215,7 +215,7 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
             paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(
-                f"{index} is not an index of weights ({error!r}). Download the file again."
+                f"{index} is not an index of weights in JSON ({error!r}). Download the file again."
             ) from None
     else:
         paths = sorted(folder.glob(f"{stem}-*-of-*.safetensors"))
@@ -300,7 +300,7 @@ def _checked_bytes(tensor: LazyTensor) -> memoryview:
 
 
 def hash_file(path: Path) -> str:
-    """Return the XXH3 hash (128 bits, hexadecimal) of a file. It finds damage, not forgery."""
+    """Return the XXH3 hash (128 bits, 32 hexadecimal digits) of a file. The hash finds damage, not forgery."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 

@@ -277,7 +277,7 @@ def test_another_method_is_refused_by_name(suffix: str, method: str):
         parse_lora(keys, where="--lora=a.safetensors")
     assert str(caught.value) == (
         f"--lora=a.safetensors uses {method} ({key}), which wands cannot apply. Use a plain LoRA, or merge the file into the "
-        "model with the program that trained it."
+        "model with the program that made the file."
     )
 
 
@@ -292,7 +292,7 @@ def broken(change) -> dict[str, Tensor]:
     [
         (
             lambda keys: keys.update({"diffusion_model.blocks.0.norm9.diff": torch.zeros(3)}),
-            r"contains 1 keys .*norm9\.diff",
+            r"Unknown keys: .*norm9\.diff",
         ),
         (
             lambda keys: keys.update({"diffusion_model.blocks.0.norm3.alpha": torch.tensor(3.0)}),
@@ -300,11 +300,11 @@ def broken(change) -> dict[str, Tensor]:
         ),
         (
             lambda keys: keys.clear(),
-            r"contains 0 keys .*no key at all",
+            r"Unknown keys: none, because the file is empty",
         ),
         (
             lambda keys: keys.update({"text.layers.0.q.lora_A.weight": torch.zeros(3, 3)}),
-            r"contains 1 keys .*text\.layers",
+            r"Unknown keys: .*text\.layers",
         ),
         (
             lambda keys: keys.pop("diffusion_model.blocks.0.self_attn.q.lora_A.weight"),

@@ -132,5 +132,5 @@ def test_weights_of_something_else(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has 1 tensor names that no Wan model has \(vace\.q\)"):
         load_transformer(tmp_path)
     save_file({"a": torch.zeros(1)}, tmp_path / f"{STEM}.safetensors")
-    with pytest.raises(CheckpointError, match=r"has no patch_embedding\.weight"):
+    with pytest.raises(CheckpointError, match=r"has no tensor patch_embedding\.weight"):
         load_config(tmp_path)
