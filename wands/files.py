@@ -56,12 +56,12 @@ def read_json_object(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows (one JSON value per line) of a `.jsonl` file up to the first damaged line; [] if there is no file."""
+    """Return the rows (one JSON object per line) of a `.jsonl` file up to the first damaged line; [] if there is no file."""
     return list(iter_rows(path))
 
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows (one JSON value per line) of a `.jsonl` file up to the first damaged line; nothing if there is no file."""
+    """Yield the rows (one JSON object per line) of a `.jsonl` file up to the first damaged line; nothing if there is no file."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)
@@ -208,7 +208,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Sync a finished file or folder to the disk, and rename it to `path`. After a power failure, `path` is complete."""
+    """Sync a finished file or folder to the disk, and rename it to `path`. A power failure cannot leave an incomplete `path`."""
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)

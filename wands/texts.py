@@ -92,7 +92,7 @@ class _SafeFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int = logging.WARNING, layout: str = "%(message)s") -> None:
-    """Send the log records of this process to stderr as safe texts.
+    """Send the log records of this process to stderr, without secrets, user names and control characters.
 
     Args:
         level: lowest level of the records.

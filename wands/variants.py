@@ -225,7 +225,7 @@ class Variant:
         dit: shape of the DiT. In a model with two experts, shape of each expert.
         vae_stride: factors by which the VAE divides the numbers of (frames, rows, columns) of a video.
         fps: frame rate of the training videos.
-        sampling: official options of sampling.
+        sampling: official sampling options.
         boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
             DiT.
         conditions: names of the conditions from the list above.
@@ -337,8 +337,8 @@ def sampling_table() -> str:
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognised from its configs.
 
-    A model with an unpublished shape, such as the demo model, belongs to the family of variants with the same inputs. The
-    name of its variant ends in "-tiny", and it has no official options of sampling.
+    For a model with an unpublished shape, such as the demo model, return a variant of the family with the same inputs. The name
+    of the returned variant ends in "-tiny", and the returned variant has no official sampling options.
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either

@@ -115,7 +115,7 @@ class WindowEncoder:
         """Encode the pixels of a window (a range of frames of a clip), and the conditioning frames of the window.
 
         Args:
-            pixels: float32 [3, F, H, W] in [-1, 1], see `WanVideoEncoder.encode`.
+            pixels: float32 [3, frames, rows, columns] in [-1, 1]. `WanVideoEncoder.encode` explains the valid sizes.
 
         Returns:
             bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the

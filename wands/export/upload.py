@@ -167,7 +167,7 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if "/" not in hub.repo_id:
-        owner = hub.call("asking for the account", hub.api.whoami, FIRST_CONTACT_WAITS)["name"]
+        owner = hub.call("looking up your account", hub.api.whoami, FIRST_CONTACT_WAITS)["name"]
         hub = replace(hub, repo_id=f"{owner}/{hub.repo_id}")
     api, repo_id = hub.api, hub.repo_id
 
@@ -177,7 +177,7 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         except RepositoryNotFoundError:
             return None
 
-    info = hub.call("asking for the repository", existing, FIRST_CONTACT_WAITS)
+    info = hub.call("looking up the repository", existing, FIRST_CONTACT_WAITS)
     visibility = "public" if public else "private"
     if info is None:
         create = partial(api.create_repo, repo_id, private=not public, exist_ok=True)

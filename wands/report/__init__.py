@@ -1,1 +1,1 @@
-"""Page of a training run: what the run folder contains, as one dict and as one HTML file."""
+"""Report of a training run: read the run folder into one dict, and write one HTML page."""

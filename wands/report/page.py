@@ -72,7 +72,7 @@ def write_report(run_folder: Path) -> None:
 
 
 def render(folder: Path, template: str, **values: Any) -> str:
-    """Return a page made from a template. Texts are escaped, and contain no secrets and no user names.
+    """Render a template to an HTML page, and return its text. All values are escaped, without secrets and user names.
 
     Args:
         folder: folder of the template. The template may include files of the folder of this module.

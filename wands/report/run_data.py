@@ -178,10 +178,10 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
 
 
 def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return sentences that say whether a run learns, according to the evaluations of one kind of weights.
+    """Return sentences that say whether a run learns: how its loss on held-out clips has changed since step 0.
 
     Args:
-        evaluations: rows of evaluations.jsonl, in order.
+        evaluations: rows of evaluations.jsonl for one kind of weights, raw or EMA, in the order of the steps.
     """
     means = column([row.get("change") or {} for row in evaluations], "mean")
     if np.all(np.isnan(means)):

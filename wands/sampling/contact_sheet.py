@@ -1,5 +1,6 @@
-"""Draw contact sheets. A contact sheet is a PNG with a few frames of each sampled video, and optionally other videos, such as
-the training clip, next to its sample.
+"""Draw contact sheets: PNG files with a few frames of each sampled video.
+
+A sheet can also show other videos, such as the training clip, next to the sampled videos.
 """
 
 from __future__ import annotations

@@ -165,9 +165,9 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    """Cast a pair to the wider of its dtype and `dtype`, in which alpha / rank is later multiplied into lora_B.
+    """Cast a pair to the wider of two dtypes: the dtype of the pair, and `dtype`, the dtype of the DiT.
 
-    In a narrower dtype, this product would be rounded more than the DiT's weights, whose dtype is `dtype`.
+    Later, alpha / rank is multiplied into lora_B. In a narrower dtype than the DiT's, this product would be rounded too much.
     """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)

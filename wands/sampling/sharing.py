@@ -49,8 +49,9 @@ def plan_ranks(
 
     Args:
         variant: variant of the model. The Ulysses degree must divide its number of attention heads.
-        ulysses_degree: number of ranks that divide the attention heads; None chooses the largest valid degree.
-        ring_degree: number of ranks that divide the tokens; None uses the number of ranks divided by the Ulysses degree.
+        ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
+        ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
+            degree.
 
     Returns:
         (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
@@ -165,8 +166,8 @@ def shard_transformer(
 ) -> None:
     """Change a diffusers transformer in place, so that the ranks of a group divide the tokens of each call.
 
-    The model is called as before the change. All ranks of the group must call the model with the same whole latents,
-    timesteps and text. Every rank gets the same velocity of all tokens, bit for bit.
+    The model is called as before the change. All ranks of the group must call the model with the same undivided latents,
+    timesteps and text. Every rank gets the same predicted velocity of all tokens, bit for bit.
 
     Args:
         transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between

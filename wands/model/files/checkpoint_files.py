@@ -190,11 +190,12 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
 def find_checkpoint(
     where: Path, *, verify: bool = False, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Checkpoint:
-    """Return a complete checkpoint of a step folder, a checkpoints folder or a run folder.
+    """Find a complete checkpoint, and read its state.
 
-    For a step folder, return its checkpoint. For the file `best` or `latest`, return the checkpoint that the file names.
-    For a checkpoints folder or run folder, return the checkpoint that the file `latest` names. If `latest` is missing, is
-    empty or names a damaged checkpoint, log a warning and return the newest checkpoint that is not damaged.
+    For a step folder, return its checkpoint. For the file `best` or `latest`, return the checkpoint that the file names. For
+    a checkpoints folder (the parent of the step folders) or a run folder, return the checkpoint that the file `latest` names.
+    If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest checkpoint that is not
+    damaged.
 
     Args:
         where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.

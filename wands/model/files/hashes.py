@@ -96,7 +96,7 @@ def check_files(folder: Path, label: str, *, parts: Collection[str] | None = Non
 
 
 def _hub_sha256(folder: Path, path: Path) -> str | None:
-    """Return the SHA-256 that the Hub client stored for a large file, or None."""
+    """Return the SHA-256 that the Hub client stored for a large file, or None if the client stored no SHA-256."""
     if (blob := path.resolve()).parent.name == "blobs":
         texts = [blob.name]
     else:

@@ -302,12 +302,12 @@ def _fill(
     zero_init_context: Any,
     make: Callable[[str, tuple[int, ...]], Tensor],
 ) -> None:
-    """Give each parameter its values, in its storage dtype. Under ZeRO-3, partition each parameter as soon as it has values.
+    """Give each parameter of a DiT its values. Under ZeRO-3, partition each parameter as soon as it has values.
 
     Args:
         model: DiT on the meta device.
         merge: function that gets a parameter's name and value, and returns the value to store.
-        storage: policy that chooses the dtype of each parameter.
+        storage: policy that chooses the dtype in which each parameter is stored.
         zero_init_context: `deepspeed.zero.Init(...)`. With None, no parameter is partitioned.
         make: function that gets a parameter's name and shape, and returns the value that is passed to `merge`.
     """

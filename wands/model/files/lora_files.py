@@ -132,7 +132,7 @@ def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
     Returns:
-        The update of each DiT as a dict {"transformer": update}, see `parse_lora`.
+        A dict that maps "transformer" or "transformer_2" to the update of this DiT, see `parse_lora`.
 
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
@@ -168,7 +168,8 @@ def parse_lora(
         where: name of the file for error messages.
 
     Returns:
-        A dict {"transformer": update}. Keys with the prefix `transformer_2.` are under "transformer_2" instead.
+        A dict that maps "transformer" or "transformer_2" to the update of this DiT. Keys with the prefix `transformer_2.`
+        belong to "transformer_2", and all other keys to "transformer".
 
     Raises:
         CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. Also if a module lacks one of
@@ -276,7 +277,10 @@ def update_of(loras: Mapping[str, LoraUpdate], expert: str) -> LoraUpdate | None
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Return (text before the suffix, suffix without the name of an adapter). An example of a suffix is "lora_A.weight"."""
+    """Split a LoRA key into (text before the suffix, suffix), and remove the name of a PEFT adapter from the suffix.
+
+    The key "blocks.0.ffn.0.lora_A.default.weight" becomes ("blocks.0.ffn.0", "lora_A.weight").
+    """
     match = _SUFFIX.search(key)
     return (key[: match.start()], "".join(filter(None, match.groups()))) if match else (key, "")
 
@@ -322,7 +326,7 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return PEFT's settings of each expert, which contain alpha if the file does not contain alpha as a tensor.
+    """Return the settings that PEFT stores with a LoRA for each expert, such as the alpha of a LoRA without alpha tensors.
 
     diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
     `adapter_model.safetensors`.
@@ -371,7 +375,7 @@ def lora_tensors(
     """Return the contents of a LoRA file as a dict of tensors by key.
 
     In all layouts except "musubi", the scale alpha / rank is multiplied into lora_B and the dict has no alpha keys, because
-    diffusers rejects an alpha key outside the blocks. Loaders expect the same keys for both experts. A model with two
+    diffusers rejects an alpha key outside the transformer blocks. Loaders expect the same keys for both experts. A model with two
     experts therefore needs one file for each expert.
 
     Args:
