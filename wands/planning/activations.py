@@ -14,10 +14,10 @@ FP32, BF16 = 4, 2
 
 
 class Activations:
-    """Sizes in bytes of one rank's activations during the backward pass.
+    """Sizes in bytes of one rank's activations.
 
     Args:
-        workload: model, recipe, parallel degrees and bin size of the run.
+        workload: model, recipe and parallel degrees of the run, and the number of tokens in its largest forward pass.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -49,7 +49,10 @@ class Activations:
                 yield left, held + max(block + working, head if last else 0.0) + ends
 
     def without_gradients(self) -> float:
-        """Return the peak bytes on the device during the forward pass of the longest video that the run samples."""
+        """Return the peak bytes of activations on the device while a DiT generates the run's longest sample video.
+
+        Sampling needs no gradients, so only the activations of one layer exist at a time.
+        """
         shape, narrow = self.shape, self.narrow
         # Query and key are in fp32 while they are normalised and rotated.
         attention = (14 + 6 * narrow) * shape.dim
@@ -57,7 +60,10 @@ class Activations:
         return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of activations in host memory, as {"activations": bytes}. Return {} without offloading."""
+        """Return the bytes of activations in host memory, as {"activations": bytes}.
+
+        Return {} if the recipe offloads no activations.
+        """
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
@@ -89,12 +95,12 @@ class Activations:
         return self.tokens * rows.get(name, self.narrow * shape.dim)
 
     def _block(self) -> float:
-        """Return the bytes that the forward pass of one block keeps, including autocast's copies of the weights.
+        """Return the bytes that the forward pass of one block keeps for the backward pass.
 
-        In fp32, a block always keeps the inputs of its three norms and of the norms of queries and keys. In the compute
-        dtype, a block always keeps the inputs of the projections and the tensors that self-attention and cross-attention
-        save. Trained layers also keep their inputs. Under ZeRO-3, every linear layer keeps its input. See
-        `PackedWanBlock.forward`.
+        The bytes include autocast's copies of the weights. In fp32, a block always keeps the inputs of its three
+        norms and of the norms of queries and keys. In the compute dtype, a block always keeps the inputs of the
+        projections and the tensors that self-attention and cross-attention save. Trained layers also keep their
+        inputs. Under ZeRO-3, every linear layer keeps its input. See `PackedWanBlock.forward`.
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"
@@ -130,8 +136,7 @@ class Activations:
         return float(BF16 * linear_params)
 
     def _decoded(self) -> float:
-        """Return the bytes of the largest decoded weight of a quantised base model, together with the buffer that
-        decoding needs.
+        """Return the bytes of a quantised base model's largest weight after decoding, plus the buffer for decoding.
 
         Return 0 if the base model is not quantised.
         """

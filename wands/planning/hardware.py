@@ -69,9 +69,9 @@ class Machine:
         return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
 
     def world_bandwidth(self, gpus: int) -> float:
-        """Return the bandwidth of each rank in a gather over all `gpus` ranks, in bytes/s.
+        """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
-        Between nodes, the gather uses all network cards of a node at once.
+        Between nodes, the all-gather uses all network cards of a node at once.
         """
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)

@@ -72,7 +72,7 @@ class _States:
     """Memory of weights, gradients and optimizer states on one rank. All sizes are in bytes.
 
     Args:
-        workload: model, recipe, parallel degrees and bin size of the run.
+        workload: model, recipe, DeepSpeed config and number of ranks of the run.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -137,10 +137,12 @@ class _States:
         return held
 
     def during_samples(self, forward: float) -> list[dict[str, float]]:
-        """Return the bytes of each component on the device while a DiT samples a video, and while the VAE decodes it.
+        """Return the bytes of each component on the device at the two moments of sampling a video.
+
+        The first moment is a forward pass of the DiT. The second moment is the decoding of the latents by the VAE.
 
         Args:
-            forward: bytes of the activations of the DiT.
+            forward: peak bytes of the DiT's activations in the forward pass.
         """
         held = self._during_step() | {"gathered weights": self.persistent if self.stage == 3 else 0.0}
         gathered = {"gathered weights": self.gathered} if self.stage == 3 else {}

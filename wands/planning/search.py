@@ -29,7 +29,7 @@ from wands.planning.workload import Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
-"""Names of the files in ds_configs/ that the search tries. Configs that divide less memory among the ranks come first."""
+"""Names of the files in ds_configs/ that the search tries, from the fastest config to the config with the least GPU memory."""
 HOST_SHARE = 0.9
 """Fraction of a node's host memory that the ranks of the node may use for offloaded tensors."""
 
@@ -39,8 +39,8 @@ class Task:
     """Training run for which the search looks for settings, and the machine that the run must fit.
 
     Attributes:
-        workload: model, recipe, DeepSpeed config, parallel degrees and bin size of the run. The search replaces all of
-            these except the model.
+        workload: model and current settings of the run. The search tries other values for the DeepSpeed config, the
+            parallel degrees, the activation checkpointing and the bin size.
         seq_lens: number of tokens of each clip in the data, int64 [N] for N clips.
         machine: GPUs and links.
         ds_configs: maps the name of each DeepSpeed JSON that the search tries to the contents of this JSON.
@@ -58,7 +58,7 @@ class Task:
 
     @property
     def usable(self) -> float:
-        """Bytes of one device's memory that tensors can use: the whole memory without the part that CUDA uses."""
+        """Bytes of one device's memory that tensors can use: the whole memory minus the part that CUDA uses."""
         return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
@@ -243,8 +243,8 @@ def build_candidates(
     Args:
         task: the run and the machine.
         names: names of DeepSpeed JSONs in `task.ds_configs`.
-        max_tokens: values of `packing.max_tokens`.
-        cp_sizes: numbers of ranks that share a bin.
+        max_tokens: values of `packing.max_tokens`, the largest number of tokens in a forward pass.
+        cp_sizes: values of `parallel.cp_size`, the number of ranks in a context-parallel group.
         modes: values of `model.checkpointing`.
     """
     for name, tokens, cp, mode in product(names, max_tokens, cp_sizes, modes):
@@ -290,14 +290,15 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the combination of settings with the largest bin that fits the machine, up to the recipe's bin size.
+    """Return the given settings with the largest bin size that fits the machine, at most the recipe's bin size.
 
-    A bin holds the clips of one forward pass. Return None if not even a bin with only the longest clip fits.
+    A bin holds the clips of one forward pass. Return None if the run does not fit even with bins that
+    hold only the longest clip.
 
     Args:
         task: the run and the machine.
         name: name of the DeepSpeed JSON in `task.ds_configs`.
-        cp: number of ranks that share a bin.
+        cp: value of `parallel.cp_size`, the number of ranks in a context-parallel group.
         checkpointing: value of `model.checkpointing`.
     """
     low, high = task.longest, max(task.workload.recipe.packing.max_tokens, task.longest)
@@ -315,10 +316,10 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 
 
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
-    """Return the numbers of ranks per bin (cp_size) that the search tries.
+    """Return the values of `parallel.cp_size` (number of ranks in a context-parallel group) that the search tries.
 
-    If the recipe sets this number, return only the recipe's number. Otherwise return the powers of two that divide the
-    number of GPUs.
+    If the recipe sets the size or the degrees of these groups, return only the recipe's size. Otherwise return the
+    powers of two that divide the number of GPUs.
     """
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         return [parallel.group_size]
@@ -326,7 +327,9 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """Find the smallest change of settings that makes a run fit its machine. Return a text for an error message.
+    """Find the smallest change of settings that makes a run fit its machine.
+
+    Return the change as the last part of an error message, such as "set model.checkpointing=full".
 
     Args:
         task: the run and the machine. `task.ds_configs` contains the run's DeepSpeed JSON and other JSONs to try.

@@ -2,20 +2,20 @@
 
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
 the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
-The packer's constant `LEVEL` gives the wait for the slowest rank.
+`LEVEL`, a limit of the packer, gives how long the other ranks wait for the slowest rank.
 
 - Compute: kernels reach fixed fractions of the machine's peak. The backward pass of a linear layer costs 2 forward passes,
   or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
   pass, but does not repeat attention if the output of attention is kept.
 - Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
   are not kept.
-- Ring: the transfer in a ring step overlaps with the kernel of the same step. The last transfer returns gradients and
-  does not overlap with a kernel.
+- Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
+  gradients and does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
   gradients in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per
   step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
-- Offload: weights, gradients and block inputs use the link to the host. The update on the host reads and writes 28
-  bytes per parameter at the speed of this link.
+- Offload: weights, gradients and block inputs use the link between GPU and host. The optimizer's update on the host
+  reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
 - Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading, padding, and the overhead
   of small kernels.
 """
@@ -61,12 +61,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time of an optimizer step that trains one DiT. A micro step trains on one bin.
+    """Predicted time of an optimizer step that trains one DiT.
+
+    A micro step is one forward and backward pass. It trains on one bin: the clips that are packed into one sequence.
 
     Attributes:
         workload: sizes of the run.
         machine: GPUs and links.
-        plan: division of a bin's tokens among the ranks that share the bin.
+        plan: division of a bin's tokens among the ranks of a context-parallel group.
         flops: FLOPs of a micro step on one rank, without recomputation.
         compute: seconds of compute in a micro step on one rank.
         all_to_all: transfers of Ulysses in a micro step.
@@ -87,7 +89,7 @@ class Prediction:
 
     @property
     def cp(self) -> int:
-        """Number of ranks that share a bin."""
+        """Number of ranks in a context-parallel group. The ranks of a group share each bin."""
         return self.plan.ulysses_degree * self.plan.ring_degree
 
     @property
@@ -114,7 +116,7 @@ class Prediction:
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict the time of an optimizer step in which every bin has clips of the lengths `lens`.
+    """Predict the time of an optimizer step in which all bins (packed forward passes) have clips of the same lengths.
 
     Args:
         workload: sizes of the run.
@@ -198,7 +200,7 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     `wands/attention/ring.py` makes these transfers.
 
     Args:
-        plan: division of a bin's tokens among the ranks that share the bin.
+        plan: division of the tokens of one forward pass among the ranks of a context-parallel group.
         dim: width of the residual stream.
         attention: seconds of one layer's attention on one rank, in the forward pass.
         bandwidth: bandwidth of the slowest link in bytes/s.

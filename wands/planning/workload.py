@@ -48,15 +48,15 @@ class Workload:
         device_type: "cuda" or "cpu".
         text_len: number of text tokens of the longest caption.
         ds_config: result of `build_ds_config`.
-        ulysses_degree: number of ranks that share attention heads.
-        ring_degree: number of ranks that share the tokens of each sample.
+        ulysses_degree: number of ranks among which Ulysses attention divides the heads.
+        ring_degree: number of ranks that exchange keys and values in a ring.
         micro_steps: number of forward passes on each rank in one optimizer step.
         max_tokens: number of tokens in the fullest bin. A bin is the list of samples that are packed into one sequence.
         max_samples: largest number of clips in a bin.
-        video_tokens: number of tokens of the longest video that the run samples; 0 without samples.
-        video_flops: FLOPs to sample all videos once, over all ranks.
-        vae_bytes: bytes of the weights of the VAE that decodes the videos.
-        decoding_bytes: bytes on the device while the VAE decodes the largest video, including its weights.
+        video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
+        video_flops: FLOPs, summed over all ranks, to generate all sample videos once.
+        vae_bytes: bytes of the weights of the VAE that decodes the sample videos.
+        decoding_bytes: bytes on the device while the VAE decodes the largest sample video, including the VAE's weights.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def cp_size(self) -> int:
-        """Number of ranks that share a bin."""
+        """Number of ranks in a context-parallel group. The ranks of a group share each forward pass."""
         return self.ulysses_degree * self.ring_degree
 
     @property

@@ -1,9 +1,11 @@
 """8-bit AdamW of bitsandbytes with the same states at every ZeRO stage.
 
-DeepSpeed flattens many parameters into one tensor. If bitsandbytes updated this flat tensor, values of several parameters
-would share a block and its scale, and parameters with small gradients would lose their moments. Therefore the optimizer of
-this module updates each fragment of a parameter separately. Blocks start where bitsandbytes starts them in the whole
-parameter, and small parameters have fp32 moments. Only blocks that are cut by the boundary between two ranks are different.
+bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 256 values. DeepSpeed flattens many parameters
+into one flat tensor. If bitsandbytes updated this flat tensor, a block could contain values of several parameters, and
+parameters with small gradients would lose their moments. Therefore the optimizer of this module updates each fragment (the
+part of one parameter in a flat tensor) separately. The blocks start where bitsandbytes starts them in the whole parameter.
+Small parameters have fp32 moments, as in bitsandbytes. Only a block that is divided between two ranks differs: it has a scale
+on each rank.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
 from wands.train.engine_state import Fragment, cut_flat
 
 States = Mapping[str, Tensor]
-"""Moments of a range of a flattened parameter, [N], as "state1" and "state2".
+"""Adam's two moments of N consecutive values of a flattened parameter: the keys "state1" and "state2", each [N].
 
-The moments are either fp32 values, or uint8 codes with the fp32 scales "absmax1" and "absmax2", [number of blocks]. Blocks
-start at multiples of 256 in the flattened parameter. The range may begin and end inside a block.
+The moments are fp32 values, or uint8 codes. Codes have one fp32 scale for each block of 256 values, under the keys "absmax1"
+and "absmax2". Blocks start at multiples of 256 in the flattened parameter, so the first and the last block of the range may
+be incomplete.
 """
 
 _STATES = ("state1", "state2", "absmax1", "absmax2")
@@ -34,7 +37,8 @@ _STATES = ("state1", "state2", "absmax1", "absmax2")
 class FragmentAdamW8bit(AdamW8bit):
     """8-bit AdamW that updates each fragment of its flat tensors separately.
 
-    The state of a flat tensor is the step count "step" and, by the name of the parameter, the `States` of each fragment.
+    A flat tensor contains many flattened parameters. A fragment is the part of one parameter in a flat tensor. The state
+    of a flat tensor contains the step count as "step", and the `States` of each fragment under the name of its parameter.
 
     Attributes:
         fragments: maps each flat tensor to its fragments.
@@ -73,12 +77,14 @@ class FragmentAdamW8bit(AdamW8bit):
                 state["step"] = state.get("step", 0) + 1
 
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
-        """Return the states of a fragment.
+        """Return the states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
+
+        If a stored range equals the fragment, its states are returned unchanged. Otherwise the result has fp32 moments.
 
         Args:
             fragment: a fragment of this rank.
-            stored: (index of the first value, states) of ranges that together contain the fragment, in ascending order.
-                If one of them is the fragment, its states are returned. Otherwise, the result has fp32 moments.
+            stored: (index of the first value in the flattened parameter, states) of each stored range that overlaps with
+                the fragment, in ascending order.
         """
         first, last = fragment.start, fragment.start + fragment.read().numel()
         moments = []
@@ -91,10 +97,11 @@ class FragmentAdamW8bit(AdamW8bit):
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state dict, and change it to the format of this class.
+        """Load a state dict, and convert each fragment's moments to the format in which this optimizer updates them.
 
-        Earlier versions of wands had blocks of whole flat tensors. Moments that are stored as fp32 values are quantized, and
-        moments of small parameters are decoded.
+        Moments of large parameters are quantized if they are stored as fp32 values. Moments of small parameters are decoded
+        to fp32. In checkpoints of earlier versions of wands, blocks of 256 values start at the beginning of a
+        flat tensor instead of a parameter. These moments are decoded and quantized again.
         """
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():
@@ -116,7 +123,7 @@ class FragmentAdamW8bit(AdamW8bit):
 
 
 def cut_states(states: States, start: int, first: int, last: int) -> dict[str, Tensor]:
-    """Return the states of a part of a range, as views.
+    """Return the states of a part of a range of a flattened parameter, as views.
 
     Args:
         states: states of the range.
@@ -130,10 +137,10 @@ def cut_states(states: States, start: int, first: int, last: int) -> dict[str, T
 
 
 def dequantize(states: States, start: int) -> States:
-    """Return the moments of a range as fp32 values.
+    """Return the moments of a range of a flattened parameter as fp32 values.
 
     Args:
-        states: states of the range. If they are fp32 values, they are returned unchanged.
+        states: states of the range. If the moments are already fp32 values, the states are returned unchanged.
         start: index of the first value of the range in the flattened parameter.
     """
     if "absmax1" not in states:
@@ -149,7 +156,7 @@ def dequantize(states: States, start: int) -> States:
 
 
 def quantize(moments: States, shape: Sequence[int], start: int) -> States:
-    """Return the states that `FragmentAdamW8bit` has for a range: codes and scales, or fp32 values for a small parameter.
+    """Return the moments of a range as `FragmentAdamW8bit` stores them: codes and scales, or fp32 for a small parameter.
 
     Args:
         moments: moments of the range as fp32 values.
@@ -186,5 +193,10 @@ def _new_states(values: Tensor, fragment: Fragment) -> States:
 
 @cache
 def _table(moment: str, device: torch.device) -> Tensor:
-    """Return the value of each code, [256], in ascending order. The second moment has no negative values."""
+    """Return the value of each of the 256 codes of a moment, in ascending order.
+
+    Args:
+        moment: "1" for the first moment, "2" for the second moment, which has no negative values.
+        device: device of the result.
+    """
     return create_dynamic_map(signed=moment == "1").to(device)

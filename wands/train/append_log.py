@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _FAILURE = "%s cannot be written (%s); free disk space. The training continues; the next step tries again."
 MAX_WAITING = 10_000
-"""Largest number of records that a log keeps in memory while its file cannot be written."""
+"""Largest number of records that a log keeps in memory while its file cannot be written. Older records are lost."""
 
 
 class AppendLog:
@@ -80,8 +80,10 @@ def to_line(row: Mapping[str, Any]) -> bytes:
 
 
 def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
-    """Open a `.jsonl` file to append rows. First remove the rows of steps after `start_step`, because a resumed run
-    writes these rows again. Events other than bad updates and spikes stay, because they have happened.
+    """Open a `.jsonl` file to append rows, after removing the rows that a resumed run writes again.
+
+    The resumed run repeats the steps after `start_step`. The rows of these steps are removed, except rows of events that
+    the repeated steps do not write again, such as a restart.
 
     Returns:
         (remaining rows, log to which rows can be appended).

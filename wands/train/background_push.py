@@ -15,16 +15,17 @@ from threading import Lock, Thread
 from wands.train.trainer import Trainer
 
 PUSH_MARK = "push_is_pending"
-"""Name of the file in a step folder that must be pushed."""
+"""Name of the empty file that marks a step folder whose checkpoint must be pushed."""
 # The command is not a rank of the run, and must not slow down the run.
 _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 
 
 class BackgroundPush:
-    """Pushes the checkpoints that `hub` in the recipe asks for, one at a time. Only rank 0 pushes.
+    """Pushes the checkpoints that the recipe's section `hub` selects, one at a time. Only rank 0 pushes.
 
-    A failed push is a warning and an event, and never ends the run. A newer checkpoint replaces a waiting checkpoint. The
-    constructor also pushes the marked checkpoint of an earlier process of the run.
+    A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
+    and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
+    push was not finished when an earlier process of the run ended.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -33,7 +34,11 @@ class BackgroundPush:
             self.add(mark.parent)
 
     def add(self, step: Path | None) -> None:
-        """Push the complete checkpoint in the folder `step`, if `hub.every` asks for it or it is the last of the run."""
+        """Start to push a checkpoint, if its step is a multiple of `hub.every` or the last step of the run.
+
+        Args:
+            step: folder of the complete checkpoint; None does nothing.
+        """
         hub, last = self._trainer.run.recipe.hub, self._trainer.run.sampler.total_steps
         if step is None or self._trainer.rank:
             return
@@ -59,7 +64,7 @@ class BackgroundPush:
             mark.unlink(missing_ok=True)
 
     def close(self, wait: float) -> None:
-        """Wait at most `wait` seconds for the pushes that were started. A resumed run repeats a push that has not ended."""
+        """Wait at most `wait` seconds for the pushes that were started. A resumed run repeats an unfinished push."""
         if wait and self._thread.is_alive():
             self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

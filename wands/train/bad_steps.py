@@ -1,6 +1,8 @@
 """Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped.
 
-With `train.on_bad_step=stop`, a spike changes nothing: it is an event with the clips of the step.
+An update is bad if its loss or gradient norm is not finite. With `train.on_bad_step=skip`, a spike (a loss or gradient norm
+that is unusually high) is bad too. With `train.on_bad_step=stop`, a spike is only written to `events.jsonl`, with the clips
+of the step.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ MIN_UPDATES = 20
 
 
 class BadSteps:
-    """Losses and gradient norms of the last updates of each DiT, and the decision whether an update is bad.
+    """Losses and gradient norms of the last updates of each DiT, with which new updates are compared.
 
     Args:
-        run: the checked training run. If it resumes, the decisions continue as if the run had not stopped.
-        events: log of the run, for bad updates.
+        run: the checked training run. If it resumes, the past updates are read from its checkpoint.
+        events: log to which bad updates are written.
 
     Attributes:
-        state: steps with a skipped update, and [loss, gradient norm] of the last updates of each DiT, for
-            `wands_state.json`.
+        state: values that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
+            The subfolder of each DiT maps to the [loss, gradient norm] pairs of its last updates.
     """
 
     def __init__(self, run: TrainingRun, events: EventLog) -> None:
@@ -51,9 +53,10 @@ class BadSteps:
         self.state |= (saved and saved.bad_steps) or {}
 
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
-        """Return a function for each trained DiT that decides whether to skip its update, equally on all ranks.
+        """Return a function for each trained DiT that decides whether to skip the update of the DiT.
 
-        The arguments of the function are this rank's part of the loss, and the gradient norm. None skips no update.
+        The function takes this rank's part of the loss, and the gradient norm. It decides equally on all ranks. None in
+        place of a function means that no update is skipped.
         """
         experts, count = self._run.experts, self._run.count(plan)
         if not plan.num_samples or self._config.on_bad_step == "stop":
@@ -72,7 +75,7 @@ class BadSteps:
         return bool(verdict)
 
     def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
-        """Record an update, or report a bad update. Every rank must call this function.
+        """Record a good update for later comparisons, or report a bad update. Every rank must call this function.
 
         Raises:
             DataError: on all ranks, if the loss or the gradient norm is not finite and `train.on_bad_step` is `stop`, or
@@ -121,8 +124,8 @@ def robust_z_scores(values: Sequence[float], past: Sequence[Sequence[float]]) ->
     The robust standard deviation is 1.4826 times the median absolute deviation, and at least 0.05.
 
     Args:
-        values: numbers of the update to judge.
-        past: the same numbers of each past update.
+        values: numbers of the update to judge, such as its loss and its gradient norm.
+        past: for each past update, its numbers in the order of `values`.
     """
     *logs, current = np.log(np.maximum([*past, values], 1e-30))
     median = np.median(logs, axis=0)

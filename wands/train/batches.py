@@ -21,11 +21,12 @@ from wands.train.run import TrainingRun
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
-    """Read and pack the samples that one rank trains on in one step, and return one rank slice per micro step.
+    """Read and pack the samples that one rank trains on in one step.
 
-    With packing, a micro step trains on one bin (the samples that are packed into one sequence). Without packing, a
-    micro step trains on one sample. ZeRO-3 needs the same number of forward passes on every rank, so a rank with fewer
-    samples adds micro steps whose loss has weight zero. This function does not communicate with other ranks.
+    Return one rank slice (the rank's part of a packed batch) per micro step. With packing, a micro step trains on one
+    bin (the samples that are packed into one sequence). Without packing, a micro step trains on one sample. ZeRO-3
+    needs the same number of forward passes on every rank, so a rank with fewer samples adds micro steps whose loss
+    has weight zero. This function does not communicate with other ranks.
 
     Args:
         run: the checked training run.
@@ -69,9 +70,10 @@ def read_rows_of_bin(
 
     Args:
         collator: collator that packs the samples.
-        rows: (data set, row) of each sample.
-        repeat_indices: repeat index of each sample.
-        epoch: epoch, for the keys of the samples' random numbers.
+        rows: (data set, index of the sample in the data set) of each sample.
+        repeat_indices: for each sample, the number of its earlier uses in the epoch. Together with the epoch, it selects
+            the random numbers of the sample.
+        epoch: epoch that selects the random numbers of the samples.
         grid: parallel dimensions of the rank.
     """
     patch = collator.shape.patch_size
@@ -112,9 +114,10 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int
 ) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
-    """Yield (packing plan, rank slices of this rank) for each step from `start_step` on.
+    """Yield (packing plan, data of this rank) for each step from `start_step` on.
 
-    A thread reads `data.prefetch` steps ahead, so that the device does not wait for the disk.
+    The data are one rank slice (this rank's part of a packed batch) per micro step. A thread reads `data.prefetch`
+    steps ahead, so that the device does not wait for the disk.
     """
     plans = run.sampler.iterate(start_step)
 

@@ -15,9 +15,10 @@ from wands.train.engine_state import Fragment
 
 @torch.no_grad()
 def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
-    """Measure the gradients between the backward pass and the update. Every rank must call this function.
+    """Measure each block's gradient norm between the backward pass and the update. Every rank must call this function.
 
-    Each rank copies its fragments of the trained fp32 weights to host memory, 4 bytes for each weight.
+    To measure the change of the weights later, each rank copies its part of the fp32 master weights to host memory: 4 bytes
+    for each trained weight of the part.
 
     Returns:
         A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of the
@@ -58,7 +59,10 @@ def _block(name: str) -> str:
 
 
 def _gradient(parameter: Any, fragment: Fragment) -> Tensor:
-    """Return the gradient of a fragment, [N], which each ZeRO stage stores in another place."""
+    """Return the gradient of a fragment (this rank's part of a parameter) as a vector.
+
+    Each ZeRO stage stores the gradients in a different place.
+    """
     size = fragment.read().numel()
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_grad

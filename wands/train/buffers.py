@@ -16,7 +16,7 @@ _ALIGNMENT = 64
 
 
 class TensorFile(NamedTuple):
-    """Safetensors file to write.
+    """Contents of a Safetensors file to write.
 
     Attributes:
         name: path in the folder of the checkpoint.
@@ -43,7 +43,9 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
-        """Return files with copies of the tensors. The copies of an earlier call are overwritten.
+        """Copy the tensors of files to host memory, and return the files with the copies as their tensors.
+
+        The copies of an earlier call are overwritten.
 
         Raises:
             ConfigError: if the host has too little memory.
@@ -101,7 +103,7 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
             raise
         raise ConfigError(
             f"{key} cannot allocate {sum(rounded) / 2**30:.1f} GiB of {'pinned ' * pinned}host memory on this rank "
-            f"({str(error).splitlines()[0]}); {fix}, or use more ranks, which share the memory."
+            f"({str(error).splitlines()[0]}); {fix}, or use more nodes, among which this memory is divided."
         ) from error
     vectors = [
         vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)

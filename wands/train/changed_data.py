@@ -1,7 +1,8 @@
 """Resume a run after clips were added to its data or removed. The change takes effect at the end of the current epoch.
 
 Each checkpoint contains the plan of its epoch. A resumed run finishes this epoch as it was planned, without the removed clips,
-and plans the next epoch from the changed data. Noise depends on clip and epoch only, so it does not change.
+and plans the next epoch from the changed data. The noise of a clip depends only on the clip and the epoch, so the noise of
+unchanged clips stays the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EPOCH_FILE = "epoch.json"
 
 
 def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
-    """Return the contents of `epoch.json`: the plan of an epoch by the names and checksums of the samples.
+    """Return the contents of `epoch.json`: the plan of an epoch, with a name and a checksum for each sample.
 
     Args:
         run: the checked training run.
@@ -41,10 +42,16 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
 
 
 def follow_data(run: TrainingRun) -> TrainingRun:
-    """Return a resumed run that finishes the epoch of its checkpoint as planned, if the data has changed since.
+    """Let a resumed run finish the epoch of its checkpoint as planned, if its data has changed since the checkpoint.
+
+    Args:
+        run: the checked training run, planned for the changed data.
+
+    Returns:
+        The run with the checkpoint's plan for the current epoch; `run` itself if the data has not changed.
 
     Raises:
-        CheckpointError: if a sample of the epoch was encoded again.
+        CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.
     """
     assert run.checkpoint is not None
     folder, state = run.checkpoint
@@ -61,8 +68,8 @@ def follow_data(run: TrainingRun) -> TrainingRun:
         row = rows.get((key, repeat_index))
         if row is not None and run.data.crc32(row) != crc32:
             raise CheckpointError(
-                f"--resume {folder}: the training sample {key} was encoded again since the checkpoint; use the cache of that "
-                "run, or export the checkpoint and start a new run from it."
+                f"--resume {folder}: the training sample {key} was encoded again since the checkpoint; use the cache of the "
+                "checkpoint's run, or export the checkpoint and start a new run from it."
             )
     steps = tuple(
         tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)
@@ -74,8 +81,8 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     before, after = {*values["unused"], *(key for key, *_ in samples)}, set(run.data.keys)
     change = (
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
-        "clips are left out at once. Otherwise the change takes effect"
+        "clips are left out at once. The plan with the added clips takes effect"
     )
-    change = "data: the change before the checkpoint takes effect" if is_same else change
+    change = "data: the change from before the checkpoint takes effect" if is_same else change
     change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
     return replace(run, sampler=replace(sampler, start=start, earlier=earlier), data_change=change)

@@ -1,10 +1,10 @@
 """Save and load checkpoints. The folder of a saved step is either complete or does not exist.
 
-A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with
-a temporary name, with a subfolder for each DiT. A thread writes them, from a copy of the state if the training continues
-during the save. Then rank 0 writes `wands_state.json`, which contains the size and the
-hash of every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at
-any moment, the previous checkpoint stays valid.
+A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with a
+temporary name, with a subfolder for each DiT. A thread writes these files. If the training continues during the save, the
+thread writes them from a copy of the state. Then rank 0 writes `wands_state.json`, which contains the size and the hash of
+every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at any moment,
+the previous checkpoint stays valid.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     With `checkpoint.asynchronous`, `save` copies the state to host memory, and a thread writes the copy while the training
-    continues. When no rank is writing any more, `finish` must be called.
+    continues. When all ranks have written their files, `finish` must be called to complete the checkpoint.
 
     Args:
         trainer: engines and moving averages to save.
@@ -126,7 +126,7 @@ class CheckpointSaver:
         return self._pending is not None and not self._pending[2].done()
 
     def is_due(self, step: int) -> bool:
-        """Return whether `checkpoint.every` asks for a checkpoint of this step. Equal on all ranks."""
+        """Return whether `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
         return bool(self._config.every) and step % self._config.every == 0
 
     @property
@@ -136,15 +136,15 @@ class CheckpointSaver:
         return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
     def save(self, state: TrainState, plan: StepPlan, required: bool, is_best: bool = False) -> None:
-        """Save a checkpoint, or start it with `checkpoint.asynchronous`. Every rank must call this method.
+        """Save a checkpoint. With `checkpoint.asynchronous`, only start the save. Every rank must call this method.
 
-        If it fails, log the reason, so that the training can continue without this checkpoint.
+        If a checkpoint that is not required cannot be saved, log the reason and return, so that the training continues.
 
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
             plan: plan of the last step.
             required: whether the checkpoint must be complete when this method returns.
-            is_best: whether the held-out loss is the lowest so far, for the file `best`.
+            is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
         Raises:
             CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
@@ -161,7 +161,7 @@ class CheckpointSaver:
         """Complete the started checkpoint, and delete old checkpoints. Every rank must call this method.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError: if the checkpoint is required and cannot be written.
         """
         assert self._pending is not None
         (state, is_best, work), self._pending = self._pending, None
@@ -222,7 +222,7 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space and continue the run with --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. If the run ended, add --resume.",
                 agreed=True,
             )
         return target
@@ -272,7 +272,7 @@ def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int)
 def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     """Check that the disk has space for a checkpoint, before anything is written. All ranks raise the same error.
 
-    Without this check, a rank whose write fails would leave the other ranks waiting.
+    Without this check, a write could fail on one rank while the other ranks wait for this rank.
 
     Args:
         run: the checked training run.
@@ -291,12 +291,12 @@ def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
     largest = states // (world_size if stage else 1) + weights // (world_size if stage == 3 else 1)
     problem = None
     if needed > free:
-        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free"
+        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
     elif limit != resource.RLIM_INFINITY and largest > limit:
-        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit}"
+        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
     if first_problem := next(filter(None, gather_objects(problem)), None):
         raise CheckpointError(
-            f"output_dir={run.output_dir}: a checkpoint {first_problem}. Free disk space, raise the limit, or change output_dir.",
+            f"output_dir={run.output_dir}: a checkpoint {first_problem}.",
             agreed=True,
         )
 
@@ -330,15 +330,16 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
 def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
     """Restore the weights, the optimizer and the learning rate schedule of new engines. Every rank must call this function.
 
-    The learning rate, betas, eps and weight decay come from the current recipe. DeepSpeed alone would silently restore
-    the values of the run that wrote the checkpoint. If the settings did not change, every bit is restored.
+    The learning rate, betas, eps and weight decay come from the current recipe. Without this function, DeepSpeed would
+    silently restore the values of the run that wrote the checkpoint. If the settings did not change, every bit is restored.
 
     Args:
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         checkpoint: folder of the step.
 
     Raises:
-        CheckpointError: if a state of the optimizer cannot be divided differently among the ranks.
+        CheckpointError: if the number of ranks or the ZeRO stage has changed, and an optimizer state cannot be divided
+            among the new ranks.
     """
     for part, engine in engines.items():
         _load_engine(engine, checkpoint, part)

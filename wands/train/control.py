@@ -26,9 +26,9 @@ class ControlRequest(NamedTuple):
 
 
 class ControlRequests:
-    """Requests to a run: a file named `save`, `save_quit` or `check` in the run folder.
+    """Requests to a run. The user requests an action with a file named `save`, `save_quit` or `check` in the run folder.
 
-    A stop that the watchdog requests has the same effect as `save_quit`.
+    If the watchdog requests a stop, for example after Ctrl-C, the effect is the effect of `save_quit`.
     """
 
     def __init__(self, output_dir: Path, watchdog: Watchdog) -> None:

@@ -28,7 +28,7 @@ from wands.train.engine_state import Fragment, refresh_weights, trained_fragment
 def decay_after(section: EmaConfig, num_steps: int) -> float:
     """Return the decay of the moving average, `num_steps` optimizer steps after the average started.
 
-    With warm-up, the decay is below `section.decay` in the first steps.
+    With `ema.warmup` in the recipe, the decay is below `ema.decay` in the first steps.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """
@@ -110,7 +110,7 @@ class WeightAverage:
             _gather_shares(engine)
 
     def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
-        """Return this rank's part of the moving average as tensors and metadata of a file."""
+        """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
         fragments = zip(self._fragments, self._averages, strict=True)
@@ -120,10 +120,13 @@ class WeightAverage:
         }
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the moving average from the DiT's folder of a checkpoint of any number of ranks.
+        """Restore this rank's part of the moving average from a checkpoint. Its number of ranks may be different.
+
+        Args:
+            folder: subfolder of the DiT in the checkpoint.
 
         Raises:
-            CheckpointError: if the files of the ranks do not contain the whole average.
+            CheckpointError: if the files in the folder do not contain the whole moving average.
         """
         files = FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA)
         fragments = zip(self._fragments, self._averages, strict=True)
@@ -172,7 +175,8 @@ def build_averages(
 def averaged_weights(engines: Mapping[str, Any], averages: Mapping[str, WeightAverage]) -> Iterator[None]:
     """Put the moving averages into the models while the `with` block runs, then restore the weights bit for bit.
 
-    Every rank must enter and leave the block between two optimizer steps. In the block, a checkpoint would be wrong.
+    Every rank must enter and leave the block between two optimizer steps. Do not save a checkpoint inside the block,
+    because the weights and the averages are exchanged there.
 
     Args:
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
@@ -188,8 +192,9 @@ def averaged_weights(engines: Mapping[str, Any], averages: Mapping[str, WeightAv
 
 
 def own_fragments(engine: Any) -> list[Fragment]:
-    """Return the fragments of all trained parameters that this rank averages. At ZeRO-0, where every rank has all
-    weights, this is the rank's share of each parameter.
+    """Return the fragments (ranges of flattened trained parameters) whose moving average this rank computes.
+
+    At ZeRO-0, every rank has all weights. There each rank averages an equal share of each parameter.
     """
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():

@@ -104,12 +104,11 @@ def build_model(
 
     Args:
         run: the checked training run.
-        groups: process groups of the ranks that share a bin (the clips of one forward pass). The attention communicates
-            in these groups.
+        groups: process groups of this rank's context-parallel group. The attention communicates in these groups.
         device: device of this rank.
         expert: DiT to load; None loads the first trained DiT.
-        store: host memory for the activations with `model.checkpointing=offload`; None allocates host memory for this
-            DiT.
+        store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
+            memory for this DiT.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -149,7 +148,7 @@ def build_engine(
 ) -> Any:
     """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
 
-    The schedule comes from the recipe, unless the DeepSpeed JSON has a scheduler.
+    If the DeepSpeed JSON has a scheduler, DeepSpeed builds the schedule. Otherwise the schedule comes from the recipe.
 
     Args:
         model: result of `build_model`.

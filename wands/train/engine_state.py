@@ -5,9 +5,9 @@ and its optimizer states, each [N]. The tensors have names such as "blocks.0.att
 the fragments of all ranks cover each parameter exactly once, so a reader needs neither DeepSpeed nor the number of ranks.
 At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
-8-bit AdamW has states for each fragment, so the names also contain the parameter: "blocks.0.attn1.to_q.weight/absmax1". Other
-states that are not one value for each weight, such as a step count, belong to a flat tensor: the tensor that the optimizer
-updates. At ZeRO-0 it is a parameter, otherwise a rank's partition of many parameters.
+A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
+partition of many parameters. A state that is not one value for each weight, such as a step count, belongs to a flat tensor.
+The scales of 8-bit AdamW belong to a fragment, so their names contain the parameter: "blocks.0.attn1.to_q.weight/absmax1".
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 class Fragment(NamedTuple):
     """Range of a flattened parameter that this rank owns.
 
+    A flat tensor is a tensor that the optimizer updates. Above ZeRO-0 it contains fragments of many parameters.
+
     Attributes:
         name: name of the parameter.
-        start: index of the first value in the flattened parameter.
+        start: index of the first value of the range in the flattened parameter.
         shape: shape of the whole parameter.
-        flat: number of the flat tensor that contains the values, in the order of the optimizer.
-        offset: index of the first value in the flat tensor.
-        read: function that returns the current values, [N], as a view.
+        flat: index of the flat tensor that contains the range, in the order of the optimizer's parameters.
+        offset: index of the first value of the range in the flat tensor.
+        read: function that returns the current values of the range as a vector, which is a view.
     """
 
     name: str
@@ -51,9 +53,9 @@ class Fragment(NamedTuple):
 
 
 def trained_fragments(engine: Any) -> list[Fragment]:
-    """Return this rank's fragments of all trained parameters, without empty fragments.
+    """Return this rank's fragments (ranges of the flattened trained parameters), without empty fragments.
 
-    `Fragment.read` returns the fp32 master weights after the last update.
+    `Fragment.read` returns the current fp32 master weights of the fragment.
     """
     with _base_optimizer(engine) as base:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
@@ -66,7 +68,7 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 
 
 def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
-    """Return this rank's fragments of all trained parameters by the flat tensor that contains them."""
+    """Return a dict that maps each flat tensor (a tensor that the optimizer updates) to its fragments of parameters."""
     fragments = trained_fragments(engine)
     with _base_optimizer(engine) as base:
         return {
@@ -76,13 +78,16 @@ def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
 
 
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return the state of an engine: the tensors that this rank stores, and everything else as JSON values.
+    """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
-    With `weights_only`, the states of the optimizer are left out.
+    With `weights_only`, the states of the optimizer are left out. The JSON object has these keys:
 
-    The JSON object has the keys "fragments" (name -> [start, shape, number of the flat tensor]), "frozen" (the same for
-    frozen parameters; empty with a LoRA), "flat_sizes", "optimizer" and "scheduler" (their state dicts without tensors) and
-    "counters".
+    - "fragments": maps the name of each trained parameter to [start of this rank's range, shape of the whole parameter,
+      index of the tensor that the optimizer updates].
+    - "frozen": a dict such as "fragments" for frozen parameters; empty with a LoRA.
+    - "flat_sizes": number of values of each tensor that the optimizer updates.
+    - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
+    - "counters": numbers of steps and samples that DeepSpeed counts.
     """
     fragments = trained_fragments(engine)
     with _base_optimizer(engine) as base:
@@ -105,12 +110,12 @@ def state_tensors(
     scheduler: Any,
     counters: Mapping[str, int],
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return the result of `engine_tensors` for a state that is given by its parts.
+    """Return the result of `engine_tensors` from the parts of an engine's state.
 
     Args:
-        fragments: this rank's fragments of the trained parameters.
-        frozen: this rank's fragments of the frozen parameters.
-        flats: the flat tensors, in the order of the optimizer.
+        fragments: this rank's fragments (ranges) of the flattened trained parameters.
+        frozen: this rank's fragments of the flattened frozen parameters.
+        flats: tensors that the optimizer updates, in the optimizer's order. Above ZeRO-0, each contains many parameters.
         optimizer: state dict of the torch optimizer.
         scheduler: state dict of the learning rate schedule; None without a schedule.
         counters: maps each name in `COUNTERS` to its value.
@@ -143,17 +148,18 @@ def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
 
 @torch.no_grad()
 def load_engine(engine: Any, files: FragmentFiles) -> None:
-    """Restore the state of an engine. Every rank must call this function.
+    """Restore the state of an engine from a checkpoint. Every rank must call this function.
 
-    Each rank reads the ranges that it owns, which other ranks at another ZeRO stage may have stored. If the ranges did not
-    change, every bit is restored.
+    Each rank reads the ranges of parameters that it owns now. The checkpoint may come from another number of ranks or
+    another ZeRO stage. If both are equal, every bit is restored.
 
     Args:
         engine: new engine.
         files: the `state_rank_*` files of the DiT.
 
     Raises:
-        CheckpointError: if a state cannot be divided differently among the ranks.
+        CheckpointError: if the number of ranks or the ZeRO stage has changed, and an optimizer state cannot be divided
+            among the new ranks.
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
     optimizer, is_zero = engine.optimizer, engine.zero_optimization_stage() > 0
@@ -187,9 +193,9 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
 
 @torch.no_grad()
 def refresh_weights(engine: Any) -> None:
-    """Copy the fp32 master weights, which were changed between two steps, to the weights of the model.
+    """Copy the fp32 master weights to the weights of the model, after a change of the masters between two steps.
 
-    Every rank must call this function. ZeRO-0 has no separate master weights, so there is nothing to do.
+    Every rank must call this function. At ZeRO-0 it does nothing, because ZeRO-0 has no separate master weights.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
@@ -204,7 +210,11 @@ def refresh_weights(engine: Any) -> None:
 def _optimizer_state(
     engine: Any, base: Any, fragments: Sequence[Fragment], files: FragmentFiles
 ) -> dict[int, dict[str, Any]]:
-    """Return the states of this rank's flat tensors that contain a fragment, for `load_state_dict` of the optimizer."""
+    """Read the optimizer states of this rank from a checkpoint.
+
+    Return a dict from the index of each tensor that the optimizer updates to the states of this tensor, as the optimizer's
+    `load_state_dict` expects them.
+    """
     flats, keys = _flats(base), dict[str, list[str]]()
     for name in files.dtypes:
         owner, _, key = name.rpartition("/")
@@ -246,7 +256,11 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Return the fragments of each flat tensor whose momentum consists of whole parameters: Muon's at ZeRO-1 and 2."""
+    """Return the flat tensors whose momentum DeepSpeed stores for whole parameters, not only for this rank's fragments.
+
+    Only Muon at ZeRO-1 and ZeRO-2 has such a momentum. The result maps the index of each such flat tensor to its
+    fragments, in the order of the momentum.
+    """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
     found: dict[int, list[Fragment]] = {}
@@ -258,13 +272,14 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Return the states of a flat tensor with a momentum of the shape of the flat tensor.
+    """Return the states of a flat tensor, with Muon's momentum reduced to the values that this rank owns.
 
-    At ZeRO-1 and 2, the momentum of Muon contains all values of each parameter of which the rank has a fragment.
+    At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. The
+    returned momentum has the shape of the flat tensor.
 
     Args:
-        values: states of the flat tensor.
-        own: fragments in the flat tensor.
+        values: states of the flat tensor (a tensor that the optimizer updates).
+        own: fragments (ranges of flattened parameters) in the flat tensor.
         flat: the flat tensor.
     """
     momentum = torch.zeros(flat.shape, dtype=values[MOMENTUM].dtype)
@@ -275,7 +290,7 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Return the states that belong to the flat tensor in which a fragment was stored."""
+    """Return the states, such as a step count, of the flat tensor that contained the fragment in the checkpoint."""
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
         (path, header)
@@ -297,7 +312,10 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Yield the torch optimizer inside an engine's optimizer, with its parameters. ZeRO-3 sets them only for an update."""
+    """Yield the torch optimizer inside an engine's optimizer, with its parameters set.
+
+    Outside an update, ZeRO-3's torch optimizer has no parameters. This function sets the parameters temporarily.
+    """
     optimizer = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:
@@ -314,10 +332,15 @@ def _flats(base: Any) -> list[Tensor]:
 
 
 def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the states of a flat tensor without nested dicts.
+    """Return the optimizer states of a flat tensor without nested dicts.
 
-    The key of a state of one fragment contains a slash: "blocks.0.attn1.to_q.weight/state1". Earlier versions of wands
-    used bitsandbytes' own optimizer, which wraps its states in one dict.
+    In the result, the key of a state that belongs to a single parameter contains the name of the parameter and a slash:
+    "blocks.0.attn1.to_q.weight/state1". In earlier versions of wands, bitsandbytes' own optimizer wrapped all states in one
+    dict. The keys of these states do not change.
+
+    Args:
+        values: states of the flat tensor.
+        names: names of the parameters in the flat tensor.
     """
     result = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for owner, states in values.items():
@@ -333,7 +356,7 @@ def _is_flat(value: Tensor, flat: Tensor) -> bool:
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return the values of a fragment, [N], in its flat tensor or in a tensor of the same shape, such as the gradient."""
+    """Return the values of a fragment from its flat tensor, or from a tensor of the same shape, such as the gradient."""
     return flat.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.read().numel()]
 
 
@@ -375,7 +398,10 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
 
 
 def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
-    """Yield this rank's fragments of frozen parameters. A LoRA run has none, because its base is not stored."""
+    """Yield the fragments (ranges) of frozen parameters that this rank stores in a checkpoint.
+
+    A LoRA run yields nothing, because its checkpoints do not contain the base weights.
+    """
     if any(".lora_A." in name for name, _ in engine.module.named_parameters()):
         return
     for name, parameter in engine.module.named_parameters():

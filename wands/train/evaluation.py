@@ -1,7 +1,7 @@
 """Evaluate the loss of fixed clips with fixed noise during the training, under the run's own ZeRO stage and parallelism.
 
-The noise of a sample is keyed by (clip, number of the quantile), with an epoch that no training step has. So values do not
-depend on the number of processes, packing or restarts, and a difference between two evaluations comes from the weights.
+The noise of a clip depends only on the seed, the clip and the noise level, and is never used for training. So the losses do
+not depend on the number of processes, packing or restarts. A difference between two evaluations comes from the weights.
 """
 
 import math
@@ -42,7 +42,7 @@ from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
 
 EPOCH = -1
-"""Epoch in the keys of random numbers. Training has the epochs 0, 1, 2 and so on."""
+"""Epoch number from which the noise of evaluations is drawn. Training uses the epochs 0, 1, 2 and so on."""
 _T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 _Z_QUANTILE = 1.959964
 """97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom, and of the normal distribution."""
@@ -63,11 +63,11 @@ class Verdict(NamedTuple):
 
 
 class Evaluator:
-    """Evaluations of a run: `evaluation.json`, `evaluations.jsonl`, a line on the terminal and curves of the trackers.
+    """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and the trackers' curves.
 
     Args:
         trainer: engines and moving averages of the run. A resumed run continues the evaluations in its folder.
-        step_log: log of the steps, whose live line shows the held-out loss.
+        step_log: log of the steps. It shows the newest held-out loss on the terminal.
         watchdog: watchdog of this process, which limits the time of each forward pass.
     """
 
@@ -81,7 +81,10 @@ class Evaluator:
             trainer.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")
 
     def _open(self) -> EvaluationPlan:
-        """Read the plan of an earlier part of the run, or make a plan. Open the file of the results. For rank 0."""
+        """Read the evaluation plan of the run folder or make a new plan, and open `evaluations.jsonl`.
+
+        Only rank 0 calls this method. A new run, or a resumed run with other `eval` settings, gets a new plan.
+        """
         folder, run = self._run.output_dir, self._run
         plan_file, results = folder / PLAN_FILE, folder / "evaluations.jsonl"
         step, plan = self._trainer.events.step, stored_plan(run)
@@ -102,13 +105,19 @@ class Evaluator:
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether a request ends the run. A resumed run then makes up for the evaluation.
+            ends: whether the user's request ends the run now. The evaluation is then left to the resumed run.
         """
         section, is_last = self._run.recipe.eval, step == self._run.sampler.total_steps
         return is_last or (section is not None and step % section.every == 0 and not ends)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether to evaluate before the first step of this process. Equal on all ranks."""
+        """Return whether to evaluate before the first step of this process, because `evaluations.jsonl` lacks the step.
+
+        Equal on all ranks.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+        """
         steps = gather_objects({row["step"] for row in self._rows})[0]
         return not steps or (self.is_due(step) and step not in steps)
 
@@ -135,14 +144,21 @@ class Evaluator:
         return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
 
     def _proceed(self, step: int) -> bool:
-        """Note progress, and return whether no rank must stop. Every rank must call this method."""
+        """Report progress to the watchdog. Return False if any rank must stop, otherwise True.
+
+        Every rank must call this method.
+        """
         self._watchdog.begin_work(f"the evaluation of step {step}")
         stops = torch.tensor(float(self._watchdog.stop_requested), device=self._trainer.device)
         dist.all_reduce(stops)
         return not stops.item()
 
     def _report(self, rows: Sequence[Row]) -> Verdict:
-        """Write the results, and compare them with the earlier evaluations. For rank 0."""
+        """Write the results of an evaluation, and compare them with earlier evaluations. Only rank 0 calls this method.
+
+        Args:
+            rows: rows for `evaluations.jsonl`: of the trained weights, and of their moving average if there is one.
+        """
         self._rows += rows
         self._step_log.held_out = rows[-1][HELD_OUT]
         self._log_file.append(*map(to_line, rows))
@@ -183,7 +199,7 @@ def measure(
     The loss is the mean squared error over the trained tokens, without loss weights, caption dropout and dropout.
 
     Args:
-        models: maps the subfolder of each evaluated DiT to its engine, or to another function with its arguments.
+        models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
         run: the checked training run.
         samples: result of `list_samples`.
         groups: process groups of this rank.
@@ -219,9 +235,9 @@ def measure(
 def own_bins(
     run: TrainingRun, samples: Sequence[EvaluationSample], dims: ParallelDims
 ) -> list[tuple[str, list[int]]]:
-    """Return (subfolder of a DiT, numbers of the samples) for each forward pass of a rank.
+    """Return (subfolder of a DiT, indices into `samples`) for each forward pass of this rank.
 
-    ZeRO-3 needs the same number of forward passes of each DiT on every rank, so some bins are empty.
+    ZeRO-3 needs the same number of forward passes of each DiT on every rank. So the indices of some forward passes are empty.
     """
     limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
     for (part, _), group in groupby(enumerate(samples), key=lambda item: (item[1].part, item[1].kind)):
@@ -244,13 +260,13 @@ def summarize(
     losses: Sequence[float],
     base: Sequence[float | None] | None = None,
 ) -> Row:
-    """Return the means of an evaluation: a row of `evaluations.jsonl` without step, weights and seconds.
+    """Return the mean losses of an evaluation: a row of `evaluations.jsonl` without step, weights and seconds.
 
     Args:
         plan: clips and noise levels.
         samples: result of `list_samples`.
         losses: result of `measure`.
-        base: value of "losses" in the first row, with which the loss of each clip is compared.
+        base: loss of each clip in the first evaluation, with which the losses are compared. None for the first evaluation.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]
     for sample, loss in zip(samples, losses, strict=True):
@@ -280,7 +296,12 @@ def summarize(
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the mean of (number of the clip, loss) pairs for each side; None for a side without losses."""
+    """Return the mean loss of the held-out clips and of the training clips; None for a side without losses.
+
+    Args:
+        plan: clips, each with its side ("held_out" or "train").
+        losses: (index of the clip in the plan, loss) pairs.
+    """
     sides = {side: [loss for i, loss in losses if plan.clips[i].side == side] for side in (HELD_OUT, TRAIN)}
     return {side: float(np.mean(found)) if found else None for side, found in sides.items()}
 
@@ -288,13 +309,15 @@ def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[st
 def paired_change(
     plan: EvaluationPlan, side: str, values: Sequence[float | None], base: Sequence[float | None]
 ) -> dict[str, float | None] | None:
-    """Return the mean difference of clips between two evaluations, with the 95 % interval of Student's t distribution.
+    """Return the mean change of the clips' losses between two evaluations, with its 95 % confidence interval.
+
+    Each clip is compared with itself. The interval is that of Student's t distribution.
 
     Args:
         plan: clips of both evaluations.
-        side: side of the clips to compare.
+        side: "held_out" or "train", to select the clips to compare.
         values: loss of each clip; None for a clip that was not evaluated.
-        base: loss of each clip in the other evaluation.
+        base: loss of each clip in the earlier evaluation; None for a clip that was not evaluated.
 
     Returns:
         A dict with the keys "mean", "low" and "high"; "low" and "high" are None for a single clip. None without clips.
@@ -313,14 +336,14 @@ def paired_change(
 
 
 def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
-    """Return the step of the last evaluation whose held-out loss improved on the best one before it.
+    """Return the step of the last evaluation whose held-out loss was clearly lower than the best held-out loss before.
 
-    An evaluation improves if the 95 % interval of its paired difference to the best one is below 0. With a single clip, the
-    difference must be below 0.
+    The loss is clearly lower if the 95 % confidence interval of its change from the best evaluation is below 0. With a single
+    clip there is no interval, and the change itself must be below 0.
 
     Args:
         plan: clips of the evaluations.
-        rows: rows of `evaluations.jsonl`, in order: all of the trained weights, or all of the moving average.
+        rows: rows of `evaluations.jsonl` in the order of the steps, all for the same weights (raw or moving average).
 
     Returns:
         The step; the step of the first row if no evaluation improved, and 0 without rows.

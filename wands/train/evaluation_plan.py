@@ -1,6 +1,7 @@
 """Plan the evaluations of a run: fixed clips at fixed noise levels, chosen once before the first step.
 
-The plan depends only on the recipe, the data and planned FLOPs: not on time, the number of processes or packing.
+The plan depends only on the recipe, the data and the FLOPs of the planned training. It does not depend on measured times, the
+number of processes or packing.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from wands.variants import Variant
 
 HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
 QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
-"""Quantiles of the noise level by their number. 9 quantiles are 0.1, 0.2, ... 0.9."""
+"""Maps each allowed number of noise levels to their quantiles. For example, 9 maps to 0.1, 0.2, ... 0.9."""
 
 
 class EvaluationClip(StrictModel):
@@ -43,7 +44,7 @@ class EvaluationClip(StrictModel):
 
     @property
     def length_class(self) -> str:
-        """Range of the number of tokens, from a power of two to the next."""
+        """Text with the range of lengths that contains this clip's length, from a power of two to the next."""
         low = 1 << (self.num_tokens.bit_length() - 1)
         return f"{low:,} to {2 * low - 1:,} tokens"
 
@@ -64,7 +65,7 @@ class EvaluationPlan(StrictModel):
     clips: list[EvaluationClip]
 
     def describe(self) -> str:
-        """Return a text with the number of clips and noise levels, and the share of the run's FLOPs that evaluations take."""
+        """Return a text with the number of clips, the number of noise levels, and the cost of the evaluations in FLOPs."""
         counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
         less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
         return (
@@ -79,12 +80,12 @@ class EvaluationSample(NamedTuple):
     Attributes:
         part: subfolder of the DiT.
         expert: name of the DiT; "" for a model with one DiT.
-        kind: one of `kinds_of`.
-        clip: number of the clip in the plan.
-        quantile: number of the quantile in the plan.
+        kind: condition of the sample: "text", "image" or "first frame".
+        clip: index of the clip in `EvaluationPlan.clips`.
+        quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
         sigma: noise level.
         num_tokens: number of video tokens.
-        row: (data set, row) of the clip.
+        row: (data set, index of the clip in the data set).
     """
 
     part: str
@@ -100,7 +101,7 @@ class EvaluationSample(NamedTuple):
 def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
     """Return the samples of an evaluation, without clips that are no longer in the data.
 
-    A single image has no sample with a given first frame.
+    A clip of a single image is not evaluated with its first frame as a condition.
 
     Args:
         run: the checked training run.
@@ -124,7 +125,10 @@ def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSampl
 
 
 def kinds_of(variant: Variant) -> tuple[str, ...]:
-    """Return the kinds of samples that are evaluated. TI2V is evaluated without and with a given first frame."""
+    """Return the conditions with which each clip is evaluated: "text", "image" or "first frame".
+
+    TI2V models are evaluated twice: with text only, and with the first frame as a condition.
+    """
     if "first_frame" in variant.conditions:
         return ("text", "first frame")
     return ("image",) if variant.num_images else ("text",)
@@ -133,9 +137,12 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Return (number of quantiles, number of clips) of the largest plan within a budget, with at least one clip.
 
+    A larger number of quantiles (noise levels of each clip) is preferred to a larger number of clips.
+
     Args:
-        costs: FLOPs of each clip (or pair of clips) at one quantile, over all evaluations, in the order of the choice.
-        budget: largest FLOPs over all evaluations.
+        costs: for each clip (or pair of clips), its FLOPs at one quantile in all evaluations of the run. The first clips
+            are chosen first.
+        budget: largest number of FLOPs for all evaluations of the run.
     """
     sums = np.cumsum(np.array(costs, float))
     fitting = ((num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES)
@@ -143,9 +150,10 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 
 
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
-    """Return how often each clip runs through a DiT at each quantile, in a whole run.
+    """Return the number of forward passes of each clip at one noise level, in all evaluations of a run.
 
-    Before the first step, the moving average equals the weights and is not evaluated.
+    The number includes the evaluations of the moving average. The moving average is not evaluated before the first step,
+    because it then equals the weights.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
@@ -180,15 +188,17 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 
 
 def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[EvaluationClip]:
-    """Choose clips of a data set that fit into a bin, and return them in the order of the choice, at nine noise levels.
+    """Choose clips of a data set for the evaluation. Return the clips with nine noise levels each, the first choice first.
 
-    A hash of the key gives the order. One sample of each clip comes before a second sample of any clip.
+    Clips with more than `packing.max_tokens` tokens are left out. The order of the choice is pseudorandom: it follows a hash
+    of each sample's key. If several samples come from one source clip, the second is chosen only after a first sample of
+    every clip.
 
     Args:
         run: the checked training run.
         side: `HELD_OUT` or `TRAIN`.
         data: clips to choose from.
-        most: largest number of clips.
+        most: largest number of clips to return.
     """
     lengths = dict(zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True))
     for key, length in list(lengths.items()):
@@ -216,7 +226,10 @@ def plan_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
-    """Return the plan of an earlier part of a resumed run; None if there is no plan, or the recipe needs another plan."""
+    """Return the evaluation plan in the folder of a resumed run.
+
+    Return None for a new run, if there is no readable plan, or if the recipe's evaluation settings have changed.
+    """
     path = run.output_dir / PLAN_FILE
     if run.checkpoint is None or not path.is_file():
         return None
@@ -227,10 +240,14 @@ def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
 
 
 def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:
-    """Check that clips are held out if a key of the recipe needs a held-out loss.
+    """Check that there are held-out clips if the recipe sets `checkpoint.keep_best` or `eval.patience`.
+
+    Args:
+        recipe: recipe of the run.
+        held_out: held-out clips; None if the recipe has no `eval` section, or holds out no clip.
 
     Raises:
-        ConfigError: if the recipe has no `eval` section, or no clip is held out.
+        ConfigError: if a key needs a held-out loss, but there are no held-out clips.
     """
     patience = recipe.eval and recipe.eval.patience
     for key, value in (("checkpoint.keep_best", recipe.checkpoint.keep_best), ("eval.patience", patience)):

@@ -18,15 +18,17 @@ from wands.train.run import TrainingRun
 class EventLog:
     """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
 
-    The constructor writes the first event. It is a `restart` if the last process of the run ended neither at the end of the
-    run nor by a request to stop, else a `start`. In a `with` statement, an exception is an `error` event.
+    The constructor writes the first event: `restart` after a crash, otherwise `start`. A crash means that the last process of
+    the run neither reached the end of the run nor stopped on request. If an exception leaves the `with` block, the log writes
+    an `error` event.
 
     Args:
-        run: the checked training run. This class must be used before `metrics.jsonl` is cut to the step of the checkpoint.
+        run: the checked training run. Create the log before the later steps are removed from `metrics.jsonl`, because a
+            `restart` event contains the last step of this file.
         rank: rank of this process.
 
     Attributes:
-        step: number of the current step, which the events get.
+        step: number of the current step. `write` stores this number with each event.
     """
 
     def __init__(self, run: TrainingRun, rank: int) -> None:
@@ -62,7 +64,7 @@ class EventLog:
             self.write("error", reason=one_line(error))
 
     def write(self, event: str, **values: Any) -> None:
-        """Add a row with the current step, the event, the time in seconds since 1970, and more values."""
+        """Write a row with the current step, the kind of the event, the time in seconds since 1970, and `values`."""
         if self._log is not None:
             row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
             with self._lock:
@@ -79,7 +81,7 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
 
     Args:
         output_dir: run folder.
-        last_step: later events are left out.
+        last_step: last step to include. Events of later steps are left out.
 
     Returns:
         A dict from the kind of an event to its steps, with the keys "restart" and "skipped update". If slow ranks were

@@ -16,15 +16,16 @@ _LAUNCHERS = {
     *("accelerate", "srun", "slurmstepd"),
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
 }
-"""Names of programs, of Python scripts, and of modules that Python runs with -m."""
+"""Names of launchers: programs, Python scripts, and modules that Python runs with -m."""
 
 
 class Ancestor(NamedTuple):
-    """Process above this process.
+    """Parent of this process, or an ancestor further up.
 
     Attributes:
-        pid: number of the process.
-        start: start of the process in clock ticks since the boot. A later process with the same number has a later start.
+        pid: process id.
+        start: start time of the process, in clock ticks since the boot. If the system gives the process id to a new process
+            later, the start time differs.
         name: name of the program.
     """
 

@@ -42,14 +42,16 @@ T = TypeVar("T")
 
 
 def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
-    """Train to the end of the run, or until a request to stop arrives. Return the folder of the last checkpoint, or None.
+    """Train to the end of the run, or until a request to stop arrives.
+
+    Return the folder of the newest checkpoint; None if there is no checkpoint.
 
     Args:
         run: the checked training run.
         rank: rank of this process. The process group must exist.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
-        watchdog: watchdog that already runs.
+        watchdog: watchdog of this process, whose thread already runs.
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     start_step = checkpoint.state.step if checkpoint else 0

@@ -88,7 +88,15 @@ class StepLog:
             self._log(describe_step(row, total_steps))
 
     def _eta(self, seconds: float, steps_left: int) -> float:
-        """Return the seconds to the end of the run: the median of the last steps, and the mean time between steps."""
+        """Return the expected seconds to the end of the run.
+
+        Each remaining step is expected to take the median duration of the last steps, plus the mean time between two steps
+        for saves and evaluations.
+
+        Args:
+            seconds: duration of the step that has just ended.
+            steps_left: number of remaining steps.
+        """
         now, (began, num_steps, total) = time.perf_counter(), self._times
         self._times = began, num_steps, total = began or now - seconds, num_steps + 1, total + seconds
         self._recent.append(seconds)
@@ -103,11 +111,14 @@ class StepLog:
 
 
 def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tensor:
-    """Return the sum of the losses and the number of this rank's clips in each range of the noise level, float64 [20].
+    """Return (sum of the losses, number of clips) of this rank's clips for each of the 10 ranges of the noise level.
+
+    The pairs are flattened: float64 [20].
 
     Args:
-        results: result of each trained DiT.
-        grid: dims of this rank. Only the first rank of a context-parallel group counts its clips, which all ranks have.
+        results: result of each trained DiT on this rank.
+        grid: parallel dimensions of this rank. All ranks of a context-parallel group have the same clips, so only the first
+            rank of a group counts them. The other ranks return zeros.
     """
     sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64)
     for item in [item for result in results for item in result.samples if grid.cp_rank == 0]:
@@ -137,7 +148,8 @@ def step_metrics(
         trainer: objects of the training process.
         plan: packing plan of the step.
         results: result of each trained DiT on this rank.
-        losses: for each trained DiT, the mean weighted squared error over the samples or tokens of the step.
+        losses: for each trained DiT, the mean weighted squared error over the samples or tokens (`loss.reduction`) of the
+            step.
         of_sigmas: result of `sigma_sums`, summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
         measured: maps `lr` to the learning rate of this step, `seconds` to the duration of the step including the wait for

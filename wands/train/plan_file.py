@@ -16,10 +16,10 @@ FORMAT = "wands-plan-1"
 
 
 def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
-    """Return a run that trains one epoch as a plan file lists it. The other epochs are planned as without the file.
+    """Return a run that trains one epoch in the bins of a plan file. A bin is the list of samples of one forward pass.
 
-    The `indices` of the bins count. A file may move samples to other bins and steps. It must keep the samples of the epoch, the
-    number of steps and the number of bins of each step.
+    The other epochs are planned without the file. A user may edit the key `indices` of the bins, to move samples to other
+    bins and steps. The file must keep the samples of the epoch, the number of steps, and the number of bins in each step.
 
     Args:
         run: the checked training run.
@@ -46,7 +46,7 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
     plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens)
     if max(sampler.seq_lens[list(bin)].sum() for step in steps for bin in step) > sampler.max_tokens:
         raise ConfigError(
-            f"packing.plan={path} has a bin above packing.max_tokens={sampler.max_tokens}; {fix}."
+            f"packing.plan={path} has a bin with more than packing.max_tokens={sampler.max_tokens} tokens; {fix}."
         )
     given = EarlierEpoch(epoch, sampler.first_step(epoch), plan)
     return replace(run, sampler=replace(sampler, given=given))

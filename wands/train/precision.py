@@ -23,10 +23,9 @@ def split_by_dtype(
 ) -> list[dict[str, Any]]:
     """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
 
-    The dtype of the first group decides how DeepSpeed sums the gradients of micro steps. At ZeRO-2 the result has the
-    fp32 groups first, because the gradient buckets get the dtype of the first group. At ZeRO-1 the result has the bf16
-    groups first. With the opposite order at either stage, DeepSpeed would sum the gradients in the dtype of the
-    parameters.
+    The order of the groups decides the dtype in which DeepSpeed sums the gradients of micro steps. With the order of this
+    function, DeepSpeed sums all gradients in fp32: the fp32 groups come first at ZeRO-2, and the bf16 groups come first at
+    ZeRO-1. With the opposite order, DeepSpeed would sum the gradients of bf16 parameters in bf16.
 
     Args:
         groups: parameter groups of an optimizer.

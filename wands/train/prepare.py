@@ -60,7 +60,7 @@ def load_run(
         encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
             with the fingerprint in a cache.
         ranks_per_node: number of ranks on each node; None for a single node.
-        resume: value of --resume, as for `find_resume`.
+        resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search.
@@ -122,7 +122,8 @@ def prepare_run(
         world_size: number of ranks.
         device_type: "cuda" or "cpu".
         names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
-        encoders: function from a model path to the fingerprint of its VAE and text encoder, to compare with a cache.
+        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
+            with the fingerprint in a cache.
         ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
         problems: problems that were found before this call, with the names of the recipe sections and files that

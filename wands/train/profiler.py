@@ -26,7 +26,7 @@ from wands.train.trainer import Trainer
 
 T = TypeVar("T")
 NAMED = ("projections", "ffn", "norm", "noise", "optimizer", "data wait")
-"""Scopes whose events have their names."""
+"""Scopes (parts of a step) whose profiler events have the name of the scope."""
 SCOPES = {name: name for name in NAMED} | {
     "attention": "wands::ring_|_PaddedAttention|_VarlenAttention",
     "exchange": "wands::to_|c10d::alltoall",
@@ -35,16 +35,19 @@ SCOPES = {name: name for name in NAMED} | {
     "ZeRO gather": "ZeRO gather|c10d::.*allgather",
     "reduction": "c10d::(allreduce|_?reduce)",
 }
-"""Maps each scope to a pattern for the beginning of event names. Events inside such an event belong to its scope, unless their
-names belong to another scope."""
+"""Maps each scope (part of a step) to a regular expression for the beginning of the names of profiler events.
+
+An event whose name matches belongs to the scope. The events inside it also belong to the scope, unless their names match
+another scope.
+"""
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
-"""Operators whose FLOPs PyTorch knows."""
+"""Operators whose FLOPs are taken from PyTorch's profiler."""
 
 
 def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> Iterator[T]:
-    """Yield the batch of each step, and profile the steps that the recipe's section `profile` names.
+    """Yield the batch of each step, and profile the steps that the recipe's section `profile` selects.
 
-    A run that resumes after these steps profiles its first steps.
+    If a run resumes after the first selected step, it profiles its first steps instead.
 
     Args:
         trainer: objects of the training process.
@@ -67,7 +70,10 @@ def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> I
 
 @contextlib.contextmanager
 def memory_snapshots(trainer: Trainer) -> Iterator[None]:
-    """Write a snapshot of the memory if a GPU runs out of memory inside the context. The error then names the file."""
+    """Write a snapshot of the GPU memory to a file if the GPU runs out of memory in the `with` block.
+
+    A note of the error then names the file.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -111,10 +117,10 @@ def _path(trainer: Trainer, name: str) -> str:
 
 
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, list[float]]:
-    """Sum calls, time and FLOPs of the events of each scope.
+    """Sum the calls, the time and the FLOPs of the profiler events in each scope (part of a step) of `SCOPES`.
 
-    An event belongs to the scope of the innermost event around it that has a scope. An event of the backward pass belongs to
-    the scope of its forward operator. A backward operator is not a call.
+    An event whose name matches no scope belongs to the scope of the innermost event around it that matches one. An event of
+    the backward pass belongs to the scope of its forward operator, and is not counted as a call.
 
     Args:
         events: events of the profiler, with shapes.
@@ -155,14 +161,15 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
 
 
 def format_scopes(rows: Mapping[str, Sequence[float]], seconds: float, num_steps: int) -> str:
-    """Return a table with the mean of each scope over the steps: calls, time, share of the step, and FLOPs.
+    """Return a table with means per step for each scope (part of a step): calls, time, share of the step, and FLOPs.
 
-    The share is that of the time of the GPU. Scopes without kernels, such as data wait, have the share of the CPU.
+    The share of the step is the scope's GPU time / the duration of the step. For scopes without GPU time, such as "data
+    wait", it is the CPU time / the duration.
 
     Args:
         rows: result of `sum_scopes`.
-        seconds: duration of all steps.
-        num_steps: number of steps.
+        seconds: duration of all profiled steps together.
+        num_steps: number of profiled steps.
     """
     lines = [f"{'scope':<12}{'calls':>7}{'CPU ms':>10}{'GPU ms':>10}{'share':>8}{'GFLOP':>12}"]
     for name, row in sorted(rows.items(), key=lambda item: -(item[1][2] or item[1][1])):
@@ -177,7 +184,7 @@ def format_scopes(rows: Mapping[str, Sequence[float]], seconds: float, num_steps
 
 
 def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
-    """Name parts of a step in the profile until `stack` is closed."""
+    """Wrap methods of an engine and its modules, so that the profile shows their scopes. Closing `stack` unwraps them."""
     for name, module in engine.module.named_modules():
         part = name.rpartition(".")[2]
         if scope := {"attn1": "projections", "attn2": "projections", "ffn": "ffn"}.get(part):

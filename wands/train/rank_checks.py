@@ -177,7 +177,7 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool =
         plan: packing plan of the last step. It is an argument because this function must not use the sampler, which the
             prefetch thread is using.
         device: device of this rank.
-        gather: see `check_weights_agree`.
+        gather: whether to gather and compare also the parameters that ZeRO-3 has partitioned.
 
     Returns:
         Number of compared parameters.

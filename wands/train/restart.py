@@ -1,7 +1,8 @@
 """torchrun that restarts the workers after a crash: `python -m wands.train.restart [options of torchrun] -m wands train ...`.
 
-`scripts/launch_multinode.sh` starts this program on every node. torchrun's option --max-restarts would also restart after an
-error of the user, would count all restarts of a long run, and would not resume.
+`scripts/launch_multinode.sh` starts this program on every node. torchrun's option --max-restarts is not enough: it would also
+restart after an error that only the user can fix, would count all restarts of a long run, and would not resume from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ _GIVE_UP = (
 
 
 class RestartingAgent(LocalElasticAgent):
-    """torchrun's agent on a node. It restarts the workers unless the user must act, or no checkpoint is saved any more.
+    """torchrun's agent on a node, which restarts the workers of the node after a crash.
 
-    Restarted workers get the option `--resume`, also on a node that joins the run later.
+    It does not restart them after an error that only the user can fix, or after `MAX_RESTARTS` restarts without a new
+    checkpoint. Restarted workers get the option `--resume`, also on a node that joins the run later.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:
@@ -89,7 +91,10 @@ class RestartingAgent(LocalElasticAgent):
 
 
 def main() -> None:
-    """Run torchrun with `RestartingAgent`. Exit with code 2 if a restart does not help, and 1 if the nodes do not meet."""
+    """Run torchrun with `RestartingAgent`.
+
+    The exit code is 2 if the workers fail and are not restarted, and 1 if the nodes do not find each other.
+    """
     log_to_stderr()
     args = torchrun.parse_args(None)
     args.max_restarts = 10**6  # RestartingAgent decides

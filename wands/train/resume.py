@@ -120,13 +120,13 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
             f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
             and current.data_fingerprint != saved.data_fingerprint,
             "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
-            f"again; use the cache of that run, or {new_run}.": other_contents
+            f"again; use the cache of the checkpoint's run, or {new_run}.": other_contents
             and current.data_fingerprint == saved.data_fingerprint,
             f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
             f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
             and current.base_fingerprint != saved.base_fingerprint,
             f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
-            f"that run, or {new_run}.": None not in types and types[0] != types[1],
+            f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
         }
     )
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]

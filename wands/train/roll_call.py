@@ -1,7 +1,7 @@
 """Find the ranks that do not answer, after a step that does not end or a connection that breaks.
 
-Each rank writes its Python stacks to a file in the run folder, waits, and reads which other ranks have written. This works
-when the network is down and when a process is stopped, and costs nothing in a step.
+Each rank writes its Python stacks to a file in the run folder and waits. A rank without a file does not answer. This works
+when the network is down or a process is suspended, and costs no time in a normal step.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def answer_file(folder: Path, rank: int) -> Path:
 
 
 def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
-    """Write where this rank is, wait for the answers of the other ranks, and return a text about all ranks.
+    """Write this rank's stacks to a file, wait for the files of the other ranks, and return a text about all ranks.
 
     Args:
-        folder: folder of the answers, which all ranks see.
-        seconds: time to wait for answers.
+        folder: folder of the files. All ranks must share this folder.
+        seconds: time to wait for the files of the other ranks.
         error: exception that has ended the training of this rank; None if the main thread still runs.
 
     Returns:
-        (the text, whether this rank is the lowest that answered).
+        (text with the ranks that do not answer, and the current function of the ranks that answer; whether this rank is the
+        lowest rank that answers).
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
@@ -65,7 +66,7 @@ def dump_collectives(folder: Path) -> None:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the innermost function of wands in which the main thread is, or in which an exception was raised."""
+    """Return the innermost function of wands that the main thread is running, or in which `error` was raised."""
     if error is None:
         frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
     else:

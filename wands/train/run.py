@@ -49,8 +49,8 @@ class TrainingRun:
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
-        data_change: text about clips that were added or removed since the checkpoint.
-        samples: videos that the run samples while it trains.
+        data_change: text about clips that were added or removed since the checkpoint; None without a change.
+        samples: requests for the sample videos that the run generates during the training.
     """
 
     recipe: Recipe
@@ -86,7 +86,7 @@ class TrainingRun:
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups (groups of ranks that share a bin). Each group trains on different bins."""
+        """Number of context-parallel groups. The ranks of a group share clips, and each group trains on different clips."""
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
@@ -95,9 +95,10 @@ class TrainingRun:
 
     @cached_property
     def licenses(self) -> list[tuple[str, int]]:
-        """(licence, number of clips) of the training data, the most frequent licence first; [] if no clip states one.
+        """(licence, number of clips) pairs of the training data, the most frequent licence first.
 
-        At most 20 licences are listed. "others" counts the clips with other licences.
+        At most 20 licences are listed. Then "others" counts the clips with other licences, and "not stated" the clips without
+        a licence. The list is empty if no clip states a licence.
         """
         # A clip counts once, however often an epoch repeats it.
         clips = dict(zip(self.data.keys, self.data.licenses, strict=True))
@@ -134,7 +135,7 @@ class TrainingRun:
 
     @cached_property
     def data_contents(self) -> str:
-        """Digest of the contents of the samples that the run uses, in order. Clips that are encoded again change it."""
+        """Digest of the contents of the samples that the run uses. The digest changes if a clip is encoded again."""
         digest, data = hashlib.blake2b(digest_size=16), self.data
         for part in data.sources if isinstance(data, CombinedDataset) else (data,):
             source, chosen = (part.data, part.chosen) if isinstance(part, SelectedSource) else (part, ...)
@@ -185,8 +186,8 @@ class TrainingRun:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
-        step. With `token`, it is the mean number of tokens per step, minus the expected number of tokens in first
-        frames that are given as a condition. Such tokens are not trained, and their number per step is random. See also
+        step. With `token`, it is the mean number of trained tokens per step. Tokens in first frames that are given as a
+        condition are not trained. Their number in a step is random, so their expected number is subtracted. See also
         `StepPlan.denominators`.
         """
         value = plan.denominators[self.recipe.loss.reduction]
@@ -264,7 +265,7 @@ class TrainingRun:
 
 
 def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
-    """Return the fields of `Workload` for the videos that a run samples. Without videos, the result is {}."""
+    """Return the fields of `Workload` for the sample videos that a run generates. Without sample videos, return {}."""
     if not requests:
         return {}
     # Tensors of the published VAEs while they decode in fp32, a few frames at a time. The pixels of all frames stay.

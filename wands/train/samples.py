@@ -1,7 +1,8 @@
 """Sample videos while a run trains, with the weights in its engines. A failure is reported, and the training continues.
 
-A DiT in training is packed, and may be divided among ranks, so no rank has a transformer of diffusers. `DiTAdapter` gives the
-packed DiT the interface of diffusers' transformer. The pipelines and schedulers of diffusers then sample as for `wands infer`.
+During training, the DiT takes packed sequences and may be divided among ranks, so no rank has a transformer of diffusers.
+`DiTAdapter` gives the packed DiT the interface of diffusers' transformer. The pipelines and schedulers of diffusers then
+sample as for `wands infer`.
 """
 
 from __future__ import annotations
@@ -65,16 +66,16 @@ _KEYS |= {"--model": "model.path", "--prompts-file": "sample.prompts_file", "--p
 def plan_videos(
     recipe: Recipe, variant: Variant, experts: Sequence[Expert], has_files: bool = True
 ) -> tuple[SampleRequest, ...]:
-    """Return the requests of the `sample` section of a recipe, after all checks that need no weights.
+    """Return the requests for the videos of a recipe's `sample` section, after all checks that need no weights.
 
     Args:
         recipe: recipe. Without a `sample` section, the result is empty.
         variant: variant of the model.
         experts: DiTs that the recipe trains.
-        has_files: whether to check the files of the model and the images.
+        has_files: whether the files of the model and the images are on this machine, and must be checked.
 
     Raises:
-        ConfigError: if a prompt, an image or an option is invalid, `model.path` is no complete pipeline, or the recipe trains
+        ConfigError: if a prompt, an image or an option is invalid, `model.path` is not a complete pipeline, or the recipe trains
             only one of two experts.
     """
     section = recipe.sample
@@ -113,9 +114,9 @@ def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[st
         device: device of this process.
 
     Returns:
-        CPU tensors. The name of a tensor is the number of its request, a dot, and "prompt_embeds", "negative_prompt_embeds",
-        "image_embeds" (hidden states of CLIP) or "image_latents" (the VAE's latents before normalisation). Only the tensors
-        that sampling needs exist.
+        A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `run.samples`, a dot, and
+        "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP) or "image_latents" (the VAE's latents
+        before normalisation). Tensors that sampling does not need are missing.
 
     Raises:
         WandsError: on all ranks, if the encoders cannot be loaded.
@@ -168,7 +169,9 @@ def _encode(
 
 
 class DiTAdapter(nn.Module):
-    """Engine of a packed DiT with the interface of diffusers' transformer. The ranks of a context-parallel group share a video.
+    """Adapter that gives the engine of a packed DiT the interface of diffusers' transformer.
+
+    The ranks of a context-parallel group share the tokens of a video.
 
     Args:
         engine: DeepSpeed engine of the DiT.
@@ -224,11 +227,11 @@ class _StoredVae(nn.Module):
 
 
 class RunSamples:
-    """Samples of a training run.
+    """Generator of a training run's sample videos, and writer of their files.
 
-    The ranks of a context-parallel group share each video, and the groups divide the videos. Groups that work at the same time
-    have videos with the same sequence of forward passes, because ZeRO-3 gathers the weights of a forward pass on all ranks. A
-    group without a video repeats the first video of the others.
+    Each context-parallel group generates different videos. ZeRO-3 gathers the weights of a forward pass on all ranks. So the
+    groups that work at the same time must generate videos with the same number of forward passes. If there are fewer videos
+    than groups, each remaining group generates the first video again, and discards the result.
 
     Args:
         trainer: objects of the training process.
@@ -265,14 +268,14 @@ class RunSamples:
         self._rounds = [own[i : i + size] for own in by_schedule.values() for i in range(0, len(own), size)]
 
     def is_due(self, step: int) -> bool:
-        """Return whether to sample after a step, or before the first step if `step` is 0."""
+        """Return whether to generate sample videos after a step. Step 0 means before the first step."""
         section, total_steps = self._trainer.run.recipe.sample, self._trainer.run.sampler.total_steps
         return section is not None and (step % section.every == 0 or step == total_steps)
 
     def write(self, step: int) -> None:
         """Sample all videos with the current weights and with their moving average. Every rank must call this method.
 
-        A video that fails is a warning and the event "sample failed".
+        If a video fails, print a warning and write the event "sample failed". The training continues.
 
         Args:
             step: number of optimizer steps that the run has made.
@@ -305,7 +308,7 @@ class RunSamples:
         write_report(trainer.run.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | tuple[int, str] | None:
-        """Sample the video of this rank's group. The first rank of the group writes the files.
+        """Generate the video of this rank's context-parallel group. The first rank of the group writes the files.
 
         Args:
             step: number of optimizer steps that the run has made.
@@ -338,7 +341,12 @@ class RunSamples:
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
-        """Return a pipeline for a request that was encoded before, and blank images in the place of its images."""
+        """Return (pipeline that uses the stored encodings of a request, blank images that replace its images).
+
+        Args:
+            number: index of the request in `run.samples`.
+            request: the request.
+        """
         device, blank = self._trainer.device, Image.new("RGB", (request.width, request.height))
         stored = [self._tensors.get(f"{number}.{name}") for name in _NAMES]
         *texts, embeds, latents = [x if x is None else x.to(device) for x in stored]

@@ -82,7 +82,7 @@ def train_step(
         denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided.
         sigma_range: (lowest, highest) noise level of the expert that the engine trains.
         is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
-            norm of the whole gradient. Its result must be equal on all ranks. None discards no update.
+            norm of the whole gradient. Its result must be equal on all ranks. None keeps every update.
         measures_blocks: whether to measure the gradient and the update of each block.
     """
     recipe = run.recipe
@@ -118,15 +118,15 @@ def train_step(
 
 
 def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
-    """Update the weights, unless `is_bad` decides from the gradient norm to discard the update.
+    """Update the weights. If `is_bad` returns True for the gradient norm, discard the update instead.
 
-    ZeRO knows the norm only inside its step. There it also discards updates whose gradients overflow, and this function
-    lets it discard a bad update in the same way. The learning rate schedule counts a discarded update as a step.
+    ZeRO computes the norm inside `engine.step`, where it also discards updates whose gradients overflow. This function marks
+    a bad update as an overflow, so that ZeRO discards it. The learning rate schedule counts a discarded update as a step.
 
     Args:
         engine: DeepSpeed engine after the backward pass.
         norm: gradient norm at ZeRO stage 0; None at the other stages.
-        is_bad: function that decides from the norm, a float. None discards no update.
+        is_bad: function that takes the gradient norm as a float. None keeps every update.
 
     Returns:
         (whether the update was discarded, gradient norm).
@@ -162,7 +162,7 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
 def _sample_losses(
     micro_losses: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
 ) -> list[SampleLoss]:
-    """Return the loss of each sample of a step. Samples with weight 0, which only fill empty bins, are left out.
+    """Return the loss of each sample of a step. Padding samples, which have weight 0 and fill empty bins, are left out.
 
     Args:
         micro_losses: for each micro step, the tuple (rank slice, noise level of each sample in the slice, sum of

@@ -111,9 +111,9 @@ class ComputeTimes:
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
     """Return the slow ranks, slowest first, as a dict from the rank to its time / the (upper) median time of the other ranks.
 
-    A rank is slow only if it is slow by its seconds, and also by its seconds per input value. A rank with more tokens than
-    the others takes more seconds. A rank with fewer tokens takes more seconds per token, because each layer also has a
-    constant cost. Neither rank is slow.
+    A rank is slow only if both its seconds and its seconds per input value are high. The seconds alone would also report a
+    rank with more tokens than the other ranks. The seconds per value alone would also report a rank with fewer tokens,
+    because each layer has a constant cost.
 
     Args:
         table: [world_size, 2], for each rank its seconds per step and its seconds per input value.

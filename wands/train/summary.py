@@ -121,7 +121,7 @@ def _trained(run: TrainingRun) -> list[str]:
         )
     if len(run.experts) == 2:
         lines.append(
-            "both experts train on the clips of each step, one after the other: two updates per step, and all states twice"
+            "both experts train on the clips of each step, one after the other: two updates per step, and two models in memory"
         )
     if recipe.ema:
         interval = f", every {recipe.ema.every} steps" if recipe.ema.every > 1 else ""

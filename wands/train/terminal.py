@@ -15,7 +15,7 @@ from wands.texts import safe_lines
 from wands.train.run import Log
 
 SILENCE = 30.0
-"""Seconds without output after which a line says what the run does."""
+"""Seconds without output after which the run prints a line with its current work."""
 
 
 class Terminal:
@@ -24,7 +24,7 @@ class Terminal:
     On a terminal, rich prints the texts, and all other output of this process, above the live line.
 
     Args:
-        echo: function that prints a text; None on all ranks but the first, which print nothing.
+        echo: function that prints a text on rank 0; None on the other ranks, which print nothing.
     """
 
     def __init__(self, echo: Log | None) -> None:
@@ -53,7 +53,12 @@ class Terminal:
         return self._live.is_started
 
     def heartbeat(self, work: str, seconds: float) -> None:
-        """Show how long the run has done the same work, if nothing was printed for `SILENCE` seconds."""
+        """Show the current work and its duration so far, if nothing was printed for `SILENCE` seconds.
+
+        Args:
+            work: name of the current work, such as "step 5".
+            seconds: duration of the work so far.
+        """
         text = f"{work}: {seconds:.0f} s so far"
         if time.monotonic() - self._last > SILENCE and not self.show(text):
             self(text)

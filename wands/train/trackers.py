@@ -44,8 +44,8 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
 
-    A tracker that fails never stops the training. The first failure is a warning. The tracker is started again at a later
-    call, after ten times as long as the failed call took.
+    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, the tracker
+    is not called for ten times the duration of that call, and is then started again.
 
     Args:
         run: the checked training run. If it resumes, the trackers continue the curves of the run.
@@ -92,13 +92,13 @@ class Trackers:
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the (name, tracker) pairs with given names that take values of a step."""
+        """Return the (name, tracker) pairs with the given names. Leave out wandb if it already has the values of the step."""
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
         return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Call a function of a tracker, and start the tracker before if it does not run."""
+        """Start a tracker if it is not running, then call `action`, a function of the tracker. Log a failure."""
         began, tracker = time.monotonic(), self._trackers[name]
         if began < self._retry_at.get(name, 0):
             return

@@ -43,12 +43,15 @@ class Trainer:
     log: Log
 
     def weights_at(self, step: int) -> tuple[str, ...]:
-        """Return the kinds of weights to evaluate and to sample. Before the first step, the moving average equals the weights."""
+        """Return the kinds of weights to evaluate and to sample: "raw", and "ema" if there is a moving average.
+
+        Step 0 needs no "ema", because the moving average then equals the weights.
+        """
         return ("raw", "ema") if self.averages and step else ("raw",)
 
     @contextmanager
     def inference(self, weights: str) -> Iterator[None]:
-        """Switch the DiTs to inference in a `with` block, and then restore their state, so that the training does not change.
+        """Switch the DiTs to inference in a `with` block. After the block, restore the state of the training.
 
         Every rank must enter and leave the block between two optimizer steps.
 

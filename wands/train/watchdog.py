@@ -21,23 +21,27 @@ from wands.train.launcher import Ancestor
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
-"""Seconds in which several signals count as one. Ctrl-C reaches a worker from the terminal and from the launcher."""
+"""Seconds in which several signals count as one, because a worker receives Ctrl-C from the terminal and from the launcher."""
 
 STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
-"""A step may take this many times as long as the longest of the last 50 steps, and always this many seconds."""
+"""The limit of a step is STEP_FACTOR times the longest of the last 50 steps, and at least STEP_FLOOR seconds."""
 
 _TICK = 1.0
 _HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
-"""Seconds to wait for the answers of other ranks. After a lost connection, launchers soon kill the ranks that are left."""
+"""Seconds to wait for the answers of other ranks: after a step that does not end, and after a lost connection.
+
+The wait after a lost connection is short, because launchers soon kill the remaining ranks.
+"""
 
 
 class Watchdog:
     """Thread that watches a training process, used in a `with` statement around the whole run.
 
     If the launcher ends, or SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives, the thread sets
-    `stop_requested`, and the training loop saves a checkpoint and stops. Before the first step, there is nothing to save
-    and the process exits at once. A second SIGINT, later than `ONE_REQUEST`, also exits at once. The thread can do both
-    while the main thread waits for other ranks. A signal that was ignored at the start stays ignored.
+    `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is nothing to
+    save and the process exits at once. A second SIGINT, at least `ONE_REQUEST` seconds after the first, also ends the process
+    at once. The thread can end the process while the main thread waits for other ranks. A signal that was ignored at the start
+    stays ignored.
 
     If a step does not end in time, or the connection to another rank breaks, the ranks write their stacks and the process
     ends with one message that names the ranks that do not answer.
@@ -94,12 +98,12 @@ class Watchdog:
             self._pipe.close()
 
     def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
-        """Begin to limit the time of the run.
+        """Set the time limits of the run, and begin to enforce them.
 
         Args:
             output_dir: run folder.
-            step_timeout: seconds that a step may take. None: a limit from the last steps.
-            timeout: seconds for all other work: the start including the first step, and checks and checkpoints.
+            step_timeout: seconds that a step may take. None computes the limit from the durations of the last steps.
+            timeout: seconds for any other work: the start with the first step, a check, or a checkpoint.
         """
         from wands.train.roll_call import answer_file
 
@@ -110,7 +114,7 @@ class Watchdog:
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
-        """Limit the time of a step. The first step belongs to the start.
+        """Limit the time of a step. This method is not called for the first step, which belongs to the start.
 
         Args:
             step: number of the step in messages.
@@ -119,7 +123,7 @@ class Watchdog:
         self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Note that a step has ended: from now on, a checkpoint is saved before the run stops.
+        """Note that a step has ended. A request to stop now saves a checkpoint before the run stops.
 
         Args:
             step: number of the step in messages.

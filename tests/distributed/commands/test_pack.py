@@ -151,7 +151,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_pipeline: Path, tmp_path: Path
     assert other in error(header, *steps, overrides=("train.bins_per_step=1",))
     assert other in error(header, {"bins": [first[0], first[0]]}, {"bins": second})
     whole = {"indices": [i for bin in (*first, *second) for i in bin["indices"]]}
-    assert "has a bin above packing.max_tokens=24" in error(
+    assert "has a bin with more than packing.max_tokens=24" in error(
         header, {"bins": [whole, {"indices": []}]}, {"bins": [{"indices": []}] * 2}
     )
     assert "cannot be read ('bins')" in error(header, {"step": 0})

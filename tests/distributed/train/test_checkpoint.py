@@ -264,7 +264,7 @@ def test_no_disk_space_is_one_sentence_and_nothing_half_written(
 ):
     said = new_world(2, save_without_space, tiny_pipeline, tmp_path)
     assert said[0] == said[1]
-    assert "the file size limit (ulimit -f) is 100000. Free disk space, raise the limit" in said[0]
+    assert "the file size limit (ulimit -f) is 100000 bytes. Raise the limit" in said[0]
     assert not list(tmp_path.rglob("step_*"))
 
 
