@@ -1,7 +1,7 @@
 """Push checkpoints to the Hugging Face Hub while the training continues.
 
-A thread runs `wands push` in a subprocess with low priority. A file in the step folder marks a checkpoint that must be pushed.
-The mark also keeps the checkpoint from being deleted, and lets a resumed run push the checkpoint.
+A thread runs `wands push` in a subprocess with low priority. An empty file in the folder of a checkpoint marks that the
+checkpoint must be pushed. The run does not delete a marked checkpoint. A resumed run pushes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from threading import Lock, Thread
 from wands.train.trainer import Trainer
 
 PUSH_MARK = "push_is_pending"
-"""Name of the empty file that marks a step folder whose checkpoint must be pushed."""
+"""Name of the empty file that marks the folder of a checkpoint that must be pushed."""
 # The command is not a rank of the run, and must not slow down the run.
 _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 

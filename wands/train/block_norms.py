@@ -21,8 +21,8 @@ def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
     for each trained weight of the part.
 
     Returns:
-        A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of the
-        whole gradient before clipping) and "update_ratio_blocks" (norm of the change of the fp32 master weights / norm of
+        A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of each
+        block's gradient before clipping) and "update_ratio_blocks" (norm of the change of the fp32 master weights / norm of
         these weights). Each value maps names such as "blocks.0", or "proj_out" for a module next to the blocks, to a number.
     """
     parameters, fragments = dict(engine.module.named_parameters()), own_fragments(engine)

@@ -83,8 +83,8 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
         sizes: size of each vector in bytes.
         device: device of the vectors.
         pinned: whether to allocate pinned host memory, which a GPU copies from and to without waiting.
-        key: recipe key that needs the memory, for error messages.
-        fix: the fix in error messages.
+        key: recipe key that needs the memory, for error messages, such as "ema.device=cpu".
+        fix: the fix in error messages, such as "set ema.device=gpu".
 
     Raises:
         ConfigError: if the host has too little memory.

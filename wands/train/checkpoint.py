@@ -142,7 +142,7 @@ class CheckpointSaver:
 
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
-            plan: plan of the last step.
+            plan: packing plan of the last step. Its epoch is stored in `epoch.json`.
             required: whether the checkpoint must be complete when this method returns.
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
@@ -222,7 +222,7 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. If the run ended, add --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. To continue an ended run, add --resume.",
                 agreed=True,
             )
         return target

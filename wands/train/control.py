@@ -28,7 +28,7 @@ class ControlRequest(NamedTuple):
 class ControlRequests:
     """Requests to a run. The user requests an action with a file named `save`, `save_quit` or `check` in the run folder.
 
-    If the watchdog requests a stop, for example after Ctrl-C, the effect is the effect of `save_quit`.
+    A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
     """
 
     def __init__(self, output_dir: Path, watchdog: Watchdog) -> None:

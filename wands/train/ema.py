@@ -120,7 +120,7 @@ class WeightAverage:
         }
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the moving average from a checkpoint. Its number of ranks may be different.
+        """Restore this rank's part of the moving average from a checkpoint of any number of ranks.
 
         Args:
             folder: subfolder of the DiT in the checkpoint.

@@ -1,8 +1,8 @@
 """State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
 
-Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights
-and its optimizer states, each [N]. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage
-the fragments of all ranks cover each parameter exactly once, so a reader needs neither DeepSpeed nor the number of ranks.
+Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights and
+its optimizer states, each [N]. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage the
+fragments of all ranks cover each parameter exactly once, so reading a checkpoint needs neither DeepSpeed nor a number of ranks.
 At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
 A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
@@ -151,7 +151,7 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
     """Restore the state of an engine from a checkpoint. Every rank must call this function.
 
     Each rank reads the ranges of parameters that it owns now. The checkpoint may come from another number of ranks or
-    another ZeRO stage. If both are equal, every bit is restored.
+    another ZeRO stage. If neither has changed, every bit is restored.
 
     Args:
         engine: new engine.

@@ -31,8 +31,8 @@ class EvaluationClip(StrictModel):
     """A clip of the evaluation.
 
     Attributes:
-        key: key of the sample.
-        side: `HELD_OUT` or `TRAIN`.
+        key: key of the sample in its data set.
+        side: "held_out" or "train".
         num_tokens: number of video tokens.
         sigmas: maps the subfolder of each trained DiT to the noise levels of the clip, one for each quantile.
     """
@@ -53,7 +53,7 @@ class EvaluationPlan(StrictModel):
     """Clips and noise levels of all evaluations of a run, as stored in `evaluation.json`.
 
     Attributes:
-        settings: recipe keys that determine the clips. Other values start a new series of evaluations.
+        settings: recipe keys that determine the clips, with their values. If a value changes, a new plan is made.
         quantiles: quantiles of the noise level in the recipe's distribution.
         share: planned FLOPs of all evaluations / planned FLOPs of the training.
         clips: clips to evaluate, held-out clips first.
@@ -99,9 +99,10 @@ class EvaluationSample(NamedTuple):
 
 
 def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
-    """Return the samples of an evaluation, without clips that are no longer in the data.
+    """Return the samples of an evaluation: each clip at each noise level, in each DiT.
 
-    A clip of a single image is not evaluated with its first frame as a condition.
+    Clips that are no longer in the data are left out. A clip of a single image is not evaluated with its first frame
+    as a condition.
 
     Args:
         run: the checked training run.
@@ -196,7 +197,7 @@ def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[
 
     Args:
         run: the checked training run.
-        side: `HELD_OUT` or `TRAIN`.
+        side: "held_out" or "train", for the result.
         data: clips to choose from.
         most: largest number of clips to return.
     """

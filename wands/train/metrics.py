@@ -35,8 +35,8 @@ class StepLog:
     group writes the losses of its samples.
 
     Args:
-        trainer: objects of the training process. If the run resumes, rows of later steps are removed, because the run writes
-            them again.
+        trainer: objects of the training process. If the run resumes, the rows of steps after its checkpoint are removed,
+            because the run makes these steps again.
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.
@@ -160,16 +160,17 @@ def step_metrics(
         A dict with the items of `measured` and these keys:
         `step`: number of optimizer steps made, including this step.
         `epoch`: epoch of the step.
-        `loss`, `grad_norm`: mean of `losses`, largest norm of a DiT's whole gradient before clipping.
+        `loss`: mean of `losses`.
+        `grad_norm`: norm of the whole gradient before clipping. With two experts, the larger norm.
         `tokens`, `samples`: number of video tokens and number of clips of the step.
-        `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this number / number of ranks.
+        `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
         `fill`: `tokens` / (number of bins x `packing.max_tokens`).
         `imbalance`: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
-        `device_peak`, `host_peak`: `peaks`; None for the device on a CPU.
+        `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
         `grad_norm_blocks`, `update_ratio_blocks`: in measured steps, the results of `measure_blocks`. With two experts, the
         name of the expert and a dot come before the name of each block.

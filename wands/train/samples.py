@@ -189,8 +189,8 @@ class DiTAdapter(nn.Module):
     ) -> tuple[Tensor]:
         """Predict the velocity of a video. Every rank of the group must call this method with equal tensors.
 
-        Letters: C channels of the DiT's input, (f, h, w) latent frames, rows and columns, N tokens of the video, D width of the
-        text encoder, I CLIP tokens of an image, E width of CLIP.
+        Letters: C channels of the DiT's input, f latent frames, h latent rows, w latent columns, N tokens of the video, D width
+        of the text encoder, I CLIP tokens of an image, E width of CLIP.
 
         Args:
             hidden_states: [1, C, f, h, w], noisy latents, and the conditioning channels after them.
@@ -358,7 +358,12 @@ class RunSamples:
         return view, images
 
     def _draw_sheet(self, step: int, kinds: Sequence[str]) -> None:
-        """Draw the videos of the base, the trained weights and their moving average next to each other."""
+        """Draw a contact sheet with the videos of the base model, the trained weights and their moving average.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+            kinds: kinds of weights that were sampled at this step: "raw", "ema".
+        """
         run, path = self._trainer.run, self._folder / step_name(step) / "contact_sheet.png"
         columns = {(0, "raw"): "base"} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}
         sheet = []

@@ -45,7 +45,7 @@ class Terminal:
             self._echo(text)
 
     def show(self, text: str) -> bool:
-        """Replace the live line. Return False if there is no terminal."""
+        """Replace the live line, which shows the progress below all other output. Return False without a terminal."""
         if self._live.is_started:
             self._last = time.monotonic()
             with suppress(OSError):

@@ -129,7 +129,8 @@ def _build(name: str, run: TrainingRun, step: int) -> Any:
     Args:
         name: name of the tracker.
         run: the checked training run.
-        step: first step of this process. TensorBoard hides earlier values of this step and of later steps.
+        step: first step of this process. TensorBoard hides the values that an earlier process wrote for this step and later
+            steps.
     """
     folder, project = run.output_dir, run.recipe.logging.project
     run_name = run.recipe.logging.run_name or folder.resolve().name

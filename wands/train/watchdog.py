@@ -133,11 +133,11 @@ class Watchdog:
         self.begin_work(f"the work after step {step}")
 
     def begin_work(self, work: str, limit: float | None = None) -> None:
-        """Limit the time of work, such as a checkpoint.
+        """Begin work other than a step, such as saving a checkpoint, and limit its time.
 
         Args:
             work: name of the work in messages.
-            limit: seconds. None uses the `timeout` of `watch_run`.
+            limit: largest number of seconds. None uses the `timeout` of `watch_run`.
         """
         # A new tuple, also if its values are equal.
         self._allowed = (work, self._timeout if limit is None else limit)
