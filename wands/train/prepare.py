@@ -64,7 +64,8 @@ def load_run(
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search.
-        damaged: maps step folders that are known to be damaged to their error messages. The run resumes from an older step.
+        damaged: maps the folder of each checkpoint that is known to be damaged to its error message. The run does not
+            resume from these checkpoints.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.

@@ -47,10 +47,11 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text:
     if every node has its own copy of the model or the cache, the copies must have the same path.
 
+    This function uses the sampler. Call it before the prefetch thread starts, because the thread uses the sampler too.
+
     Args:
         run: the checked training run.
-        step: number of optimizer steps that the run has made. This function uses the sampler, so it must run before the
-            prefetch thread starts, which also uses the sampler.
+        step: number of optimizer steps that the run has made.
     """
     epoch = run.sampler.epoch_of(step)
     parts: dict[str, Any] = {

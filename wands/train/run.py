@@ -150,9 +150,10 @@ class TrainingRun:
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """Digest of a part of the base weights and of the merged LoRAs (see `sample_digest`).
+        """Digest of a part of the base weights and of the merged LoRAs, to recognise other weights when a run resumes.
 
-        None for a full finetune, whose checkpoints contain all weights, and for random base weights.
+        `sample_digest` chooses the part. The digest is None for a full finetune, whose checkpoints contain all weights, and
+        for random base weights.
         """
         model = self.recipe.model
         if self.recipe.lora is None or model.init == "random":

@@ -21,7 +21,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
     """Read the configs of the model that the recipe names.
 
     Returns:
-        (diffusers config of the DiT, variant of the model, DiTs that the recipe trains with the noise levels to train).
+        (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, does not have the experts that the recipe names,
@@ -55,7 +55,7 @@ def _cut_range(expert: Expert, flow: FlowConfig) -> Expert:
     if max(least, low) >= min(most, high):
         raise ConfigError(
             f"flow.min_timestep={flow.min_timestep:g} and flow.max_timestep={flow.max_timestep:g} leave no timestep of the "
-            f"{expert.name}-noise expert, which has {1000 * least:g} to {1000 * most:g}; change the keys or model.experts."
+            f"{expert.name}-noise expert ({1000 * least:g} to {1000 * most:g}); change the keys or model.experts."
         )
     return replace(expert, sigma_range=(max(least, low), min(most, high)))
 
