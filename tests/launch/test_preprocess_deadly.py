@@ -94,7 +94,7 @@ def test_a_clip_that_crashes_its_decoder_is_rejected_and_the_run_continues(
 ) -> None:
     out = tmp_path / "cache"
     text = finish(start(source, out, tiny_pipeline, env=SITE, workers=workers))
-    assert "clips that crash or hang a process are skipped until the file changes" in text
+    assert "clips that crash or hang a process are skipped until their files change" in text
     assert_found(out, whole)
     assert_later_runs_skip_them(source, tiny_pipeline, out, whole, tmp_path, monkeypatch)
 

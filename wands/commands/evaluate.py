@@ -38,7 +38,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         is_run = where.is_file() or where.match("step_*") or (where / "checkpoints").is_dir()
         checkpoint = find_checkpoint(where) if is_run else None
         if options.ema and checkpoint is None:
-            raise ConfigError(f"--ema needs a run, but {where} is a model; leave --ema out.")
+            raise ConfigError(f"--ema needs a run, but MODEL={where} is not a run; leave --ema out.")
         run = prepare_run(
             _recipe(options, checkpoint),
             {"zero_optimization": {"stage": 0}},
@@ -73,7 +73,14 @@ def evaluate(options: EvaluateOptions) -> str | None:
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
-    """Return a recipe with the settings of a run that determine its model and its loss, and with the cache as data."""
+    """Return the recipe of the evaluation. Its data is the cache `options.data`.
+
+    If a run is evaluated, the settings of the model, the loss and the noise levels come from the recipe of the run.
+
+    Args:
+        options: options of the command.
+        checkpoint: checkpoint of the run; None evaluates the model at `options.model` with default settings.
+    """
     values: dict[str, Any] = {"model": {"path": options.model}, "train": {}}
     if checkpoint is not None:
         keys = ("model", "lora", "flow", "loss", "attention", "precision")

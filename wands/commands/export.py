@@ -124,9 +124,10 @@ def _bytes_of(size: str) -> int:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of a run can be found.
+    """Check that the base model of a run can be found, if the user gives no --base.
 
-    Older checkpoints store `model.path` as the user typed it, so a relative path may be a folder or a Hub id.
+    Older checkpoints store `model.path` as the user typed it. A relative path then works only in the folder in which
+    the training was started.
 
     Raises:
         ConfigError: if an older checkpoint names a base model that is not a folder on this machine.
@@ -139,7 +140,9 @@ def _check_own_base(state: TrainState) -> None:
 
 
 def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
-    """Return the contents of the export record `wands_export.json`: facts about the run that its model card needs."""
+    """Return the contents of the record `wands_export.json`: facts about the run that `wands push` writes into the
+    model card.
+    """
     return {
         "wands_version": __version__,
         "base": str(Path(base).resolve()) if Path(base).is_dir() else base,

@@ -60,8 +60,8 @@ class InferResult:
     Attributes:
         request: the sample request.
         video: the mp4 file.
-        latents: safetensors file with the tensor `latents`, fp32 [C, f, h, w], normalised as in a training cache. None
-            if the latents were not saved.
+        latents: safetensors file with the tensor `latents`, normalised as in a training cache. The tensor is fp32
+            [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
         contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
         flow_shift: shift of the scheduler that was used.
@@ -142,16 +142,16 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
 
 @dataclass(frozen=True)
 class _Plan:
-    """Checked inputs of `infer`, found before any weight is loaded: sources, requests, images, device and dtype.
+    """Checked inputs of `infer`. They are collected before any weight is loaded, so that errors are reported early.
 
     Attributes:
-        source: sources of the pipeline.
+        source: files from which the pipeline is loaded, with the DiTs and LoRAs that the options add.
         requests: requests to sample.
         images: first and last image of each request.
-        dims: parallel dimensions of this rank.
+        dims: number of ranks that share the attention heads and the tokens, and the position of this rank.
         device: device to sample on.
         dtype: dtype of the DiTs and the text encoder.
-        origin: facts about the weights for `samples.jsonl`.
+        origin: facts about the model and its weights, which are written to `samples.jsonl`.
     """
 
     source: PipelineSource

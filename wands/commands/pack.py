@@ -22,16 +22,18 @@ def pack(options: PackOptions) -> str:
     - format, seed, epoch, and first_step (number of the epoch's first optimizer step).
     - sources (see `list_sources`), split and holdout.
     - num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens and buffer_size.
-    - fill: used share of the bins' token capacity. The last step counts only if it is the only step.
+    - fill: tokens of the bins divided by the token capacity of the bins. The last step may be incomplete, so it
+      counts only if it is the only step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.
-    - length_bias and length_bias_of_chance, see `EpochPlan.length_bias`.
+    - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
+      distance (see `EpochPlan.length_bias`). length_bias_of_chance is the distance for random steps.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. Each bin lists the keys, indices and token counts of its samples. It also contains the bin's cost, divided by
-    the mean cost of all bins of the epoch.
+    bins. Each bin lists the keys, indices and token counts of its samples. Each bin also contains its cost, divided
+    by the mean cost of all bins of the epoch.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

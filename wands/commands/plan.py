@@ -57,7 +57,8 @@ def plan(options: PlanOptions) -> str:
         options: options of the command; they name the recipe and the machine.
 
     Raises:
-        ConfigError: if no settings fit the machine. The message contains the smallest amount of memory that is needed.
+        ConfigError: if no settings fit the machine. The message describes the settings that need the least memory.
+            Also if an option is wrong, or the recipe names no model.
     """
     if options.table:
         return what_fits()
@@ -157,8 +158,9 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
 def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Expert, ...], dict[str, Any]]:
     """Find the model that the recipe trains.
 
-    The name of a published model is enough: no file is read. The name comes from `options.variant`, or from the name of
-    a shipped recipe if the user does not override `model.path`. Otherwise, the config files in `model.path` are read.
+    For a published model, no model file is read. The name of the published model is `options.variant`, or part of the
+    name of a shipped recipe whose `model.path` the user does not override. For other models, the config files in
+    `model.path` are read.
 
     Returns:
         Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT.
@@ -229,12 +231,12 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     cache, checkpoint = _cache_bytes(task, variant) / 1e9, _checkpoint_bytes(best) / 1e9
     evaluation = [_evaluation_line(best, variant, steps)] if recipe.eval else []
     lines = [
-        "the first of these",
+        "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(task.usable)} that a GPU has for tensors",
         f"        {parts}, fragmentation {margin}",
         f"host    {host if best.host else 'nothing is offloaded'}",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
-        f"{recipe.checkpoint.keep + 1} of them while one is written",
+        f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "
         f"is {steps:,} steps, {format_seconds(steps * best.seconds)}",
         *evaluation,
@@ -243,13 +245,13 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         speed = best.prediction.mfu * task.machine.peak * best.workload.world_size
         seconds = format_seconds(best.workload.video_flops / speed)
         lines.append(
-            f"samples about {seconds} every {recipe.sample.every:,} steps, with the MFU of the training"
+            f"samples about {seconds} every {recipe.sample.every:,} steps, if sampling has the MFU of training"
         )
     return "\n  ".join(lines)
 
 
 def _evaluation_line(best: Candidate, variant: Variant, steps_per_epoch: int) -> str:
-    """Return a line about the evaluations of a run whose clips all have the mean length."""
+    """Return a line with the share of the time that evaluations take. All clips are assumed to have the mean length."""
     load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
     assert recipe.eval is not None
     total, clip = recipe.train.max_steps or recipe.train.epochs * steps_per_epoch, int(lens.mean())
@@ -258,7 +260,7 @@ def _evaluation_line(best: Candidate, variant: Variant, steps_per_epoch: int) ->
     )
     each = 9 * num_forwards(recipe, total, variant, load.num_models) * variant.dit.forward_flops([clip])
     share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
-    return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; no memory beyond that of a training step"
+    return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
 
 
 def _start_command(best: Candidate, options: PlanOptions) -> str:
@@ -274,7 +276,7 @@ def _start_command(best: Candidate, options: PlanOptions) -> str:
     if gpus > per_node:
         nodes = gpus // per_node
         launcher = f"bash scripts/launch_multinode.sh --nnodes {nodes} --node-rank R --master-addr HOST --"
-    return f"start it with\n  {launcher} {' '.join(words)}"
+    return f"start the training with\n  {launcher} {' '.join(words)}"
 
 
 def _describe_smallest(task: Task) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wands.config.options import ProfileOptions, TrainOptions
 
 DEFAULTS = ("profile.start=6", "profile.steps=5", "train.max_steps=11")
-"""Recipe keys that the user may set to other values."""
+"""Recipe keys that `wands profile` sets. The user can set other values with --set."""
 
 
 def train_options(options: ProfileOptions) -> TrainOptions:

@@ -23,7 +23,9 @@ from wands.train.append_log import to_line
 
 
 def score(options: ScoreOptions) -> str:
-    """Compare each sample with its reference clip, and return a table. `options.json_path` gets the rows of the table.
+    """Compare each sample with its reference clip, and return a table as text.
+
+    If `options.json_path` is set, write the rows of the table to this JSON file.
 
     Raises:
         ConfigError: if no sample has a reference clip.
@@ -41,8 +43,8 @@ def score(options: ScoreOptions) -> str:
     rows = [_compare(video, clip, encoder) for video, clip in pairs if clip]
     if not rows:
         raise ConfigError(
-            f"SAMPLES={options.samples} contains no video with a clip of --reference={options.reference}. A sample needs the "
-            "name of the clip or, through its prompt in samples.jsonl, its caption; rename the files."
+            f"SAMPLES={options.samples} contains no video with a clip of --reference={options.reference}. A clip belongs to a "
+            "video if it has the video's file name, or its caption is the video's prompt in samples.jsonl; rename the files."
         )
     if options.json_path:
         write_text(options.json_path, json.dumps([json.loads(to_line(row)) for row in rows], indent=2))
@@ -56,14 +58,22 @@ def score(options: ScoreOptions) -> str:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    """Return the Pearson correlation of two latents [C, f, h, w]. The second is resized to the shape of the first."""
+    """Return the Pearson correlation of all values of two latents. If their shapes differ, resize `b` to the shape of
+    `a`.
+
+    The shape of a latent is [channels, frames, height, width].
+    """
     if a.shape != b.shape:
         b = torch.nn.functional.interpolate(b[None], size=a.shape[1:], mode="trilinear")[0]
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
 
 
 def _prompt(video: Path) -> str | None:
-    """Return the prompt of a sample. `wands infer` and training name the video relative to different folders."""
+    """Return the prompt of a sample from a file samples.jsonl; None if no such file names the video.
+
+    `wands infer` writes samples.jsonl next to the videos, and training writes it one folder above. The two files also
+    name the videos relative to different folders.
+    """
     for folder in (video.parent, video.parents[1]):
         for row in read_rows(folder / "samples.jsonl"):
             name = row.get("video") or row.get("file", "")

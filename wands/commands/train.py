@@ -51,7 +51,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     Args:
         options: options of the command.
         log: function that prints a text for the user. This command calls the function only on rank 0.
-        launcher: processes from the parent of this process to its launcher.
+        launcher: processes from the parent of this process up to its launcher, such as torchrun. If one of them ends,
+            the run stops.
 
     Raises:
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.
@@ -100,7 +101,9 @@ def _mock_overrides(name: str | None) -> tuple[str, ...]:
 
 
 def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:
-    """Check the run. If it resumes from a step that turns out to be damaged, check it again with an older step."""
+    """Check the recipe, the model and the data, and return the run. If the checkpoint to resume from is damaged,
+    repeat the checks with an older checkpoint.
+    """
     claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else _claim_nothing
     damaged: dict[Path, str] = {}
     while True:
@@ -154,7 +157,9 @@ def _claim_nothing(output_dir: Path) -> None:
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
-    """Lock a run folder until `stack` is closed, and delete what an earlier run left: requests and temporary files."""
+    """Lock a run folder until `stack` is closed. Delete the temporary files of an earlier run, and the files with
+    which the user sent requests to this run, such as "save".
+    """
     stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
     for request in (output_dir / name for name in REQUESTS):
         if request.exists():

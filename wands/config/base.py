@@ -45,7 +45,9 @@ class Spelling:
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:
-    """Return the bounds of a number. The keys are the names of pydantic: ``ge``, ``gt``, ``le`` and ``lt``."""
+    """Return the limits that a field sets for its number. The keys are pydantic's names: ``ge``, ``gt``, ``le`` and
+    ``lt``.
+    """
     rules = ("ge", "gt", "le", "lt")
     return {rule: getattr(item, rule) for item in field.metadata for rule in rules if hasattr(item, rule)}
 

@@ -46,7 +46,9 @@ def help_line(field: FieldInfo) -> str:
 
 
 class _Option(click.Option):
-    """Click option whose help text shows the first name of the option and hides the other names."""
+    """Click option whose help text shows only the first name of the option. The other names are earlier names of the
+    option, which the user can still type.
+    """
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = copy.copy(self)
@@ -55,8 +57,8 @@ class _Option(click.Option):
 
 
 def _help_text(options: type[Options]) -> str:
-    """Return the help text of a command: its class docstring, with descriptions of the positional arguments before the
-    examples.
+    """Return the help text of a command: the docstring of `options`, with descriptions of the positional arguments
+    before the examples.
     """
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
     arguments = [

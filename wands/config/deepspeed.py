@@ -64,8 +64,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    The JSON can override `optim` keys of the recipe that have their default values. It does not matter whether the user
-    wrote a default in the recipe, because the recipe.yaml in a run folder contains all defaults.
+    If an `optim` key of the recipe has its default value, the JSON may set another value. This rule also applies if
+    the user wrote the default value into the recipe, because the recipe.yaml in a run folder contains all defaults.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
@@ -76,7 +76,8 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-            JSON has a scheduler. A later call for the same recipe and world size accepts this config as `user`.
+            JSON has a scheduler. If a run is resumed with the same recipe and world size, this config is valid as
+            `user`.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
@@ -229,10 +230,8 @@ def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     """Return the peak learning rate of a run.
 
     The learning rate in the optimizer section is multiplied by a factor that depends on `optim.scale_lr` and on the
-    number of bins in a step.
-
-    If the DeepSpeed config has a scheduler section, `optim.scale_lr` has no effect, because the scheduler defines the
-    learning rates.
+    number of bins in a step (see `optim.scale_lr_base`). If the DeepSpeed config has a scheduler section, the factor
+    is 1, because the scheduler defines the learning rates.
 
     Args:
         config: result of `build_ds_config`.

@@ -12,7 +12,7 @@ BLOCK_8BIT, MIN_8BIT = 256, 4096
 
 
 class OptimizerKind(NamedTuple):
-    """Description of one value of `optim.name`.
+    """Optimizer that a value of `optim.name` selects.
 
     Attributes:
         type: name of the optimizer in a DeepSpeed JSON.
@@ -60,9 +60,10 @@ def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
 def state_bytes_per_param(
     name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int
 ) -> float:
-    """Return the bytes per trained parameter that an optimizer needs for its states, summed over all ranks.
+    """Return the number of bytes that the states of an optimizer need for each trained parameter, summed over all
+    ranks.
 
-    Master weights are not included.
+    The states are, for example, the two moments of AdamW. Master weights are not included.
 
     Args:
         name: `optim.name`.

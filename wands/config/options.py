@@ -38,21 +38,23 @@ class ClipOptions(Options):
     file of the same name. (2) A table of clips and captions (metadata.csv, .jsonl or .json, captions.json), or the folder
     of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
     height: int | None = None
-    """Exact height of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --height together with --width.
-    Without --height and --width, clips keep their aspect ratio."""
+    """Exact height of every sample in pixels: a multiple of 16, or of 32 for Wan 2.2 5B. Set --height together with
+    --width. Without --height and --width, clips keep their aspect ratio."""
     width: int | None = None
-    """Exact width of every sample in pixels, a multiple of 16 (Wan 2.2 5B: of 32). Set --width together with --height.
-    Without --height and --width, clips keep their aspect ratio."""
+    """Exact width of every sample in pixels: a multiple of 16, or of 32 for Wan 2.2 5B. Set --width together with
+    --height. Without --height and --width, clips keep their aspect ratio."""
     center_crop: bool = False
     """Scale each clip until it covers --height x --width, and crop its edges to this size. Without --center-crop, clips
     are stretched to this size."""
     max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
-    """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their aspect
-    ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess` again on the
-    same cache, keep the first size; you may add or remove other sizes [default: 399360, which is 832 x 480]."""
+    """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their
+    aspect ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess` again
+    on the same cache, the first value must not change. You may add or remove further values [default: 399360, which
+    is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
-    """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. --clip-mode chooses the
-    frames of a longer clip. 0 sets no limit: each sample is then a whole clip, except for up to 3 frames at the end."""
+    """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. If a clip is longer,
+    --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip. Up to 3 frames at the end of
+    the clip are dropped, so that 4n + 1 frames remain."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
     """Choose the frames to use if a clip is longer than --max-frames. head uses the first frames, and middle uses the
     central frames. slide divides the whole clip into several samples."""
@@ -97,9 +99,9 @@ class ConfigOptions(Options):
 class CheckOptions(ClipOptions):
     """Report which clips can be used, and why other clips cannot.
 
-    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit code
-    is 0 if every clip can be used, also if there are warnings. The exit code is 1 if a clip is rejected, and 2 if SOURCE
-    or an option is wrong.
+    SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit
+    code is 0 if every clip can be used, even if there are warnings. The exit code is 1 if a clip is rejected, and 2
+    if SOURCE or an option is wrong.
 
     Examples:
         wands check clips/
@@ -115,7 +117,7 @@ class CheckOptions(ClipOptions):
     pass. The command predicts the fraction of the capacity that the clips fill."""
     bins_per_step: Annotated[int, Field(ge=1)] = 1
     """Number of bins in one optimizer step, as in the recipe key train.bins_per_step. A bin holds the clips of one
-    forward pass. The command uses the number to predict the number of steps in an epoch."""
+    forward pass. The command needs this value to predict the number of steps in an epoch."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of processes that decode clips at the same time [default: one per CPU core]."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
@@ -179,7 +181,7 @@ class PackOptions(RecipeOptions):
     out: Path
     """File to write, in JSON-lines format (.jsonl)."""
     epoch: Annotated[int, Field(ge=0)] = 0
-    """Number of the epoch to plan; the first epoch is 0."""
+    """Number of the epoch to plan. The first epoch has the number 0."""
 
 
 class PlanOptions(RecipeOptions):
@@ -274,16 +276,18 @@ class ReportOptions(Options):
     """
 
     runs: Annotated[tuple[Path, ...], ARGUMENT]
-    """Run folders."""
+    """Run folders to report on. Several run folders are compared on one page."""
     out: Path | None = None
-    """HTML file to write [default: report.html in RUN, or comparison.html in the first of several runs]."""
+    """HTML file to write [default: report.html in the run folder; for several runs, comparison.html in the first run
+    folder]."""
 
 
 class ProfileOptions(LauncherOptions):
     """Train ten steps and print the time of each part of a step.
 
-    The FLOPs of each part are printed, too. Steps 6 to 10 are profiled. The Chrome traces, and on a GPU snapshots of its memory,
-    are in DIR/profile. No checkpoint is saved.
+    The command profiles steps 6 to 10. It also prints the FLOPs of each part of a step. It writes Chrome traces to
+    DIR/profile, where DIR is the value of --out. On a GPU, it also writes snapshots of the GPU memory to this folder.
+    No checkpoint is saved.
 
     Examples:
         wands profile wan2.1-t2v-1.3b-lora --set data.cache=cache/
@@ -291,7 +295,7 @@ class ProfileOptions(LauncherOptions):
     """
 
     out: Annotated[Path, Spelling(metavar="DIR")] = Path("runs/profile")
-    """Run folder to write. A folder with checkpoints is refused."""
+    """Run folder to write. The folder must not contain checkpoints."""
 
 
 class InferOptions(Options):
@@ -308,7 +312,8 @@ class InferOptions(Options):
     model: str
     """Diffusers pipeline folder or Hub id of the model that samples the videos."""
     out_dir: Annotated[Path, Spelling("--out")]
-    """Folder for the results: the mp4 files, samples.jsonl, and a contact sheet, which shows a few frames of each video."""
+    """Folder for the results: the mp4 files, a contact sheet with a few frames of each video, and samples.jsonl. The
+    file samples.jsonl lists each video with its prompt and options."""
     prompts: Annotated[tuple[str, ...], Spelling("--prompt")] = ()
     """Text prompt for one video. Give the option several times to sample several videos. At least one prompt is needed,
     from --prompt or from --prompts-file."""
@@ -334,10 +339,9 @@ class InferOptions(Options):
     """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
     per prompt [default: the value of --guidance if you set it, else the value in the table below]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
-    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
-    set one value per prompt [default: the value in the table below; for models that are not in the table, the flow shift
-    of the model's
-    scheduler]."""
+    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times
+    to set one value per prompt [default: the value in the table below; for models that are not in the table, the flow
+    shift of the model's scheduler]."""
     seed: tuple[int, ...] = ()
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
     the option several times to set one value per prompt [default: 0]."""
@@ -351,11 +355,11 @@ class InferOptions(Options):
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
     --height x --width. Give the option several times to set one value per prompt."""
     transformer: Path | None = None
-    """Folder of a diffusers transformer that replaces the transformer of --model, or its high-noise expert. The folder
-    can also be a pipeline that contains a transformer."""
+    """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
+    folder replaces the high-noise expert. The folder can also be a pipeline that contains a transformer."""
     transformer_2: Path | None = None
-    """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a pipeline
-    with two experts."""
+    """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
+    pipeline with two experts, whose low-noise expert is then used."""
     checkpoint: Path | None = None
     """Run folder or step folder of `wands train`. The trained weights or the LoRA in this folder are used with --model."""
     ema: bool = False
@@ -400,14 +404,16 @@ class EvaluateOptions(Options):
     """
 
     model: Annotated[str, ARGUMENT]
-    """Run folder, step folder or the file checkpoints/best of a run, or a diffusers pipeline folder or Hub id. For a run, its
-    noise levels and its seed are used."""
+    """Model to evaluate: a diffusers pipeline folder or Hub id, or the weights of a run. For a run, give its run
+    folder, a step folder, or its file checkpoints/best. The noise distribution and the seed then come from the run's
+    recipe."""
     data: str
     """Cache folder with the clips to evaluate, written by `wands preprocess`."""
     ema: bool = False
     """Evaluate the moving average of the weights of a run instead of the weights themselves."""
     max_clips: int = Field(default=64, gt=0)
-    """Largest number of clips. A hash of the names chooses the clips."""
+    """Largest number of clips to evaluate. If the cache contains more clips, a hash of the clip names chooses the
+    clips. Every evaluation of this cache therefore uses the same clips."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
     """Write all results to this JSON file."""
 
@@ -435,8 +441,9 @@ class ExportOptions(Options):
     """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. This option has no
     effect on LoRA files."""
     link: Annotated[bool, Spelling("--link/--copy")] = False
-    """Make hard links to the files of --base, which take no disk space. A program that writes into a linked file also
-    changes --base. This option cannot be used if the export writes LoRA files [default: --copy]."""
+    """Make hard links to the files of --base instead of copies. Hard links take no disk space, but a program that
+    writes into a linked file also changes --base. This option cannot be used if the export writes LoRA files
+    [default: --copy]."""
     merge: bool = False
     """Merge the trained LoRA into the base weights and export the whole pipeline. This option can be used only for LoRA
     runs."""
@@ -496,8 +503,8 @@ class ConvertOptions(Options):
     out: Path | None = None
     """Folder to write; it must be new or empty [required without --trust-pickle]."""
     trust_pickle: bool = False
-    """SOURCE is the run folder of an earlier version of wands, whose checkpoints are pickles. Convert these checkpoints in
-    place to files that can run no code. Opening a pickle can run any code, so use this flag only for runs of your own."""
+    """Convert pickled checkpoints of an earlier version of wands, in place, to files that cannot run code. SOURCE is
+    then the run folder. Opening a pickle can run any code, so use this flag only for runs of your own."""
     base: Annotated[str | None, Spelling(alias="--rest-of")] = None
     """Folder or Hub id of a model in the layout of --to. The parts that SOURCE lacks, such as a tokenizer, are copied
     from this model."""
@@ -511,10 +518,11 @@ class ConvertOptions(Options):
 class ScoreOptions(Options):
     """Compare samples with reference clips by SSIM, PSNR and latents.
 
-    A sample belongs to the clip that has the same file name without the extension, or the prompt of the sample as its caption.
-    The clip is resampled to the frame rate of the sample, scaled and cropped centrally to its size, and both are cut to the
-    same number of frames. SSIM and PSNR are means over the frames. The correlation is that of the VAE's latents: it compares
-    colours and layout, and is less sensitive to details than SSIM.
+    Each sample is compared with the clip that has the same file name without the extension. If no clip has this name,
+    the sample is compared with the clip whose caption is the prompt of the sample. The clip is first converted to the
+    frame rate and the size of the sample. If the numbers of frames then differ, the longer video is cut. SSIM and
+    PSNR are means over the frames. The latent correlation is the correlation of the VAE latents of sample and clip.
+    It compares colours and layout, and is less sensitive to details than SSIM.
 
     Examples:
         wands score runs/my-run/samples --reference clips/
@@ -522,21 +530,23 @@ class ScoreOptions(Options):
     """
 
     samples: Annotated[Path, ARGUMENT]
-    """Folder with videos of `wands infer`, or folder `samples` of a run. Subfolders are searched too."""
+    """Folder with sampled videos: the value of --out in `wands infer`, or the folder `samples` of a run. Subfolders
+    are searched too."""
     reference: str
     """Clips with captions, in any form that `wands preprocess` reads, or a folder of videos without captions."""
     model: str | None = None
     """Diffusers pipeline folder or Hub id. Its VAE encodes samples and clips for the latent correlation. Without --model, the
     correlation is left out."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
-    """Write one object per sample, with its numbers, to this JSON file."""
+    """Write the SSIM, PSNR and latent correlation of each sample to this JSON file."""
 
 
 class VerifyOptions(Options):
     """Find damaged files of a run, a cache or a model.
 
-    All files are read and compared with their stored hashes, which find damage, not forgery. The exit code is 0 if all files
-    are intact, else 2. `python -m data_tools.verify` checks more parts of a cache.
+    The command reads all files, and compares them with the hashes that were stored with them. The hashes find
+    accidental damage, but not deliberate changes. The exit code is 0 if all files are intact, else 2. `python -m
+    data_tools.verify` checks more parts of a cache.
 
     Examples:
         wands verify runs/my-run
@@ -544,7 +554,8 @@ class VerifyOptions(Options):
     """
 
     path: Annotated[Path, ARGUMENT]
-    """Folder of a run, a step, a cache, or a model that wands wrote or that comes from the Hub."""
+    """Folder to check: a run folder, a step folder of a run, a latent cache, or a model. The model must come from
+    wands or from the Hub, because only their files have stored hashes."""
 
 
 class SelftestOptions(Options):
@@ -567,6 +578,5 @@ class SelftestOptions(Options):
     dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the text encoder and the transformer [default: bf16 on cuda, fp32 on cpu]."""
     only: Annotated[tuple[str, ...], Spelling(metavar="NAME")] = ()
-    """Name of a check to run, or of a group of checks: vae, text, dit and so on. A wrong name lists all names. Give the
-    option several times to run several checks.
-    Without --only, all checks run."""
+    """Name of a check to run, or of a group of checks, such as vae, text or packed. For a wrong name, the error
+    message lists all names. Give the option several times to run several checks. Without --only, all checks run."""

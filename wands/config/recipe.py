@@ -35,8 +35,8 @@ class ModelConfig(StrictModel):
     the model variant from the transformer's config. This key is required for training."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at
-    `model.path`. `random` reads only the config there, and initialises the weights as official Wan does. Use `random`
-    to pretrain a model from scratch. With `random`, model.path may also be the name of a variant, such as
+    `model.path`. `random` reads only the config of this model, and initialises the weights as official Wan does. Use
+    `random` to pretrain a model from scratch. With `random`, model.path may also be the name of a variant, such as
     wan2.1-t2v-1.3b, which needs no files."""
     experts: Literal["high", "low", "both"] | None = None
     """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
@@ -213,8 +213,8 @@ class MockConfig(StrictModel):
     num_samples: int = Field(gt=0)
     """Number of random samples in one epoch."""
     shapes: list[tuple[int, int, int]] = Field(min_length=1)
-    """List of latent shapes, each as [frames, height, width]. The samples use the shapes in turn: sample i has the shape
-    at index i modulo the length of the list."""
+    """List of latent shapes, each as [frames, height, width] in latent frames and latent pixels. The samples use the
+    shapes in turn: sample i has the shape at index i modulo the length of the list."""
     text_lens: list[Annotated[int, Field(ge=1, le=512)]] = Field(default=[16], min_length=1)
     """List of caption lengths in tokens, from 1 to 512. The samples use the lengths in turn: sample i has the length at
     index i modulo the length of the list."""
@@ -254,23 +254,25 @@ class DataConfig(StrictModel):
     """Use this list to train on several caches. All caches must be made with the same encoders. Leave the list unset if
     you use `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example, holds
-    out one clip in 50. A hash of the clip's name decides whether the clip is held out, so all samples of a clip are
-    held out together. If you add clips, the decision for the other clips does not change. If the data has only a few long
-    films, spans of each film are held out. Samples next to a span, and samples nearly equal to a held-out sample, are not
-    used."""
+    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example,
+    holds out one clip in 50. A hash of the clip's name decides whether the clip is held out, so all samples of a clip
+    are held out together. If you add clips, the decision for the other clips does not change. If the data has only a
+    few long films, a part of each film is held out instead of whole films. Samples close to a held-out part of their
+    film, and samples nearly equal to a held-out sample, are neither trained nor evaluated."""
     split: Literal["train", "holdout", "all"] = "train"
-    """Choose the clips to use. `data.holdout` sets how many clips are held out from training. The value `train` uses all
-    other clips, the value `holdout` uses only the held-out clips, and the value `all` uses both."""
+    """Choose the clips that the run trains on. `data.holdout` sets how many clips are held out. The value `train`
+    uses the clips that are not held out. The value `holdout` uses only the held-out clips, and `all` uses all clips."""
     exclude: Annotated[list[str], BeforeValidator(_read_keys)] = Field(default_factory=list)
-    """Exclude these samples from training: a list of sample keys, or the path of a text file with one key per line. The
-    key may change when a run is resumed. The plan of the steps does not change: an excluded sample leaves a gap in its bin.
-    A step whose samples are all excluded is counted, but changes no weight."""
+    """Exclude these samples from training: a list of sample keys, or the path of a text file with one key per line.
+    You may change the list when you resume a run. The other samples stay in their steps and bins (packed sequences):
+    an excluded sample only makes its bin shorter. A step whose samples are all excluded is counted, but changes no
+    weight."""
     mock: MockConfig | None = None
     """Leave this section unset if you use `cache` or `sources`."""
     verify: bool = True
-    """Verify the checksum of each sample when the sample is read, which happens in the background. Set this key to false if
-    reading is too slow with context parallelism: each rank then reads only the frames of its tokens."""
+    """Verify the checksum of each sample when the sample is read. The check runs in the background, but needs the
+    whole sample. Set this key to false if reading is too slow with context parallelism. Each rank then reads only the
+    frames that contain its tokens."""
     prefetch: int = Field(default=2, ge=0)
     """Number of optimizer steps whose data a background thread reads in advance. 0 reads the data in the training loop.
     Increase the number if the storage is slow."""
@@ -287,10 +289,11 @@ class PackingConfig(StrictModel):
     of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
     be at least the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins in a group. wands gives all bins of a group about the same amount of work. A bin holds the clips
-    of one forward pass. `train.bins_per_step` must be a multiple of this number. If this key is unset, all bins of a
-    step form one group. If each rank processes several bins per step, set this key to dp_size (number of ranks /
-    cp_size). Then each micro step is one group, and a step can contain a wider range of clip lengths."""
+    """Number of bins in a group. A bin holds the clips of one forward pass. wands gives all bins of a group about the
+    same amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of
+    this number. If this key is unset, all bins of a step form one group. If each rank processes several bins per
+    step, set this key to dp_size (number of ranks / cp_size). Then each micro step is one group, and a step can
+    contain a wider range of clip lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
@@ -338,14 +341,16 @@ class FlowConfig(StrictModel):
     clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, such a clip in
     1280 x 720 gets 4.6. Use this key for data with several sizes. The loss weight `linear` always uses `flow_shift`."""
     min_timestep: float = Field(default=0.0, ge=0, lt=1000)
-    """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated to the range
-    from min_timestep to max_timestep, so no sample is lost. An expert trains the part of the range that it shares."""
+    """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated: all
+    timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
+    uses the part of this range that lies in the expert's own range."""
     max_timestep: float = Field(default=1000.0, gt=0, le=1000)
-    """Largest timestep to train, after the shift. It is excluded unless it is 1000."""
+    """Upper limit of the timesteps to train, after the shift. Timesteps are smaller than this limit. Only the limit
+    1000 itself can be drawn."""
     stratified: bool = False
-    """Whether the noise levels of a clip are spread evenly over the epochs, instead of drawn independently. Each single
-    draw has the same distribution. After a few epochs, the mean loss of a clip varies less: see docs/training.md. The key
-    has no effect in the first epoch."""
+    """Whether the noise levels of a clip are spread evenly over the epochs, instead of drawn independently. The
+    distribution of a single noise level does not change. After a few epochs, the mean loss of a clip varies less: see
+    docs/training.md. The key has no effect in the first epoch."""
     mix_uniform: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the samples whose sigma is drawn uniformly and is not shifted. The other samples use
     `timestep_sampling` and `flow_shift`. With 0, all samples use `timestep_sampling` and `flow_shift`."""
@@ -416,8 +421,9 @@ class OptimConfig(StrictModel):
     """Strength of the decoupled weight decay: each step multiplies a weight by 1 - learning rate * weight_decay. 0
     disables weight decay; 0.1 is usual for pretraining."""
     decay_norms: bool = True
-    """Whether weight decay also applies to norm gains, biases and modulation tables. False applies weight decay only to
-    the other weights, such as matrices. LoRAs have only matrices. A resumed run must keep the value."""
+    """Whether weight decay also applies to norm gains, biases and modulation tables. False applies weight decay only
+    to the other weights, such as matrices. LoRAs have only matrices. You cannot change this key when you resume a
+    run."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Choose how the learning rate changes after the warm-up. `constant` keeps the learning rate at its peak. `cosine`
     and `linear` lower the learning rate to lr * min_lr_ratio at the last step."""
@@ -459,27 +465,30 @@ class TrainConfig(StrictModel):
     on_bad_step: Literal["stop", "skip"] = "stop"
     """Choose what happens at a bad step. With `stop`, a loss or a gradient norm that is not finite ends the run. With
     `skip`, all ranks discard the update if the loss or the gradient norm is not finite or is a spike. The file
-    `events.jsonl` in the run folder then names the clips. A skipped update changes no weight, no optimizer state and no
-    moving average, but the learning rate schedule counts the step. Two experts are judged separately."""
+    `events.jsonl` in the run folder names the clips of each bad step. A skipped update changes no weight, no
+    optimizer state and no moving average, but the learning rate schedule counts the step. In a model with two
+    experts, the update of each expert is judged and skipped separately."""
     max_bad_steps: int = Field(default=10, ge=0)
     """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
     Raise this number to continue such a run."""
     spike_zscore: float = Field(default=6.0, gt=0)
-    """Robust z-score above which a loss or a gradient norm is a spike. With `on_bad_step: skip`, a spike is not used to
-    update the
-    weights. With `on_bad_step: stop`, a spike is only written to events.jsonl, and the run continues. The score compares the
-    logarithm of the value with the last 128 updates. The first 20 updates are not judged."""
+    """Robust z-score above which a loss or a gradient norm is a spike. With `on_bad_step: skip`, the update of a step
+    with a spike is discarded. With `on_bad_step: stop`, a spike is only written to events.jsonl, and the run
+    continues. The z-score compares the logarithm of the loss or norm with its values in the last 128 updates. The
+    first 20 updates cannot be spikes."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
     check_every: int = Field(default=100, ge=0)
-    """Number of optimizer steps between two comparisons of the weights that every rank has a copy of. The weights are also
-    compared before each checkpoint. A difference ends the run, and the error names the ranks and the parameters. 0 compares
-    only after the first step of the process, and when the file `check` appears in the run folder."""
+    """Number of optimizer steps between two checks that all ranks have equal weights. The check compares the
+    parameters of which every rank has a copy, and also runs before each checkpoint. A difference ends the run, and
+    the error names the ranks and the parameters. With 0, the check runs only after the first step of a process, and
+    when the file `check` appears in the run folder."""
     step_timeout: float | None = Field(default=None, gt=0)
-    """Seconds after which a step that has not ended stops the run. The error names the ranks that do not answer. If this
-    key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. Checks, checkpoints and the
-    start including the first step may take an hour, or the minutes in the environment variable DEEPSPEED_TIMEOUT."""
+    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that do
+    not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. This
+    limit does not apply to the start with the first step, to checks and to checkpoints. Their limit is one hour, or
+    the minutes in the environment variable DEEPSPEED_TIMEOUT."""
 
 
 class CheckpointConfig(StrictModel):
@@ -495,9 +504,9 @@ class CheckpointConfig(StrictModel):
     keep_every: int = Field(default=0, ge=0)
     """Never delete checkpoints whose step is a multiple of this number. 0 keeps only the newest `keep` checkpoints."""
     keep_best: bool = False
-    """Whether to save a checkpoint after each evaluation with the lowest held-out loss so far. The best checkpoint is never
-    deleted, and the file `checkpoints/best` names it. With an `ema` section, the loss of the moving average counts. The key
-    needs an `eval` section."""
+    """Whether to save a checkpoint after each evaluation with the lowest held-out loss so far. The best checkpoint is
+    never deleted, and the file `checkpoints/best` names it. With an `ema` section, the loss of the moving average
+    decides. The key needs an `eval` section."""
     asynchronous: bool = False
     """Whether the training continues while a checkpoint is written. Each rank then needs host memory for a copy of its
     weights and optimizer states."""
@@ -524,15 +533,15 @@ class EvalConfig(StrictModel):
     """Largest compute of all evaluations together, as a fraction of the compute of the training. This key decides how many
     clips and noise levels are evaluated. At least one clip is evaluated. With 0.02, evaluations take about 2 % of the time."""
     max_clips: int = Field(default=64, gt=0)
-    """Largest number of held-out clips. A hash of the names chooses the clips. The same number of training clips is
-    evaluated, for comparison."""
+    """Largest number of held-out clips to evaluate. A hash of the clip names chooses the clips, so that all
+    evaluations use the same clips. The same number of training clips is evaluated, for comparison."""
     cache: str | None = None
     """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset, the clips
     that `data.holdout` leaves out of training are held out. Without both, only training clips are evaluated."""
     patience: int | None = Field(default=None, gt=0)
-    """Save a checkpoint and end the run after this number of evaluations in a row without an improvement. An evaluation
-    improves if its held-out loss is clearly lower than the best one so far: the 95 % confidence interval of the difference
-    is below 0. If this key is unset, the run never ends early."""
+    """Save a checkpoint and end the run after this number of evaluations in a row without an improvement. An
+    evaluation improves if its held-out loss is clearly lower than the lowest held-out loss so far: the 95 %
+    confidence interval of the difference is below 0. If this key is unset, the run never ends early."""
 
 
 class LoggingConfig(StrictModel):
@@ -595,19 +604,19 @@ class SampleConfig(StrictModel):
     negative_prompt: str | None = None
     """Text that describes what the videos must not show. If this key is unset, the official text of the model is used."""
     image: _PerPrompt = None
-    """File with the first frame: an image, or a video whose first frame is used. A list has one file per prompt. Models that
-    start from an image need this key. If it is unset, other models get no image."""
+    """File with the first frame: an image, or a video whose first frame is used. A list has one file per prompt.
+    Models that start from an image need this key. Without this key, other models get no image."""
     last_image: _PerPrompt = None
-    """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt. Models that
-    end at an image need this key. If it is unset, other models get no image."""
+    """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt. Models
+    that end at an image need this key. Without this key, other models get no image."""
 
 
 class HubConfig(StrictModel):
     """Upload of checkpoints to the Hugging Face Hub during the training, in the background."""
 
     repo: str
-    """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account. It is created if it does not exist.
-    The token is in HF_TOKEN, or stored by `hf auth login`."""
+    """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account. A missing repository is
+    created. wands uses the Hub token in HF_TOKEN, or the token that `hf auth login` stored."""
     every: int = Field(default=1, gt=0)
     """Push the checkpoints whose step is a multiple of this number, and the last checkpoint. The default pushes every
     checkpoint. `checkpoint.every` decides when checkpoints are written."""

@@ -190,7 +190,9 @@ def _section_at(path: Sequence[str]) -> type[BaseModel]:
 
 
 def _cross_checks(recipe: Recipe) -> list[str]:
-    """Return the problems of keys whose values are valid alone but contradict each other."""
+    """Return one message for each pair of keys whose values contradict each other, although each value alone is
+    valid.
+    """
     level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
     rules: dict[str, object] = {
         f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
@@ -201,8 +203,8 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     problems += _check_checkpointing(recipe) + _check_data(recipe.data) + _check_parallel(recipe.parallel)
     if level_bins and bins_per_step % level_bins:
         problems.append(
-            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set it to dp_size (number of "
-            "ranks / cp_size), or remove the key."
+            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set packing.level_bins to "
+            "dp_size (number of ranks / cp_size), or remove the key."
         )
     return problems
 

@@ -45,13 +45,13 @@ class Key(NamedTuple):
 
     @property
     def limits(self) -> str:
-        """Text in square brackets with the type, limits and default of the key, as in the help text of an option."""
+        """Type, limits and default of the key as text in square brackets, for example "[number > 0; default: 1e-05]"."""
         default = self.default if self.default == "required" else f"default: {self.default}"
         return f"[{self.type}; {default}]"
 
     @property
     def summary(self) -> str:
-        """First sentence of the key's description."""
+        """First sentence of the key's description, for the list of all keys."""
         return re.split(r"\.\s", self.description, maxsplit=1)[0].rstrip(".") + "."
 
 

@@ -129,7 +129,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     assert [clip.key for clip in report.clips] == ["text", "b", "man", "a", "city"]  # the worst first
     assert [clip.verdict for clip in report.clips] == ["rejected", "warned", "warned", "fine", "fine"]
     assert by_key["b"].warnings == ("duplicate: the same images as a; keep one of the two clips",)
-    assert by_key["man"].warnings == ("pixel aspect: 128:117, used as 193x144",)
+    assert by_key["man"].warnings == ("pixel aspect ratio: 128/117, used as 193x144 pixels",)
     city = by_key["city"]
     assert city.source is not None
     assert (city.source.fps, city.source.width, city.source.height) == (25, 720, 405)
@@ -141,7 +141,11 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     totals = report.totals()
     assert (totals["clips"], totals["samples"], totals["rejected"]) == (5, 4, 1)
     assert totals["tokens"] == sum(sample.num_tokens for sample in report.samples)
-    assert dict(report.problems()) == {"cannot be read as a video": 1, "duplicate": 1, "pixel aspect": 1}
+    assert dict(report.problems()) == {
+        "cannot be read as a video": 1,
+        "pixel aspect ratio": 1,
+        "duplicate": 1,
+    }
     text = report.render(width=150)
     for words in (
         "REJECTED",

@@ -156,7 +156,7 @@ def test_recipe_is_immutable():
 def test_levelled_bins_must_divide_a_step():
     with pytest.raises(
         ConfigError,
-        match=r"packing.level_bins=3 does not divide train.bins_per_step=8; set it to dp_size \(number of ranks",
+        match=r"packing.level_bins=3 does not divide train.bins_per_step=8; set packing.level_bins to dp_size \(number of ranks",
     ):
         load_recipe(None, ["packing.level_bins=3", "train.bins_per_step=8"])
     assert load_recipe(None, ["packing.level_bins=4", "train.bins_per_step=8"]).packing.level_bins == 4

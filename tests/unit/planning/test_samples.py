@@ -128,5 +128,5 @@ def test_a_plan_counts_samples() -> None:
     assert f"samples {decoding:.2f} GiB" in report
     assert re.search(r"^  host    3\.78 GiB of", report, re.MULTILINE)  # the VAE of 8 ranks
     assert re.search(
-        r"^  samples about \d+ s every 100 steps, with the MFU of the training$", report, re.MULTILINE
+        r"^  samples about \d+ s every 100 steps, if sampling has the MFU of training$", report, re.MULTILINE
     )

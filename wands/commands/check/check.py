@@ -144,8 +144,10 @@ _Task = tuple[Path, float | None, float | None]
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
-    """Decode a clip. The key and the caption of the result are empty, and `CheckedSample.key` contains only the end of a
-    sample's key. The key of the clip is put in front of it later.
+    """Decode a clip, and return its samples, its warnings, and the reason if it is rejected.
+
+    The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
+    `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
     """
     file_path, start, end = task
     path, reason, thumbnail = str(file_path), "", b""
@@ -257,9 +259,9 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
     warnings, source = [], clip.source
     is_image = path.lower().endswith(IMAGE_EXTENSIONS)
     if clip.variable_fps:
-        warnings.append(f"variable frame rate (mean {source.fps:.5g}): frames are chosen by their timestamps")
+        warnings.append(f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp")
     if source.fps < 0.95 * spec.fps and not is_image:
-        warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to reach {spec.fps:g}")
+        warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps")
     if clip.interlaced:
         warnings.append(
             "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT"
@@ -273,9 +275,9 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         warnings.append(_describe_turn(source))
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-        warnings.append(f"pixel aspect: {source.sar.numerator}:{source.sar.denominator}, used as {shown}")
+        warnings.append(f"pixel aspect ratio: {source.sar}, used as {shown} pixels")
     if longest == 1 and not is_image:
-        warnings.append("becomes a still: one frame")
+        warnings.append("becomes a still image: the sample has only one frame")
     return warnings
 
 

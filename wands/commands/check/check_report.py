@@ -31,7 +31,7 @@ class CheckedSample:
     Attributes:
         key: key of the sample in the cache.
         start_seconds: time of the sample's first frame, in seconds from the start of the file.
-        num_frames: number of frames, 1 + k * temporal stride of the VAE.
+        num_frames: number of frames: 1 + k * temporal stride of the VAE, for an integer k >= 0.
         height: height of a frame in pixels.
         width: width of a frame in pixels.
         num_tokens: number of video tokens.
@@ -89,7 +89,7 @@ class PackingForecast:
     Attributes:
         max_tokens: capacity of a bin in video tokens.
         bins_per_step: number of bins in one optimizer step.
-        fill: used share of the bins' capacity, 0 to 1.
+        fill: tokens of the samples divided by the capacity of the bins, from 0 to 1.
         steps_per_epoch: number of optimizer steps in one epoch.
         problem: reason why the samples cannot be packed into bins; empty if they can be packed.
     """
@@ -206,7 +206,9 @@ class CheckReport:
         return table + safe_lines("\n".join(lines))
 
     def packing_line(self) -> str:
-        """Return one line about bins (packed sequences): the used share of their capacity, and the number of steps per epoch."""
+        """Return one line about the bins (packed sequences) of a training epoch: how full the bins are, and the
+        number of steps.
+        """
         plan = self.packing
         if plan is None or plan.problem:
             return f"packing: {plan.problem if plan else 'no sample'}"
@@ -231,7 +233,8 @@ def describe_source(clip: CheckedClip) -> str:
 
 
 def describe_samples(clip: CheckedClip) -> str:
-    """Return text with the number of a clip's samples, their total frames and tokens, and the size of the first sample.
+    """Return a text about a clip's samples: their number, their total frames and tokens, and the size of the first
+    sample.
 
     Return an empty text if the clip has no samples.
     """

@@ -26,7 +26,7 @@ The JSON file of `wands check --json` contains all clips.
 def render_page(report: CheckReport) -> str:
     """Return the text of an HTML page with the report and its thumbnails.
 
-    File names and captions are escaped, so that they cannot contain HTML. Paths do not contain the name of the user.
+    File names and captions are escaped, so that they cannot contain HTML. In paths, the name of the user is removed.
     """
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return render(

@@ -56,8 +56,8 @@ _NOT_CONVERTED = {
         "image_encoder",
         "official",
     ): "the official file also contains CLIP's text encoder; --base DIR copies the file of an official repository",
-    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use the published umt5_xxl",
-    ("image_encoder", "comfyui"): "wands cannot write its ComfyUI file; use the published clip_vision_h",
+    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use ComfyUI's own umt5_xxl",
+    ("image_encoder", "comfyui"): "wands cannot write ComfyUI's file; use ComfyUI's own clip_vision_h",
 }
 
 
@@ -115,13 +115,13 @@ class ModelConversion:
 
     Attributes:
         options: options of the command.
-        to: layout of the result, as in the options.
+        to: layout of the result: "diffusers", "official" or "comfyui".
         root: folder or file of the source.
         out: existing folder for the result.
         rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model.
             None copies nothing.
         result: receives a summary of each component, and notes for the user.
-        variant: model variant of the DiT. It exists from the conversion of the DiT on.
+        variant: model variant of the DiT. The attribute does not exist until the DiT has been converted.
         dit_config: diffusers config of the DiT; empty until the DiT has been converted.
     """
 

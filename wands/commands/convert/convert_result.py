@@ -34,7 +34,7 @@ class ComponentSummary:
     def __str__(self) -> str:
         text = (
             f"{self.name}: {self.read} tensors read, {self.written} written, {self.renamed} renamed, "
-            f"{self.num_bytes / 1e6:.1f} MB; read back equal, bit for bit"
+            f"{self.num_bytes / 1e6:.1f} MB; the written tensors equal the source bit for bit"
         )
         if self.unused:
             text += f"; {len(self.unused)} tensors are not in the new layout ({shorten(self.unused, 3)})"

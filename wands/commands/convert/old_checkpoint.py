@@ -89,9 +89,16 @@ def _convert_step(step: Path, state: TrainState, out: Path) -> None:
 
 
 def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int]) -> Any:
-    """Return the result of `state_tensors` for the pickles of a rank.
+    """Read the pickles of a rank, and return the tensors and values for the new files (see `state_tensors`).
 
-    Source: the layout of these files in stage_1_and_2.py, stage3.py and zero_to_fp32.py of DeepSpeed 0.19.
+    DeepSpeed 0.19 defines the layout of the pickles in stage_1_and_2.py, stage3.py and zero_to_fp32.py.
+
+    Args:
+        folder: folder with the pickles of one DiT.
+        state: training state of the checkpoint.
+        rank: rank whose pickles are read.
+        starts: maps a parameter to the number of its values that lower ranks store. Used at ZeRO-1 and ZeRO-2. The
+            function adds the values of this rank.
     """
     stage = state.zero_stage
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
@@ -146,14 +153,23 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} has {len(paths)} files {pattern}, but exactly one is needed.")
+        raise CheckpointError(f"{folder} has {len(paths)} files {pattern}, but exactly one is needed")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 
 def _partitions(
     shapes: list[Mapping[str, Any]], flats: list[torch.Tensor], rank: int, world_size: int
 ) -> list[Fragment]:
-    """Return the fragments of a rank at ZeRO-3, where each rank has the same number of values of every parameter."""
+    """Return the fragments (parts of parameters) that a rank stores at ZeRO-3.
+
+    At ZeRO-3, each parameter is padded and divided into equal parts, one for each rank.
+
+    Args:
+        shapes: for each parameter group, the shapes of its parameters by name.
+        flats: flat tensors with this rank's values of all parameters, in the order of `shapes`.
+        rank: rank whose fragments are returned.
+        world_size: number of ranks.
+    """
     fragments, number, offset = [], 0, 0
     for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
         partition = math.ceil(math.prod(shape) / world_size)

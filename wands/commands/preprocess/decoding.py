@@ -42,7 +42,7 @@ class EncodeSettings:
         cache: cache folder.
         options: options of the command.
         spec: size, rate and length of the samples.
-        fingerprint: digest of the settings and model files with which the latents in the cache are encoded.
+        fingerprint: digest of the settings and model files with which all samples in the cache are encoded.
         max_samples: largest number of samples in a shard.
         conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
     """
@@ -68,7 +68,8 @@ class Window:
         clip: clip that contains the window.
         suffix: end of the sample keys, which names the window and the size.
         meta: metadata of the samples, without the entries that differ between captions.
-        pixels: float32 [3, F, H, W] in [-1, 1]; None if the cache already contains the latents.
+        pixels: RGB values in [-1, 1], float32 [3, frames, height, width]; None if the cache already contains the
+            latents.
         encoded: maps names to encoded arrays of the window, read from the cache; None if the window must be encoded.
     """
 
@@ -158,8 +159,9 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
     """Yield (decoded window, whether it is the last window of the file) for each item of `clips`.
 
-    A window (range of frames) may be decoded at several sizes, and gives one item for each size. The items of a window
-    are yielded only when the next window or the end of the file is reached.
+    A window (range of frames) may be decoded at several sizes, and gives one item for each size. The items of a
+    window are yielded only when the next window or the end of the file is reached, because only then it is known
+    whether the window is the last.
 
     Raises:
         DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.

@@ -75,7 +75,7 @@ class PreprocessReport:
             lines.append(
                 f"{self.num_relabelled:,} samples keep their latents: only the caption or name is new"
             )
-        lines += [f"{loss}; its remaining captions or clips were encoded later" for loss in self.losses]
+        lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
         if self.num_left_out:
             lines.append(
                 f"{self.num_left_out:,} samples of earlier runs are not in the source or have a size that is not "
@@ -93,6 +93,6 @@ class PreprocessReport:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         if self.quarantine:
             lines.append(
-                f"clips that crash or hang a process are skipped until the file changes or {self.quarantine} is deleted"
+                f"clips that crash or hang a process are skipped until their files change or {self.quarantine} is deleted"
             )
         return "\n".join(lines)

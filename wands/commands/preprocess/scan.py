@@ -61,8 +61,8 @@ class Clip:
         video: digest of the file and the time range. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
-            the window (range of frames) and the size. A window
-            and size for which every caption already has a sample is left out.
+            the window (range of frames) and the size. Latents for which every caption already has a sample are left
+            out.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 

@@ -21,11 +21,11 @@ def add_conditions(
     """Add the image conditions of a sample to its noisy latents and timestep.
 
     Args:
-        latents: noisy latents [C, f, h, w].
+        latents: noisy latents [C, f, h, w], with C channels and f frames of size h x w.
         timestep: timestep of the noise level, a scalar.
         first_frame: latent frame [C, 1, h, w] without noise that replaces the first noisy frame, for the model TI2V.
         image_latents: latents [C, f, h, w] of a clip that contains the given images and grey frames, for I2V models.
-        last_image: whether the last frame is given in addition to the first frame.
+        last_image: whether the model gets the last frame of the clip in addition to the first frame.
 
     Returns:
         Latents with the added condition channels [channels, f, h, w], and the timesteps. The timesteps have shape [1], or
