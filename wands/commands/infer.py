@@ -58,13 +58,13 @@ class InferResult:
     """Result of one sample request: the files of the video, and the facts about the sampling.
 
     Attributes:
-        request: the sample request.
+        request: prompt and options of the video.
         video: the mp4 file.
         latents: safetensors file with the tensor `latents`, normalised as in a training cache. The tensor is fp32
             [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
         contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
-        flow_shift: shift of the scheduler that was used.
+        flow_shift: flow shift of the scheduler that sampled the video.
         seconds: time for sampling and decoding, in seconds.
     """
 

@@ -49,9 +49,10 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
 def plan(options: PlanOptions) -> str:
     """Find settings with which a recipe fits a machine, and return a report as text.
 
-    The report lists a few settings that fit, best first. It describes the best settings in detail, and shows the
-    command that starts the training run. If `options.out` is set, the recipe and the DeepSpeed JSON of the best
-    settings are written to this folder. With `options.table`, the function only returns the tables of `what_fits`.
+    The report lists a few settings that fit, the fastest settings first. It describes the fastest settings in detail,
+    and shows the command that starts the training run. If `options.out` is set, the recipe and the DeepSpeed JSON of
+    the fastest settings are written to this folder. With `options.table`, the function only returns the tables of
+    `what_fits`.
 
     Args:
         options: options of the command; they name the recipe and the machine.
@@ -101,8 +102,8 @@ def what_fits(
 ) -> str:
     """Return Markdown tables of the settings with which published models can be trained on common machines.
 
-    Each cell contains the best settings for one model and one machine. The tables assume clips of 480p with 81 frames, and
-    one clip in each bin (packed sequence).
+    Each cell contains the fastest settings that fit for one model and one machine. The tables assume clips of 480p
+    with 81 frames, and one clip in each bin (packed sequence).
 
     Args:
         memories: names of machines in `MACHINES`. Each name is a column.
@@ -123,7 +124,8 @@ def what_fits(
 
 
 def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
-    """Return a short text with the best training settings for a machine, or "–" if no settings fit its memory.
+    """Return a short text with the fastest training settings that fit a machine, or "–" if no settings fit its
+    memory.
 
     The base model of a LoRA is quantised to nf4 only if no settings fit with an unquantised base model.
 

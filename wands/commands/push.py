@@ -174,12 +174,12 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
     """Return facts about the training run for the model card, for example base model, step and recipe.
 
-    Facts come from the checkpoint and from the record file in the folder to push. If both contain the same fact, the
-    value in the record file is used.
+    Facts come from a checkpoint of the training, and from the file `wands_export.json` in the folder to push. If both
+    contain a fact, the value in the file is used.
 
     Args:
         directory: folder to push.
-        training: checkpoint, or folder of checkpoints; None reads no checkpoint.
+        training: run folder or step folder of the training; None reads no checkpoint.
     """
     record: dict[str, Any] = {}
     if training is not None:

@@ -258,8 +258,8 @@ class TrainOptions(LauncherOptions):
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
     plan: Path | None = None
-    """Train exactly the bins and steps that `wands pack --out` wrote to this file, in the epoch of the file. The option
-    sets the recipe key packing.plan."""
+    """Train exactly the bins (packed sequences) and steps that `wands pack --out` wrote to this file, in the epoch
+    for which the file was written. The option sets the recipe key packing.plan."""
     show_timesteps: bool = False
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
 

@@ -337,9 +337,10 @@ class FlowConfig(StrictModel):
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
     high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
     shift_by_size: bool = False
-    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), with all video tokens of the
-    clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, such a clip in
-    1280 x 720 gets 4.6. Use this key for data with several sizes. The loss weight `linear` always uses `flow_shift`."""
+    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), with all video tokens of
+    the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, a clip of
+    1280 x 720 pixels and 81 frames gets the shift 4.6. Use this key for data with several sizes. The loss weight
+    `linear` always uses `flow_shift`."""
     min_timestep: float = Field(default=0.0, ge=0, lt=1000)
     """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated: all
     timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
@@ -375,7 +376,7 @@ class FlowConfig(StrictModel):
     @model_validator(mode="after")
     def _check_timesteps(self) -> FlowConfig:
         if self.min_timestep >= self.max_timestep:
-            raise ValueError("min_timestep must be smaller than max_timestep")
+            raise ValueError(f"min_timestep={self.min_timestep} must be below max_timestep={self.max_timestep}")
         return self
 
     @property
@@ -566,9 +567,9 @@ _PerPrompt = str | list[str] | None
 
 
 class SampleConfig(StrictModel):
-    """Videos that the run samples before the first step, every few steps and at the end. The mp4 files are in the folder
-    `samples` of the run, with a contact sheet that shows the base model, the trained weights and their moving average
-    next to each other.
+    """Videos that the run samples before the first step, every few steps and at the end. The mp4 files are in the
+    folder `samples` of the run. A contact sheet shows the videos of the base model, the trained weights and their
+    moving average next to each other.
     """
 
     every: int = Field(default=500, gt=0)

@@ -207,7 +207,8 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 def _decode_all(
     decode: Callable[[_Task], CheckedClip], tasks: Sequence[_Task | None], num_workers: int | None
 ) -> list[CheckedClip]:
-    """Decode each distinct clip once in worker processes, and return the result for each task.
+    """Decode each distinct clip once in worker processes, and return the result for each task. A clip with several
+    captions has several tasks.
 
     Args:
         decode: function that decodes a clip.

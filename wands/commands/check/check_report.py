@@ -57,7 +57,7 @@ class CheckedClip:
             estimated.
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
-        digests: digest of the frames of each sample.
+        digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -107,7 +107,7 @@ class CheckReport:
 
     Attributes:
         source: SOURCE as the user wrote it.
-        variant: model variant whose strides and frame rate were used.
+        variant: name of the model variant whose VAE strides and frame rate were used.
         spec: frame rate, size and length of the samples.
         clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
         exact_text: whether the model's tokenizer counted the caption tokens. Otherwise the numbers are estimates.
@@ -186,7 +186,7 @@ class CheckReport:
         """
         table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colours
         if len(self.clips) > SHOWN_CLIPS:
-            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips: see --json or --html")
+            lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
         totals = self.totals()
         lines.append(
             f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "

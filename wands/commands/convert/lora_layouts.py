@@ -71,8 +71,9 @@ def convert_lora(
         expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or changes parameters in full that
-            the layout `to` cannot contain. Also if values read back from a written file differ from the values in `source`.
+        CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or contains full (not
+            low-rank) changes of parameters, which the layout `to` cannot store. Also if values read back from a
+            written file differ from the values in `source`.
     """
     with TensorFiles([source], f"SOURCE {source}") as files:
         loras, old_names = read_lora_file(files), files.tensors.keys()
@@ -80,8 +81,8 @@ def convert_lora(
         update = update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of the LoRA's file or folder is "
-                f"the name for {expert}. Set SOURCE to the file itself: the name is then ignored."
+                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
+                f"to a LoRA for {expert}. Set SOURCE to this file: its name is then ignored."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1

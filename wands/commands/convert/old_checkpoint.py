@@ -38,7 +38,7 @@ def convert_run(run: str) -> str:
         run: run folder, checkpoints folder or step folder.
 
     Raises:
-        CheckpointError: if there is no pickled checkpoint, or one cannot be converted.
+        CheckpointError: if there is no pickled checkpoint, or a checkpoint cannot be converted.
     """
     done = subprocess.run([sys.executable, "-m", __name__, run], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -50,7 +50,9 @@ def convert_run(run: str) -> str:
 
 
 def main(run: Path) -> None:
-    """Convert the pickled checkpoints of a run, and write the name of each to stdout. The pickles stay in `step_*.pickles`."""
+    """Convert the pickled checkpoints of a run, and write the path of each converted checkpoint to stdout. The
+    pickles are kept in folders with names `step_*.pickles`.
+    """
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     for old in folder.glob("step_*.pickles"):
         if not old.with_suffix("").exists():  # the conversion was killed

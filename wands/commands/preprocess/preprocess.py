@@ -158,7 +158,9 @@ class PreprocessRun:
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:
-        """Move samples from write-ahead logs to shards. Then let the cache writer read the index entries of all new shards."""
+        """Move samples from write-ahead logs to shards. Then let the cache writer read the index entries of all new
+        shards, so that the run knows which samples are finished.
+        """
         for path in sorted(self.settings.work.glob("samples-*.journal")):
             with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
@@ -337,7 +339,8 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return all settings that change the stored values of a sample, for the fingerprint of the cache.
+    """Return all settings that change the stored values of a sample. They are part of the cache's fingerprint,
+    because all samples of a cache must have equal settings.
 
     The second and later values of --max-pixels are left out. These values only add samples of other sizes, whose keys
     contain the size.

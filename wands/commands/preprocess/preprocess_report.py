@@ -73,7 +73,7 @@ class PreprocessReport:
             lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
         if self.num_relabelled:
             lines.append(
-                f"{self.num_relabelled:,} samples keep their latents: only the caption or name is new"
+                f"{self.num_relabelled:,} samples keep their latents, because only the caption or the clip's name is new"
             )
         lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
         if self.num_left_out:

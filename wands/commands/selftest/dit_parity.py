@@ -287,8 +287,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
     _, _, device = init_process_group()
     if device.type != setup.device.type:
         raise ConfigError(
-            f"--device={setup.device.type}, but DeepSpeed runs these processes on {device.type}; set DS_ACCELERATOR="
-            f"{setup.device.type}.",
+            f"--device={setup.device.type}, but DeepSpeed runs these processes on {device.type}; set the environment "
+            f"variable DS_ACCELERATOR={setup.device.type}.",
             agreed=True,
         )
     dims, problems = plan_ranks(setup.variant)
