@@ -89,7 +89,9 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
 
 
 def _mock_overrides(name: str | None) -> tuple[str, ...]:
-    """Return the `--set` texts of `--mock`: the variant with random weights, and random clips of its official size."""
+    """Return the recipe overrides for `wands train --mock NAME`: random weights of a published model, and random
+    clips of its official size. Return () for None.
+    """
     if name is None:
         return ()
     if name not in VARIANTS:
@@ -153,12 +155,14 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
 
 
 def _claim_nothing(output_dir: Path) -> None:
-    """Do not lock the run folder, because this rank does not write to it, or rank 0 has locked it already."""
+    """Do nothing in place of `_claim`: this rank does not write to the run folder, or rank 0 has locked the folder
+    already.
+    """
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
     """Lock a run folder until `stack` is closed. Delete the temporary files of an earlier run, and the files with
-    which the user sent requests to this run, such as "save".
+    which the user sent requests to the earlier run, such as the file "save".
     """
     stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
     for request in (output_dir / name for name in REQUESTS):

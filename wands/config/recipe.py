@@ -376,7 +376,7 @@ class FlowConfig(StrictModel):
     @model_validator(mode="after")
     def _check_timesteps(self) -> FlowConfig:
         if self.min_timestep >= self.max_timestep:
-            raise ValueError(f"min_timestep={self.min_timestep} must be below max_timestep={self.max_timestep}")
+            raise ValueError(f"min_timestep={self.min_timestep} must be < max_timestep={self.max_timestep}")
         return self
 
     @property

@@ -142,8 +142,8 @@ class PackedSamples:
         """Draw the samples and pack them into one bin (packed sequence).
 
         Args:
-            setup: models and settings of the check, with the DiT to test. Noise levels are drawn from the range that
-                this DiT is trained on.
+            setup: tested model and settings of the checks, with the DiT to test. Noise levels are drawn from the
+                range on which this DiT is trained.
             i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
         """
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
@@ -320,8 +320,9 @@ def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load the packed model with fp32 weights, as in a training run.
 
     Args:
-        setup: models and settings of the check, with the DiT to test.
-        dtype: dtype of the computation. The model gets the attention kernel that a training run would choose for this dtype.
+        setup: tested model and settings of the checks, with the DiT to test.
+        dtype: dtype of the computation. The model gets the attention kernel that a training run would choose for this
+            dtype.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)

@@ -44,7 +44,7 @@ class VaePart:
     """VAE in fp32 as `wands preprocess` loads it, and a clip that diffusers' stock pipeline has encoded.
 
     Attributes:
-        pixels: pixels of the clip as the stock pipeline prepares them, fp32 [3, F, H, W].
+        pixels: pixels of the clip as the stock pipeline prepares them, fp32 [3, frames, height, width].
         latents: normalised latents of the clip as the stock pipeline computes them.
     """
 
@@ -156,7 +156,8 @@ def check_condition(part: VaePart) -> Outcome:
 def check_first_frame(part: VaePart) -> Outcome:
     """Compare the first latent frame of a whole clip with the latents of the clip's first frame alone.
 
-    `wands preprocess` encodes the whole clip. The stock TI2V pipeline of diffusers encodes the first frame alone.
+    `wands preprocess` encodes the whole clip. For the model TI2V (text and image to video), diffusers' stock pipeline
+    encodes the first frame alone. Both results must be equal, because the VAE is causal.
     """
     return judge(part.encoder.encode(part.pixels)[:, :1], part.stock_condition())
 

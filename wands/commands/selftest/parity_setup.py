@@ -76,7 +76,8 @@ class Setup:
         variant: model variant that the pipeline's config files describe.
         device: device of all computations.
         dtype: dtype of the text encoder and of the DiT's computation. The VAE and CLIP use fp32, as in `wands preprocess`.
-        frames: frames of the clip, uint8 [F, H, W, 3] with F = 4k + 1 >= 5.
+        frames: RGB frames of the clip, uint8 [F, height, width, 3]. The number of frames is F = 4k + 1 >= 5 for an
+            integer k.
         expert: DiT that is tested by the checks that run once for each DiT.
     """
 
@@ -167,7 +168,9 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
 
 
 def _make_frames() -> np.ndarray:
-    """Return the synthetic clip, uint8 [F, H, W, 3]. Smooth colour waves move through the full range of values."""
+    """Return a synthetic clip of moving, smooth colour waves with values from 0 to 255, uint8 [frames, height, width,
+    3].
+    """
     axes = (np.linspace(0, 3, NUM_FRAMES), np.linspace(0, 4, HEIGHT), np.linspace(0, 6, WIDTH))
     t, y, x = np.meshgrid(*axes, indexing="ij")
     waves = np.stack([np.sin(x + t), np.cos(y - t), np.sin(x * y / 3 + t)], -1)
