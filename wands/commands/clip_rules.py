@@ -13,9 +13,8 @@ from wands.data.clips.records import ClipRecord, Rejection
 from wands.variants import Variant
 
 LIMIT_SECONDS = 300.0
-"""Longest decoding time in seconds.
-
-In `wands check` this is the limit for a whole clip. In `wands preprocess` it is the limit for one window (range of frames).
+"""Decoding time in seconds after which a clip is rejected. In `wands check`, the limit applies to a whole clip. In
+`wands preprocess`, the limit applies to each window (range of frames) of a clip.
 """
 NO_MEMORY = "clip does not fit into memory; lower --max-frames or --max-pixels"
 EMPTY_CAPTION = "caption is empty after cleaning; write a caption"

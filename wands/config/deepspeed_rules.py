@@ -160,7 +160,8 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why `optim.name` or `ema` cannot be used with other recipe keys or with the DeepSpeed config.
+    """Return the reasons why the optimizer `optim.name` cannot be used with other recipe keys or with the DeepSpeed
+    config.
 
     Args:
         recipe: the resolved recipe.

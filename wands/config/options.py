@@ -1,8 +1,8 @@
 """Options of the subcommands, declared once: names, types, defaults, limits and help.
 
-`wands.config.click_options` builds the click commands from these models. `wands.config.reference` writes the reference
-page from the commands. A class docstring is the help text of the command. A field docstring is the help text of the
-option.
+`wands.config.click_options` builds the click commands from these models. `scripts/build_reference.py` writes the
+reference page from the commands. A class docstring is the help text of the command. A field docstring is the help
+text of the option.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class PreprocessOptions(ClipOptions):
 class PackOptions(RecipeOptions):
     """Write the packing plan of one epoch to a file.
 
-    A bin holds the clips of one forward pass. The file lists the clips of each bin and the bins of each optimizer step.
-    `wands train RECIPE` processes exactly these bins and steps in that epoch.
+    A bin holds the clips of one forward pass. The file lists the clips of each bin and the bins of each optimizer
+    step. `wands train RECIPE` processes exactly these bins and steps in this epoch.
 
     Examples:
         wands pack wan2.1-t2v-1.3b-lora --set data.cache=cache/ --out plan.jsonl
@@ -518,11 +518,12 @@ class ConvertOptions(Options):
 class ScoreOptions(Options):
     """Compare samples with reference clips by SSIM, PSNR and latents.
 
-    Each sample is compared with the clip that has the same file name without the extension. If no clip has this name,
-    the sample is compared with the clip whose caption is the prompt of the sample. The clip is first converted to the
-    frame rate and the size of the sample. If the numbers of frames then differ, the longer video is cut. SSIM and
-    PSNR are means over the frames. The latent correlation is the correlation of the VAE latents of sample and clip.
-    It compares colours and layout, and is less sensitive to details than SSIM.
+    A sample is a video of `wands infer` or of a training run. Each sample is compared with the clip that has the same
+    file name without the extension. If no clip has this name, the sample is compared with the clip whose caption is
+    the prompt of the sample. The clip is first converted to the frame rate and the size of the sample. If the numbers
+    of frames then differ, the longer video is cut. SSIM and PSNR are means over the frames. The latent correlation is
+    the correlation of the VAE latents of sample and clip. It compares colours and layout, and is less sensitive to
+    details than SSIM.
 
     Examples:
         wands score runs/my-run/samples --reference clips/

@@ -524,8 +524,8 @@ Tracker = Literal[
 class EvalConfig(StrictModel):
     """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every N steps and after the last step.
 
-    The clips are those of `data.holdout` or `eval.cache`, and as many training clips. The noise levels are fixed quantiles of
-    the recipe's distribution. Evaluating does not change the training.
+    The held-out clips come from `data.holdout` or `eval.cache`. For comparison, as many training clips are evaluated.
+    The noise levels are fixed quantiles of the recipe's distribution. Evaluations do not change the training.
     """
 
     every: int = Field(default=500, gt=0)

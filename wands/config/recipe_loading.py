@@ -21,7 +21,8 @@ from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_sectio
 from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
 
 MAX_NODES = 10_000
-"""Largest number of values in a YAML text. An alias counts as many values as its anchor."""
+"""Largest number of values in a YAML text. An alias counts as many values as its anchor, so that a short text with
+nested aliases cannot fill the memory."""
 
 _SHIPPED = Path(str(resources.files("wands.recipes")))
 

@@ -1,4 +1,4 @@
-"""Describe the recipe keys and the shipped recipes."""
+"""Describe the recipe keys and the shipped recipes, for `wands config`, `wands recipes` and the reference pages."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ files of worker 0 are:
     text-0.journal       write-ahead log of text embeddings
     samples-0.journal    write-ahead log of samples that no shard contains yet
     encoding-0           digest of the clip that is being encoded, otherwise empty; if the worker process is killed, the
-                         digest shows the clip during which the process died
+                         digest names the clip that the process was encoding
 """
 
 from __future__ import annotations

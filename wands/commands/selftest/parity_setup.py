@@ -25,8 +25,8 @@ from wands.variants import VARIANTS, Expert, Variant
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
 """Number of frames, height and width of the synthetic clip.
 
-A clip of the user is shortened to at most `NUM_FRAMES` frames. Its frames are scaled down to
-at most 2.25 * `HEIGHT` * `WIDTH` pixels.
+A clip that the user gives with --clip is shortened to at most `NUM_FRAMES` frames. The frames of this clip are scaled
+down to at most 2.25 * `HEIGHT` * `WIDTH` pixels.
 """
 
 
