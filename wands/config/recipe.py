@@ -344,7 +344,7 @@ class FlowConfig(StrictModel):
     min_timestep: float = Field(default=0.0, ge=0, lt=1000)
     """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated: all
     timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
-    uses the part of this range that lies in the expert's own range."""
+    uses the part of this range that is inside the expert's own range."""
     max_timestep: float = Field(default=1000.0, gt=0, le=1000)
     """Upper limit of the timesteps to train, after the shift. Timesteps are smaller than this limit. Only the limit
     1000 itself can be drawn."""
@@ -606,10 +606,10 @@ class SampleConfig(StrictModel):
     """Text that describes what the videos must not show. If this key is unset, the official text of the model is used."""
     image: _PerPrompt = None
     """File with the first frame: an image, or a video whose first frame is used. A list has one file per prompt.
-    Models that start from an image need this key. Without this key, other models get no image."""
+    Models that start from an image need this key. If this key is unset, other models get no image."""
     last_image: _PerPrompt = None
     """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt. Models
-    that end at an image need this key. Without this key, other models get no image."""
+    that end at an image need this key. If this key is unset, other models get no image."""
 
 
 class HubConfig(StrictModel):

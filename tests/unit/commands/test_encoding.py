@@ -105,7 +105,7 @@ def test_an_error_of_one_worker_leaves_its_share_to_the_others(
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS, workers=2)
     assert report is not None
     assert (
-        "worker 1 ended early (model=broken cannot be loaded); its remaining captions or clips were"
+        "worker 1 ended early (model=broken cannot be loaded); the worker's other captions or clips were"
         in str(report)
     )
     monkeypatch.undo()
