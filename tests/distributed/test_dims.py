@@ -87,7 +87,7 @@ def test_a_world_that_groups_do_not_divide():
     check_world(ParallelConfig(cp_size=4), 8)
     with pytest.raises(
         ConfigError,
-        match=r"parallel.ring_degree=3: 3 ranks share each bin, but world_size=8 is not a multiple",
+        match=r"parallel.ring_degree=3: 3 ranks share each packed sequence, but world_size=8 is not a multiple",
     ):
         check_world(ParallelConfig(ring_degree=3), 8)
 

@@ -450,6 +450,6 @@ def test_a_mistake_ends_both_nodes_with_its_sentence(
     for node, text in zip(nodes, texts, strict=True):
         assert node.returncode == 2
         assert re.search(r"exitcode\s+: 2 ", text)
-    sentence = "parallel.ulysses_degree=3: 3 ranks share each bin, but world_size=4 is not a multiple"
+    sentence = "parallel.ulysses_degree=3: 3 ranks share each packed sequence, but world_size=4 is not"
     assert "".join(texts).count(sentence) == 1
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 ChunkLens = tuple[tuple[int, ...], ...]
-"""Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r."""
+"""Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
+
+A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Segments:
         Args:
             lens_q: number of rows of q in each segment.
             lens_k: number of rows of k in each segment. None means the numbers in `lens_q`.
-            device: device of the cumulative lengths.
+            device: device of `cu_seqlens_q` and `cu_seqlens_k`.
         """
         queries = tuple(lens_q)
         keys = queries if lens_k is None else tuple(lens_k)
@@ -66,7 +69,7 @@ class Segments:
         return max(self.lens_k, default=0)
 
     def to(self, device: torch.device | str) -> Segments:
-        """Return a copy of the segments with the cumulative lengths on `device`."""
+        """Return a copy of the segments with `cu_seqlens_q` and `cu_seqlens_k` on `device`."""
         cu_q, cu_k = (x.to(device, non_blocking=True) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
         return Segments(self.lens_q, self.lens_k, cu_q, cu_k)
 
@@ -119,14 +122,15 @@ class PackedMeta:
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r, for self-attention. Without ring
-            attention, there is one ring row.
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r. A ring row is the part of the packed
+            samples that one Ulysses group (the ranks that share attention heads) holds. Without ring attention, there is
+            one ring row.
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: number of tokens on this rank that have each timestep, if a sample can have several timesteps.
-            Empty means that every sample has one timestep.
-        timestep_samples: sample index of each timestep. Empty means that every sample has one timestep.
+        timestep_lens: for each timestep, the number of tokens on this rank that have this timestep. Empty means that
+            every sample has one timestep.
+        timestep_samples: for each timestep, the index of its sample. Empty means that every sample has one timestep.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.
     """

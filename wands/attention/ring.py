@@ -34,12 +34,13 @@ from wands.distributed.layout import ring_rounds
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Self-attention of a ring row: a callable that maps (q, k, v, meta) to the output of `ring_attention`.
+    """Callable that runs `ring_attention`: it maps (q, k, v, meta) to the attention output.
 
     Attributes:
         backend: attention kernel.
         group: ranks of the ring; None if the ring has one rank.
-        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v.
+        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v. With a single
+            communicator, transfers of k and v would wait for transfers of gradients.
     """
 
     backend: Backend
@@ -50,10 +51,12 @@ class RingAttention:
         """Run self-attention inside each sample.
 
         Args:
-            q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D.
+            q: [N, H, D], for N tokens, H heads and head dim D. With Ulysses, the N tokens are all tokens of this rank's
+                Ulysses group. Without Ulysses, they are the tokens of this rank.
             k: [N, H, D].
             v: [N, H, D].
-            meta: metadata of the packed samples, with the chunk lengths.
+            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: the number of tokens of each sample on
+                each rank of the ring.
 
         Returns:
             [N, H, D] in q's dtype.
@@ -73,21 +76,22 @@ def ring_attention(
     """Run self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
 
     Args:
-        q: [N, H, D], for the N tokens of this rank's ring row, H heads and head dim D. Rows after the last sample are
+        q: [N, H, D], for N tokens on this rank of the ring, H heads and head dim D. Rows after the last sample are
             padding, and their output is 0.
         k: [N, H, D].
         v: [N, H, D].
-        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
+        chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.
         backend: attention kernel.
-        group: ranks of the ring; None if there is one ring row.
-        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v.
+        group: ranks of the ring; None if the ring has one rank.
+        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v. With a single
+            communicator, transfers of k and v would wait for transfers of gradients.
 
     Returns:
         [N, H, D] in q's dtype.
     """
     degree = len(chunk_lens)
     assert degree == (group.size() if group else 1), (
-        f"{degree} rows in a ring of {group.size() if group else 1} ranks"
+        f"chunk_lens has {degree} rows, but the ring has {group.size() if group else 1} ranks"
     )
     names = [peers.group_name if peers else "" for peers in (group, grad_group)]
     lens = [length for row in chunk_lens for length in row]
@@ -160,8 +164,9 @@ def ring_backward(
     `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
     arguments of `ring_forward`.
 
-    The gradient of a key block follows the key block around the ring. Each rank adds a summand to the gradient and sends
-    the sum to the next rank. The last transfer brings the sum to the rank that owns the key block.
+    A key block is the keys and values of one rank. The gradient of a key block follows the key block around the ring.
+    Each rank adds a summand to the gradient and sends the sum to the next rank. The last transfer brings the sum to the
+    rank that owns the key block.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -218,13 +223,13 @@ class _RingTransfer:
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add one key block to the attention result in `out` and `lse`, in place.
+    """Merge the attention result of one more block of keys into `out` and `lse`, in place.
 
     Args:
-        out: [N, H, D] in fp32 or wider, attention output over the key blocks merged so far.
-        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the key blocks merged so far.
-        block_out: [N, H, D], attention output over the new key block.
-        block_lse: [H, N], log-sum-exp of the scores over the new key block.
+        out: [N, H, D] in fp32 or wider, attention output over the blocks of keys merged so far.
+        lse: [H, N] in fp32 or wider, log-sum-exp of the scores over the blocks of keys merged so far.
+        block_out: [N, H, D], attention output over the new block of keys.
+        block_lse: [H, N], log-sum-exp of the scores over the new block of keys.
     """
     merged = torch.logaddexp(lse, block_lse)
     finite = merged.masked_fill(merged == -torch.inf, 0.0)  # the output of rows without a key so far stays 0
@@ -264,7 +269,7 @@ def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, ra
     """Return the FLOPs of `ring_forward` on one rank of a ring: two matmuls over all pairs of a query and a key.
 
     Args:
-        q_shape: (N, H, D) of q.
+        q_shape: shape of q: (tokens, heads, head dim).
         lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.
         degree: number of ranks in the ring.
         rank: rank of this process in the ring.
@@ -275,7 +280,7 @@ def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, ra
 
 
 BACKWARD_FLOPS = 2.5
-"""FLOPs of the backward pass, divided by the FLOPs of the forward pass: five matmuls, as in FlashAttention."""
+"""FLOPs of the backward pass, divided by the FLOPs of the forward pass: five matmuls instead of two, as in FlashAttention."""
 
 
 @register_flop_formula(torch.ops.wands.ring_forward)

@@ -40,7 +40,8 @@ def context_attention(
         backend: attention kernel of every rank.
         ulysses: ranks that share heads; None if the Ulysses degree is 1.
         ring: ranks that exchange keys and values in a ring; None if the ring degree is 1.
-        ring_grad: a second communicator over the ranks of `ring`, for the gradients of k and v.
+        ring_grad: a second communicator over the ranks of `ring`, for the gradients of k and v. With a single
+            communicator, transfers of k and v would wait for transfers of gradients.
         fused: send q, k and v in one all-to-all instead of three.
 
     Returns:
@@ -79,7 +80,8 @@ class UlyssesAttention(DistributedAttention):
             q: [L, H, D], for L local tokens, H heads and head dim D.
             k: [L, H, D].
             v: [L, H, D].
-            meta: metadata of the packed samples, with the chunk lengths.
+            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: the number of tokens of each sample in
+                each Ulysses group.
 
         Returns:
             [L, H, D].
@@ -158,7 +160,7 @@ OPERATORS = {
 }
 """Maps tensor names of `wands.model.checkpointing` to operators whose results have these names.
 
-Activation checkpointing can keep the results of these operators.
-
-With `fused=False`, DeepSpeed's all-to-alls are not operators. They are therefore always repeated in the backward pass.
+Activation checkpointing can keep the results of these operators. With `UlyssesAttention(fused=False)`, DeepSpeed's own
+all-to-alls run, which are not custom operators. Activation checkpointing cannot keep their results, and repeats the
+all-to-alls in the backward pass.
 """

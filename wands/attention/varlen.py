@@ -68,7 +68,7 @@ class PaddedSegments:
             padded_len: number of rows of k in each segment, with padding.
             device: device of q, k and v.
         """
-        assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len}"
+        assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len=}"
         num_rows = sum(lens_q)
         log_num_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
         repeats = torch.tensor(lens_q).to(device, non_blocking=True)

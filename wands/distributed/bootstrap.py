@@ -69,7 +69,10 @@ def init_process_group() -> tuple[int, int, torch.device]:
 
 
 def group_timeout() -> timedelta:
-    """Return the time that a rank waits for other ranks: the minutes in DEEPSPEED_TIMEOUT, else an hour."""
+    """Return the time that a rank waits for other ranks.
+
+    The time is one hour. The environment variable DEEPSPEED_TIMEOUT, in minutes, overrides this default.
+    """
     # DeepSpeed's default of 10 minutes is too short for ranks that wait while the first rank writes a large checkpoint.
     return timedelta(minutes=int(os.environ.get("DEEPSPEED_TIMEOUT", "60")))
 
@@ -133,7 +136,8 @@ def start_together() -> Iterator[None]:
 def gather_objects(value: T) -> list[T]:
     """Return the values of all ranks, in the order of the ranks. Without a process group, return a list of one value.
 
-    Every rank must call this function. The values are sent as pickles. Only the ranks of this run send values.
+    Every rank must call this function. The values are sent as pickles. This is safe, because only ranks of this run send
+    values.
     """
     if not dist.is_initialized():
         return [value]

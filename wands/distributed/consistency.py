@@ -31,14 +31,15 @@ _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 def check_agreement(
     parts: Mapping[str, str], device: torch.device, fixes: Fixes = MappingProxyType({})
 ) -> None:
-    """Check that named texts are equal on all ranks. Every rank must call this function.
+    """Check that texts, such as the recipe as JSON or a digest of the data, are equal on all ranks.
 
-    If all ranks agree, the check costs one all-gather of 32 bytes. The texts are sent only if they differ.
+    Every rank must call this function. If all ranks agree, the check costs one all-gather of 32 bytes. The texts are
+    sent only if they differ.
 
     Args:
         parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
-            that differs. A text must come before the texts that depend on this text, so that the error names the cause
-            first. The names may differ between ranks.
+            that differs. List a text before the texts that depend on it, so that the error names the cause first. A name
+            may be missing on some ranks, which counts as a difference.
         device: device of this rank. The process group's backend must be able to send tensors of this device.
         fixes: maps a name to (class of the error, text of the fix).
 
@@ -85,9 +86,10 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key at which the JSON texts `odd` and `usual` differ, such as " (train.seed=3, not 0)".
+    """Return the first key at which two JSON texts differ, such as " (train.seed=3, not 0)".
 
-    Return " (missing)" if `odd` is None. Return an empty text if `usual` is None, or if the texts are digests.
+    `odd` is the text of the ranks that differ, and `usual` is the text of most ranks. Return " (missing)" if `odd` is
+    None. Return an empty text if `usual` is None, or if the texts are digests.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
@@ -103,7 +105,7 @@ def _first_key(odd: str | None, usual: str | None) -> str:
 
 
 def shorten_value(value: Any, most: int = 60) -> str:
-    """Return a JSON value as a text of at most `most` characters."""
+    """Return a JSON value as a text. A text of more than `most` characters is cut and ends with "..."."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]}..."
 

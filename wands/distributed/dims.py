@@ -50,7 +50,7 @@ class ParallelDims:
 
     @property
     def cp_rank(self) -> int:
-        """Index of this rank in its context-parallel group: ring row * ulysses_degree + place in the ring row."""
+        """Index of this rank in its context-parallel group: ring rank * ulysses_degree + Ulysses rank."""
         return self.rank % self.cp_size
 
 
@@ -68,13 +68,13 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     """Check that the number of processes is a multiple of the number of ranks in a context-parallel group.
 
     Raises:
-        ConfigError: if the world size is not divisible by the group size.
+        ConfigError: if the world size is not divisible by the number of ranks in a group.
     """
     size = parallel.group_size
     if world_size % size:
         raise ConfigError(
-            f"{_given_keys(parallel)}: {size} ranks share each bin, but world_size={world_size} is not a multiple of "
-            f"{size}. Start a multiple of {size} processes, or change the keys of the parallel section."
+            f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but world_size={world_size} is not a "
+            f"multiple of {size}. Start a multiple of {size} processes, or change the keys of the parallel section."
         )
 
 

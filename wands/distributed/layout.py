@@ -142,7 +142,7 @@ class ContextLayout:
             cp_rank: index of the rank in the context-parallel group: ring rank * ulysses_degree + Ulysses rank.
         """
         plan = ContextPlan.build(seq_lens, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
-        assert 0 <= cp_rank < ulysses_degree * ring_degree, f"cp_rank={cp_rank} is not in the group"
+        assert 0 <= cp_rank < ulysses_degree * ring_degree, f"{cp_rank=} is not in the context-parallel group"
         ring_rank, ulysses_rank = divmod(cp_rank, ulysses_degree)
         num_tokens = plan.row_len // ulysses_degree
         begin = ulysses_rank * num_tokens  # start of this rank's slice of the ring row

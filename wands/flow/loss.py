@@ -49,8 +49,8 @@ def loss_weights(
 
     Args:
         trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
-        batch_weights: fp32 [S] for S samples, 0 for the sample of a padding bin, else 1. A padding bin has one dummy
-            sample, and fills up a step that has too few bins.
+        batch_weights: fp32 [S] for S samples, 0 for a placeholder sample and 1 for any other sample. Ranks without data in
+            a micro step process a placeholder sample, so that all ranks take part in communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. In both
             cases, the weights are then multiplied by `batch_weights` and `sigma_weights`.

@@ -66,7 +66,7 @@ def add_noise(
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
         layout: positions of this rank's tokens in the bin.
         keys: for each sample of the bin, the key of its random numbers.
-        flow: distribution of sigma.
+        flow: `flow` section of the recipe, with the distribution of sigma.
         seed: `train.seed`.
         num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all
             samples.
@@ -106,13 +106,14 @@ def add_noise(
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
     """Draw the noise level for one use of a sample.
 
-    With `flow.stratified`, the quantile of a sample starts at a random number and grows by the golden ratio, modulo 1, from
-    epoch to epoch. Consecutive epochs then cover the numbers from 0 to 1 evenly.
+    With `flow.stratified`, the noise level is a quantile of the distribution. The quantile is random in the sample's first
+    epoch, and grows by the golden ratio, modulo 1, in every further epoch. Consecutive epochs then cover the quantiles
+    from 0 to 1 evenly.
 
     Args:
         seed: `train.seed`.
-        key: key of the random numbers.
-        flow: distribution of sigma, with the shift of this sample.
+        key: key of the random numbers: clip, use of the clip in the epoch, and epoch.
+        flow: `flow` section of the recipe. `flow.flow_shift` must be the shift of this sample.
         sigma_range: (smallest, largest) sigma.
     """
     start = rng(seed, replace(key, epoch=0), "sigma_start").random() if flow.stratified else 0.0

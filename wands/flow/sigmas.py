@@ -20,7 +20,10 @@ NUM_TRAIN_TIMESTEPS = 1000
 """Timestep of pure noise (sigma 1). Wan's sinusoidal timestep features expect timesteps from 0 to 1000."""
 
 BASE_TOKENS = 32760
-"""Number of tokens of a clip of 832 x 480 pixels and 81 frames, whose shift is `flow.flow_shift` with `flow.shift_by_size`."""
+"""Number of tokens of a clip of 832 x 480 pixels and 81 frames.
+
+With `flow.shift_by_size`, the shift of a clip of this size is exactly `flow.flow_shift`.
+"""
 
 _NORMAL = NormalDist()
 
@@ -36,9 +39,11 @@ def shift_sigma(sigma: float, shift: float) -> float:
 
 
 def with_clip_shift(flow: FlowConfig, num_tokens: int) -> FlowConfig:
-    """Return a copy of `flow` with the shift for a clip of `num_tokens` video tokens, or `flow` without `shift_by_size`.
+    """Return a copy of `flow` whose `flow_shift` is the shift for a clip of `num_tokens` video tokens.
 
-    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23 with n = `BASE_TOKENS`.
+    If `flow.shift_by_size` is off, all clips have the same shift, and `flow` is returned unchanged.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23, where n is `BASE_TOKENS`.
     """
     if not flow.shift_by_size:
         return flow
@@ -56,7 +61,7 @@ def sample_sigma(
 
     Args:
         generator: source of two uniform numbers.
-        flow: distribution, shift and `mix_uniform`.
+        flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
         stratum: at most one quantile of the mixture, from 0 to 1, that replaces both numbers of the generator.
@@ -82,10 +87,12 @@ def sample_sigma(
 
 
 def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: float = 1.0) -> float:
-    """Return the noise level below which `sample_sigma` draws with probability `quantile`, rounded to fp32 inside the range.
+    """Return the noise level below which `sample_sigma` draws with probability `quantile`.
+
+    The noise level is rounded to fp32, and stays between `low` and `high`.
 
     Args:
-        flow: distribution, shift and `mix_uniform`.
+        flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         quantile: probability between 0 and 1.
         low: smallest sigma.
         high: largest sigma.
@@ -143,8 +150,8 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
     """Return the sigma at a quantile of the recipe's distribution, truncated to the range [low, high].
 
-    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. Quantile 0 gives one
-    end of the range, and quantile 1 gives the opposite end. The distribution decides which end is first.
+    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. It depends on the
+    distribution whether quantile 0 gives `low` or `high`. Quantile 1 gives the opposite end of the range.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -164,8 +171,8 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """Return `low` and `high` as logits, in standard deviations from the mean logit.
 
-    If the range is above the mean, both numbers are negated and swapped. The CDF is then near 0 instead of near 1,
-    where float64 has too few digits.
+    If the range is above the mean, both numbers are negated and swapped. The CDF of both numbers is then near 0. Near 1,
+    float64 could not distinguish two values of the CDF.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])

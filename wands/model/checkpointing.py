@@ -52,7 +52,8 @@ class SelectiveCheckpoint:
     Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again.
 
     Args:
-        blocks: blocks of the model. The linear layers of the blocks have hooks until `close` is called.
+        blocks: blocks of the model. Until `close` is called, hooks on the linear layers of the blocks detect which layer
+            runs.
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
         operators: maps a tensor name to the operators that compute this tensor. The names in `PROJECTIONS` are known
@@ -76,8 +77,8 @@ class SelectiveCheckpoint:
         operators = operators or {}
         unknown = {*saved, *offloaded} - {BLOCK_INPUT, *PROJECTIONS, *operators}
         assert not unknown, f"no tensor is called {sorted(unknown)}"
-        assert BLOCK_INPUT not in saved, "block_input is always on the device, unless it is offloaded"
-        assert not {*saved} & {*offloaded}, "a tensor is either saved or offloaded"
+        assert BLOCK_INPUT not in saved, "block_input is always saved; remove it from the list saved"
+        assert not {*saved} & {*offloaded}, "a tensor cannot be both saved and offloaded"
         self.offloader = offloader
         self._offloaded = frozenset(offloaded)
         kept = {*saved, *offloaded} - {BLOCK_INPUT}

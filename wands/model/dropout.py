@@ -59,6 +59,8 @@ class RowKeys(dict[str, Tensor]):
 class KeyedDropout(nn.Module):
     """Dropout layer like `torch.nn.Dropout`, but with masks that are hashes instead of random numbers.
 
+    The mask of a sample is therefore independent of the other packed samples, the rank, restarts and the device.
+
     Args:
         p: dropout probability.
         name: name of the layer. Layers with different names have independent masks.
@@ -76,9 +78,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Drop values in training: map x [..., C] to a tensor of the same shape.
 
-        x has C channels for each row (token or timestep). The rows have the order of the random-number keys of the bin. If
-        the rows are text tokens, x ends with one more row, for the padding of all samples. No value of the padding is
-        dropped.
+        x has one row of C channels for each token or timestep, in the order of the keys in `RowKeys`. If the rows are text
+        tokens, x ends with one more row, for the padding of all samples. No value of the padding is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -140,7 +141,7 @@ class _Drop(torch.autograd.Function):
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
     """Return a copy of x [..., C] with dropout in the first `len(rows)` rows.
 
-    `rows` contains the random-number key of each of these rows. The rows after them do not change.
+    `rows` contains the hash key of each of these rows. All other rows do not change.
     """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)

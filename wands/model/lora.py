@@ -36,7 +36,7 @@ def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn
     Args:
         model: model without a LoRA.
         targets: "attention": projections of self- and cross-attention. "attention+ffn": also the feed-forward.
-            "all-linear": every linear layer. Otherwise a list of patterns of layer names.
+            "all-linear": every linear layer. A list: shell patterns of layer names, such as `blocks.*.attn1.to_q`.
 
     Raises:
         ConfigError: if a pattern matches no linear layer.
@@ -146,7 +146,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
     Args:
         path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.
         expert: DiT that the LoRA is for.
-        key: recipe key of the path, for error messages.
+        key: recipe key that contains the path, for error messages, such as lora.init_from.
 
     Raises:
         ConfigError: if the file does not exist or contains no LoRA for this expert.
@@ -168,7 +168,8 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
     """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set.
 
     Raises:
-        ConfigError: if the file also contains full differences, which a LoRA run cannot train.
+        ConfigError: if the file also changes parameters in full, without lora_A and lora_B. A LoRA run cannot train such
+            changes.
     """
     if lora.init_from is None:
         return None
@@ -176,7 +177,7 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
     if update.differences:
         raise ConfigError(
             f"lora.init_from={lora.init_from} changes {len(update.differences)} parameters in full "
-            f"({shorten(update.differences, 3)}), which a LoRA run does not train. List the file in model.merge_loras."
+            f"({shorten(update.differences, 3)}), which a LoRA run does not train. Move the file to model.merge_loras."
         )
     return update.pairs
 
@@ -185,7 +186,7 @@ class MergedLoras:
     """Callable that merges LoRAs into base weights, in float64.
 
     A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update of a linear layer is
-    alpha / rank * lora_B @ lora_A. The update of another parameter is its full difference in the LoRA file.
+    alpha / rank * lora_B @ lora_A. For any other parameter, the LoRA file contains the update in full size.
 
     Args:
         loras: (scale, update) of each LoRA. scale is the user's factor for the LoRA.

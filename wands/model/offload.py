@@ -62,7 +62,8 @@ class _CudaCopyStream(CopyStream):
 def detached(tensor: Tensor) -> Tensor:
     """Detach a tensor from its autograd graph.
 
-    The result and the tensor share one version counter, which counts in-place changes of the result and of the tensor.
+    The result and the tensor share memory and one version counter, which counts in-place changes of the memory. A caller
+    can therefore detect that the tensor was changed in place after this call.
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
@@ -165,7 +166,7 @@ class _Group:
     def prefetch(self) -> None:
         """Start to copy this group's tensors back to the device.
 
-        The copies of the group that was opened just before this group follow.
+        Then start the copies of the previous group, because the backward pass needs that group next.
         """
         previous = self._previous() if self._previous else None
         for group in (self, *([previous] if previous else [])):

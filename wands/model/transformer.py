@@ -143,7 +143,7 @@ class PackedWanTransformer(WanTransformer3DModel):
             `tokens`.
         """
         assert timesteps.dtype == torch.float32, (
-            f"timesteps are {timesteps.dtype}: bf16 represents only 294 of 1000 timesteps"
+            f"timesteps must be fp32, not {timesteps.dtype}: bf16 represents only 294 of 1000 timesteps"
         )
         assert len(timesteps) == len(meta.padded_timestep_lens), (len(timesteps), meta.padded_timestep_lens)
         if self.row_keys is not None and self.training:

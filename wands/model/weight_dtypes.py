@@ -17,9 +17,9 @@ class WeightDtypePolicy:
     """Storage dtypes of a DiT's weights.
 
     Attributes:
-        weights: "fp32", or "bf16" for the linear layers and the patch embedding. Autocast rounds the weights of these
-            layers to bf16 before the matmul anyway. Time embedding, modulation, norms and head compute in fp32 and stay
-            in fp32.
+        weights: "fp32": all weights in fp32. "bf16": the linear layers and the patch embedding in bf16. Autocast rounds
+            the weights of these layers to bf16 before the matmul anyway. Time embedding, modulation, norms and head
+            compute in fp32 and stay in fp32.
         quantize: "none", or the name of a codec ("int8" or "nf4") for the linear layers of the blocks. These layers
             must be frozen.
     """

@@ -147,5 +147,5 @@ def test_segments_must_match_and_fit():
         Segments.build((1, 2), (3,))
     with pytest.raises(AssertionError, match="segments cover 4 rows, but the tensor has 3 rows"):
         list(Segments.build((4,)).idle_q(3))
-    with pytest.raises(AssertionError, match="5 keys is longer than 4"):
+    with pytest.raises(AssertionError, match="5 keys is longer than padded_len=4"):
         PaddedSegments.build((3, 1), (4, 5), 4)

@@ -293,8 +293,8 @@ def test_a_second_backward_is_noticed():
         ),
         (("offload",), r"mode=offload cannot have offloaded=\(\)"),
         (("selective", ("hidden",)), "no tensor is called"),
-        (("selective", ("block_input",)), "block_input is always on the device"),
-        (("offload", ("query_proj",), ("query_proj",)), "either saved or offloaded"),
+        (("selective", ("block_input",)), "block_input is always saved"),
+        (("offload", ("query_proj",), ("query_proj",)), "both saved and offloaded"),
     ],
 )
 def test_mistakes_of_programmers(arguments: tuple[Any, ...], said: str):

@@ -3,22 +3,27 @@
 `REFERENCE` implements the interface in plain PyTorch.
 
 Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. All tensors are packed, [rows, H, D], without a batch axis.
+The rows are divided into segments, such as one segment per sample. Rows of q attend only to rows of k in the same
+segment.
 
-The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. A ring merges the results of
-several blocks of keys and passes the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a
-key among the keys of all blocks. The backward pass of a block therefore returns the block's summand of the gradient.
+The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, q
+attends to several blocks of keys, one after another. The caller merges the results, and calls the backward pass of each
+block with the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a key among the keys of
+all blocks. The gradients of q from all blocks therefore add up to the gradient of q.
 Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Triton code goes into a new file
-   next to flash.py, which the two functions import. wands has no build step: compile CUDA code at the first use with
-   torch.utils.cpp_extension.load, and list its files in `package-data` of pyproject.toml, or make a package (step 3).
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Put Triton code into a
+   new file next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at
+   the first use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml.
+   Alternatively, publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
-   tries this list from the top, and skips a kernel that raises an error for the run's dtype or head dim.
-   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add its requirements to
-   `_unmet_requirement`. This kernel is not checked at the start of a run, and runs only if the user names it.
-   Sampling over several ranks and `wands selftest` always use `auto`, so this kernel never runs there.
+   tries this list from the top, and skips a kernel that fails the check of its results in the run's dtype or head dim.
+   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
+   `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
+   `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
+   never runs there.
 2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py and to its docstring, to the docstring of
    `choose_backend` in registry.py, and run scripts/build_reference.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
@@ -41,6 +46,7 @@ What the two functions receive:
 - Tensors that the functions must not change: in a ring, k and v are being sent to another rank at this moment.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
+- `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
 - There can be more rows than the segments contain. The rows after the last segment are padding.
 - A segment can have no rows of q, no rows of k, or a single row of k (the padding of a text). The functions are not
   called if no row of q has a key.
@@ -51,10 +57,9 @@ What the two functions return:
 
 - New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: the
   `Backend` class overwrites these values in place.
-- The scores are q @ k times `scale`, in every formula of this file.
-- The same bits for the same arguments, in the forward pass. The backward pass must have this property only if
-  `torch.are_deterministic_algorithms_enabled()`, which training never enables. On a GPU, a resumed run therefore equals
-  an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
+- In the forward pass, the same bits for the same arguments. In the backward pass, the same bits only if
+  `torch.are_deterministic_algorithms_enabled()` is True. Training never enables deterministic algorithms. On a GPU, a
+  resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -97,7 +102,7 @@ class Backend:
             k: [Tk, H, D].
             v: [Tk, H, D].
             segments: number of rows of q and of k in each segment.
-            scale: factor of q @ k in the attention scores.
+            scale: factor on the attention scores: scores = scale * q @ k.T.
 
         Returns:
             (out, lse). out is the attention output, [Tq, H, D] in q's dtype. lse is the natural logarithm of the sum of
@@ -125,7 +130,8 @@ class Backend:
     ) -> Grads:
         """Compute the gradients of q, k and v that come from one block of keys and values.
 
-        `k` and `v` can be one of several blocks that q attends to. `out` and `lse` are the results over all blocks.
+        In ring attention, q attends to several blocks of keys, and `k` and `v` are one of these blocks. `out` and `lse` are
+        then the results over all blocks.
 
         Args:
             dout: [Tq, H, D], gradient of `out`.
@@ -137,7 +143,7 @@ class Backend:
                 gradient.
             segments: number of rows of q and of k in each segment. Rows of q attend only to rows of k in the same
                 segment.
-            scale: factor on the attention scores.
+            scale: factor on the attention scores: scores = scale * q @ k.T.
 
         Returns:
             (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no
@@ -160,7 +166,7 @@ def _has_no_pairs(segments: Segments) -> bool:
 
 
 def _new_lse(q: Tensor) -> Tensor:
-    """Return a log-sum-exp tensor [heads, rows] for q [rows, heads, head dim], in which every value is -inf."""
+    """Return a log-sum-exp tensor of -inf values, [heads, rows], for q [rows, heads, head dim]."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
 
 

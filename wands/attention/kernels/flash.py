@@ -54,8 +54,8 @@ class FlashBackend(Backend):
     Attributes:
         min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
         max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
-        package: distribution that contains the kernel; None for PyTorch.
-        install: instruction that installs the package, for error messages.
+        package: pip package that contains the kernel; None if PyTorch contains the kernel.
+        install: sentence for error messages that explains how to install the package.
     """
 
     min_major: int
@@ -222,4 +222,4 @@ FLASH_BACKENDS = (
     ),
     FlashBackend("torch", _torch_forward, _torch_backward, min_major=8),
 )
-"""Kernels for CUDA. `attention.backend=auto` tries them in this order."""
+"""Kernels for CUDA. `attention.backend=auto` tries the kernels in this order."""

@@ -38,7 +38,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
 
     Args:
-        name: auto, reference, cpu, torch, flash2, flash3 or flash4.
+        name: value of `attention.backend`: auto, reference, cpu, torch, flash2, flash3 or flash4.
         device: device of q, k and v.
         dtype: dtype of q, k and v. Under autocast, this is the dtype of autocast.
         head_dim: last dimension of q, k and v.
@@ -77,8 +77,8 @@ def _fastest_backend(device: torch.device, dtype: torch.dtype, head_dim: int) ->
         )
     _log_once(
         logging.WARNING,
-        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The reference kernel is used, whose "
-        "memory grows with the square of a clip's tokens.",
+        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used. Its "
+        "memory grows with the square of a clip's tokens. Flash kernels need CUDA compute capability >= 8.0, and bf16 or fp16.",
     )
     return "reference"
 

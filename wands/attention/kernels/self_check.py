@@ -46,7 +46,8 @@ def check_backend(
 
     The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
     of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Another
-    test sets `lse` to +inf, and the last test attends to a single key. The global random state does not change.
+    test sets `lse` to +inf and expects gradients of 0. The last test attends to a single key. The global random state
+    does not change.
 
     Args:
         backend: the kernel.
@@ -59,7 +60,7 @@ def check_backend(
         value for the other tensors.
 
     Raises:
-        KernelError: if the shape, dtype or values of a result are wrong. The message contains the numbers.
+        KernelError: if the shape, dtype or values of a result are wrong. The message names the result and its error.
     """
     scale = 1.5 * head_dim**-0.5  # not the default scale, so that a kernel that ignores the scale fails
     q, k, v, dout = _draw(head_dim, dtype, device)
@@ -145,8 +146,8 @@ class _Comparer:
         allowed = (LSE_TOLERANCE if is_lse else TOLERANCE)[self.dtype]
         if not error <= allowed:  # also true for nan
             raise KernelError(
-                f"the kernel's {name} is off by {error:.2g}, but the largest allowed error is {allowed:g}; use another "
-                "attention.backend"
+                f"the kernel's {name} is off by {error:.2g} ({'absolute' if is_lse else 'relative'} error), but at most "
+                f"{allowed:g} is allowed; use another attention.backend"
             )
         self.worst = max(self.worst, error)
 
