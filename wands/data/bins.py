@@ -12,8 +12,8 @@ Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of leng
 3. Each length in a bin is replaced by a clip of this length, in random order: each 6 by one of the two clips of 6
    tokens, each 4 by one of the three clips of 4 tokens.
 
-Steps 1 and 2 work on distinct lengths, because there are fewer lengths than clips. All sums are sums of integers, which
-are exact in any order. So the bins are the same on every machine.
+Steps 1 and 2 work on lengths instead of clips. This is fast, because many clips have the same length. All costs are
+integers, whose sums are exact in any order. So the bins are the same on every machine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Contents = list[list[int]]
 lengths."""
 
 MAX_LENGTHS = 1024
-"""Largest number of distinct lengths. If the clips have more distinct lengths, all lengths are rounded up to multiples
-of 1 / `ROUNDED` of a bin's capacity. More clips then have equal lengths."""
+"""Largest number of distinct lengths, which limits the time for packing. If the clips have more distinct lengths, all
+lengths are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. More clips then have equal lengths."""
 ROUNDED = 4096
-"""Capacity of a bin in the unit of rounded lengths."""
+"""Number of units in a bin if lengths are rounded up. One unit is then 1 / `ROUNDED` of `max_tokens` tokens."""
 PART = 20_000
-"""Number of clips that are packed at once. A larger data set is divided into parts with the same numbers of clips of
-each length. One part is packed, and its bins are repeated for the other parts."""
+"""Number of clips that are packed at once, to save time. A larger data set is divided into parts with the same numbers of
+clips of each length. One part is packed, and the other parts get bins with the same lengths."""
 ROUNDS = 30
 """Number of rounds of exchanges. More rounds improve the balance only a little."""
 SPLITS = 512
@@ -99,10 +99,10 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the lengths of all samples and the capacity of a bin, in tokens or in a coarser unit.
+    """Return the lengths of all samples and the capacity of a bin, with few distinct lengths so that packing is fast.
 
-    Up to `MAX_LENGTHS` distinct lengths are returned unchanged. If there are more, the unit is 1 / `ROUNDED` of the
-    capacity of a bin. Each length is then rounded up to a whole number of units.
+    Up to `MAX_LENGTHS` distinct lengths are returned unchanged, in tokens. If there are more, lengths and capacity are
+    returned in a coarser unit: 1 / `ROUNDED` of `max_tokens`. Each length is rounded up to a whole number of units.
     """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
@@ -154,11 +154,11 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
     fewest bins.
 
-    1. Best-fit decreasing (`best_fit`). It suits data whose short clips must fill the gaps in the last bins.
-    2. `fill_exactly`, which adds the longest candidate length to a bin. It suits data where few clips fill a bin.
-    3. `fill_exactly`, which adds a random candidate length to a bin.
+    1. Best-fit decreasing (`best_fit`). It suits data whose short clips fill the gaps that long clips leave.
+    2. `fill_exactly` with the longest candidate as the next sample. It suits data where a few clips fill a bin.
+    3. `fill_exactly` with a random candidate as the next sample.
 
-    A candidate is a length with which the bin can still become as full as possible.
+    A candidate is a length that can be added to a bin, so that the bin can still become as full as possible.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -192,7 +192,7 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
         max_tokens: capacity of a bin in tokens.
 
     Returns:
-        Bins as lists. For each clip, the list of its bin contains the index of the clip's length in `lengths`.
+        Bins as lists. A clip is represented by the index of its length in `lengths`.
     """
     bins: Contents = []
     with_room: dict[int, list[int]] = {}
@@ -258,7 +258,9 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of all sums of the given lengths that are at most `max_tokens`. A sum may contain a length several times."""
+    """Table of all numbers of tokens to which samples of the given lengths can fill a bin of `max_tokens` tokens. Any number
+    of samples may have the same length.
+    """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:
         bits, mask = 1, (1 << (max_tokens + 1)) - 1

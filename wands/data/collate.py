@@ -61,10 +61,11 @@ class RankSlice:
         meta: position and sample number of each token, and lengths of the samples.
         text_embeds: [sum of text_lens, D], text of the whole batch. Every rank of a context-parallel group attends to
             all text.
-        keys: key of each sample of the bin.
+        keys: key of each sample of the bin, from which noise and sigma are drawn.
         weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
-        layout: assignment of the bin's tokens to this rank.
-        num_cond_tokens: number of conditioning tokens at the start of each sample, counted over all ranks.
+        layout: indices of the bin's tokens that this rank holds.
+        num_cond_tokens: number of conditioning tokens (tokens of a clean first frame) at the start of each sample,
+            counted over all ranks.
         condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
             or None.
         image_embeds: [S, I, E], CLIP hidden states of the whole batch, or None.
@@ -98,9 +99,7 @@ class RankSlice:
         return torch.cat([noisy_tokens, self.condition_channels], dim=1)
 
     def to(self, device: torch.device | str) -> RankSlice:
-        """Return a copy with all tensors on `device`. The layout (assignment of tokens to the rank) stays in host
-        memory.
-        """
+        """Return a copy with all tensors on `device`. The layout (token indices of this rank) stays in host memory."""
         tensors = {
             name: value.to(device, non_blocking=True)
             for name, value in vars(self).items()
@@ -172,8 +171,8 @@ class PackedBatch:
         """Return the slice of the batch that one rank processes.
 
         Args:
-            layout: tokens of the bin (the samples that are packed into one sequence) that the rank holds. The layout must be
-                made for the `seq_lens` of this batch.
+            layout: indices of the batch's tokens that the rank holds. The layout must be made for the `seq_lens` of this
+                batch.
         """
         assert layout.seq_lens == self.seq_lens
         is_padding = layout.token_index < 0
@@ -220,8 +219,8 @@ class PackingCollator:
     """Callable that concatenates the samples of a bin (one forward pass) into a `PackedBatch`.
 
     Attributes:
-        shape: shape of the DiT.
-        flow: flow options, of which the collator uses `cfg_dropout` and `i2v_ratio`.
+        shape: shape of the DiT, with which the shapes of the samples are compared.
+        flow: flow options. The collator uses `cfg_dropout` and `i2v_ratio`.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
         conditions: conditions of the model variant, such as "text", "image" or "clip".
@@ -247,7 +246,7 @@ class PackingCollator:
         self._check(self._padding, "the empty caption")
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
-        """Concatenate `samples` to a packed batch, in the given order.
+        """Concatenate `samples` into a packed batch, in the given order.
 
         Args:
             samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
@@ -290,7 +289,8 @@ class PackingCollator:
         """Return the number of conditioning tokens of a sample: the number of tokens of its first frame, or 0.
 
         Args:
-            key: key of the random choice. With probability `flow.i2v_ratio`, the sample gets conditioning tokens.
+            key: key of the sample, which determines the random choice. The sample gets conditioning tokens with
+                probability `flow.i2v_ratio`.
             grid: number of tokens along (frame, row, column).
         """
         if "first_frame" not in self.conditions or grid[0] == 1:  # an image would have no trained token
@@ -321,7 +321,7 @@ class PackingCollator:
         return sample.text_embeds
 
     def _check(self, sample: Sample, label: str) -> None:
-        """Raise DataError if the shape of an array of the sample does not fit the model."""
+        """Raise DataError if the shape of an array of the sample does not fit the model. The message starts with `label`."""
         dit, latents, text = self.shape, tuple(sample.latents.shape), tuple(sample.text_embeds.shape)
         sizes = zip(latents[1:], dit.patch_size, strict=False)
         fits_model = len(latents) == 4 and latents[0] == dit.out_channels
@@ -329,7 +329,7 @@ class PackingCollator:
         fits_text = len(text) == 2 and 0 < text[0] <= TEXT_LEN and text[1] == dit.text_dim
         image_latents = _shape(sample.latents) if "image" in self.conditions else "none"
         image_embeds = str([dit.image_len, dit.image_dim]) if dit.image_dim else "none"
-        patches = f"[{dit.out_channels}, frames, height, width] in patches of {list(dit.patch_size)}"
+        patches = f"[{dit.out_channels}, frames, height, width], divisible by {list(dit.patch_size)}"
         for name, fits, expected in (
             ("latents", fits_patches, patches),
             ("text_embeds", fits_text, f"[1 to {TEXT_LEN}, {dit.text_dim}]"),

@@ -36,8 +36,8 @@ class SelectedSource:
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
-        num_left_out: number of samples on the other side of the split, and of samples on neither side: the samples that
-            are close in time to a held-out sample, and the samples that are nearly equal to one.
+        num_left_out: numbers of samples that are not chosen, in three groups: samples on the other side of the split,
+            samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
     """
 
     name: str
@@ -128,8 +128,8 @@ class CombinedDataset:
 
 
 Dataset = Data | CombinedDataset
-"""Data of a run. All three classes have the same attributes and methods for reading. In a `CombinedDataset`, a sample
-may have several rows."""
+"""Data of a run: a cache, mock data, or a combination of sources. The three classes have the same attributes and methods
+for reading. In a `CombinedDataset`, a sample may have several rows (uses in an epoch)."""
 
 
 def open_data(
@@ -140,9 +140,10 @@ def open_data(
 
     A single cache or mock data without repeats and without a split is returned unchanged.
 
-    With `repeat` r, an epoch uses every sample of the source r times. If r is a fraction, the selected samples differ
-    from epoch to epoch (`wands.data.repeats.RepeatSchedule`). With `weight`, an
-    epoch has as many samples as all sources together, and the share of a source in the epoch is proportional to its weight.
+    If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
+    fraction, the selected samples differ from epoch to epoch (`wands.data.repeats.RepeatSchedule`). If the sources have
+    the key `weight`, an epoch has as many samples as all sources together. The share of a source in the epoch is then
+    proportional to its weight.
 
     Args:
         section: `data` of the recipe.
@@ -186,10 +187,10 @@ def open_held_out(
         cache: `eval.cache` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: as for `open_data`.
+        fingerprint: function that returns the fingerprint of the model's encoders.
 
     Returns:
-        The clips; None if no clip is held out.
+        The clips. None if `eval.cache` is not set and the run holds out no clip.
     """
     if cache is not None:
         return open_data(DataConfig(cache=cache, verify=section.verify), variant, seed, fingerprint)
@@ -200,7 +201,8 @@ def open_held_out(
 
 
 def check_excluded(section: DataConfig, data: Dataset) -> None:
-    """Check the keys in `data.exclude`. Keys of samples that `data.split` leaves out are allowed.
+    """Check that every key in `data.exclude` is the key of a sample. Keys of samples that `data.split` leaves out are
+    allowed.
 
     Raises:
         ConfigError: if a key is not the key of a sample, or every sample is excluded.
@@ -242,7 +244,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
     listed = list_sources(section, data)
     lines = [
         f"{item['path']}: {item['num_samples']:,} clips"
-        + (f" x {item['repeat']:.4g}" * (item["repeat"] != 1))
+        + (f", each used {item['repeat']:.4g} times per epoch" * (item["repeat"] != 1))
         for item in listed
     ]
     if section.holdout:
@@ -257,8 +259,8 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
         }
         lines.append(f"split {section.split} (data.holdout={section.holdout:g}): {shares[section.split]}")
         if gap or duplicates:
-            lines[-1] += f"; left out: {gap:,} next to held-out clips, {duplicates:,} nearly equal to one"
-    lines += [f"data.exclude leaves out {len(section.exclude):,} of the samples"] * bool(section.exclude)
+            lines[-1] += f"; left out: {gap:,} next to and {duplicates:,} nearly equal to held-out clips"
+    lines += [f"data.exclude leaves out {len(section.exclude):,} samples"] * bool(section.exclude)
     return lines
 
 
@@ -327,9 +329,9 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
     num_held, num_train = ((sides == side).sum() for side in (HELD_OUT, TRAIN))
     if not num_held or not num_train:
         raise ConfigError(
-            f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} to train "
-            "on (the others are next to held-out samples or nearly equal to them), but at least one sample must be held "
-            f"out and one must remain; {'raise' if num_held == 0 else 'lower'} data.holdout, or add clips."
+            f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
+            "training, but both numbers must be at least 1. (Samples that are next to or nearly equal to held-out samples "
+            f"are on neither side.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

@@ -1,7 +1,7 @@
-"""Choose the samples that are held out of training, and the samples that would leak them into training.
+"""Choose the samples that are held out of training, and exclude training samples that are too similar to them.
 
-A hash of the clip's name decides, so new clips do not move other clips from one side to the other. Of a few long films,
-spans of time are held out instead of whole films.
+A hash of the clip's name decides, so new clips do not move other clips from one side to the other. If the data has only
+a few long films, a span of time of each film is held out instead of whole films.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ SUFFIX = re.compile(
 )
 """Suffixes that follow the clip's name in a key: time range, hash of the caption (`ClipRecord.key`), file extension."""
 PLACE = re.compile(r"(?:@(\d+\.\d+)(?:-(\d+\.\d+))?)?(?:~[0-9a-f]{8})?(?:#(\d+))?(?:#\d+x\d+)?\Z")
-"""End of a key: (start, end) in seconds, hash of the caption, number of the window, size."""
+"""End of a key, whose parts are all optional: start and end in seconds, hash of the caption, number of the window (one of
+several time ranges of a clip), frame size. The groups are start, end and number of the window."""
 TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
-"""Sides of a sample. GAP: too close to a held-out sample of its film. DUPLICATE: nearly equal to a held-out sample."""
+"""Sides of a sample. GAP: too close in time to a held-out sample of the same film. DUPLICATE: nearly equal to a held-out
+sample. The samples of GAP and DUPLICATE are not used."""
 Range = tuple[float, float]
 MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
 
@@ -35,9 +37,9 @@ MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without time range, caption, window, size and file extension. Keys contain the file extension
-    only if two files differ in nothing else (a.mp4 and a.mov). If the name of a file ends with text that looks like a time
-    range, this text is removed, too.
+    The name is the key without time range, hash of the caption, window number, size and file extension. Keys contain the
+    file extension only if the names of two files differ only in the extension (a.mp4 and a.mov). If the name of a file
+    ends with text that looks like a time range, this text is removed, too.
 
     Args:
         key: key of the sample.
@@ -66,15 +68,17 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
 
 
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
-    """Choose for each sample whether it is held out of training, trained on, or in neither side.
+    """Choose for each sample whether it is held out of training, trained on, or on neither side.
 
-    The rule is `hold_out`, unless the data has few films. A film is a clip with at least `MIN_WINDOWS` time windows.
-    If fewer than `FEW_FILMS` films would be held out, or would remain, a span of consecutive windows of each film is held
-    out instead. The hash of the film's name decides where the span is, and rounds its number of windows up or down.
-    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are in neither side.
+    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). `hold_out`
+    decides about clips that are not films. `hold_out` also decides about films if it would hold out at least
+    `FEW_FILMS` films and leave at least as many. Otherwise a span of consecutive windows of each film is held out.
 
-    Clips that are not films do not change the decision for other clips. Neither do further films, as long as the rule
-    stays the same.
+    The hash of the film's name decides where the span is, and whether its number of windows is rounded up or down. The
+    two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are on neither side.
+
+    Adding a clip never changes the side of another clip that is not a film. Adding a film changes the sides of other
+    films only if the data then has enough films for `hold_out`.
 
     Args:
         keys: keys of the samples of all sources.
@@ -101,14 +105,16 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
 
 
 def signature(latents: Tensor) -> np.ndarray:
-    """Return 128 bits that are nearly equal for a video, its re-encoded copies, and copies of a similar size.
+    """Return 128 bits that are nearly equal for a video, its re-encoded copies, and copies of a similar size, so that
+    wands finds duplicates.
 
-    The first 64 bits compare the quadrants of the mean frame in 16 channels. The other 64 bits compare how the quadrants
-    change from the first half of the video to the second, so that two takes of the same scene differ. For one latent
-    frame, the other bits are a checksum: stills with the same composition are not duplicates.
+    The first 64 bits compare the quadrants of the mean frame in 16 latent channels. The other 64 bits compare how the
+    quadrants change from the first half of the video to the second, so that two takes of the same scene differ. If the
+    sample has only one latent frame, the other 64 bits contain a checksum of the latents instead. So two stills with
+    the same composition are not duplicates.
 
     Args:
-        latents: [C, f, h, w].
+        latents: [C, f, h, w] (latent channels, frames, rows, columns).
 
     Returns:
         uint64 [2].
@@ -130,8 +136,8 @@ def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndar
     Args:
         sides: int8 [N], result of `choose_sides`.
         contents: int64 [N]. Samples with the same number have the same content.
-        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` bits differ. Zeros are
-            no signature.
+        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` bits differ. A
+            signature that contains 0 is not compared, because caches of earlier versions store zeros.
     """
     duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
     signatures = signatures[rows]
@@ -155,9 +161,14 @@ def _hash(name: str, purpose: bytes) -> int:
 
 
 def _time_range(key: str, length: float, longest: float) -> Range:
-    """Return (start, end) of a sample in its file, from its length and the longest length of its source, in seconds.
+    """Return (start, end) of a sample in its file, in seconds.
 
     A sample of `--clip-mode middle` can be anywhere in the time range of its key, so the whole range is returned.
+
+    Args:
+        key: key of the sample.
+        length: length of the sample in seconds.
+        longest: length of the longest sample of the same source in seconds, which is the distance of two windows.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest
@@ -165,7 +176,9 @@ def _time_range(key: str, length: float, longest: float) -> Range:
 
 
 def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[tuple[Range, int]]:
-    """Yield each window of a film with its side: a span of consecutive windows is held out, and a gap is around it."""
+    """Yield each window (time range) of a film with its side. A span of consecutive windows is HELD_OUT, the windows
+    around the span are GAP, and all other windows are TRAIN.
+    """
     place, rounding = (_hash(name, purpose) / 2.0**64 for purpose in (b"wands span", b"wands span size"))
     count = int(len(windows) * fraction + rounding)
     first = int(place * (len(windows) - count + 1))

@@ -23,8 +23,8 @@ class MockDataset:
     The numbers depend only on the seed and the sample key.
 
     Attributes:
-        mock: number of samples, and lists of latent shapes and text lengths. Sample i uses item i of each list,
-            modulo the length of the list.
+        mock: number of samples, and lists of latent shapes and text lengths. Sample i uses item i of each list. After
+            the last item of a list, the list starts again.
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
@@ -68,7 +68,7 @@ class MockDataset:
         return self.mock.shapes[index % len(self.mock.shapes)]
 
     def crc32(self, index: int) -> int:
-        """Return 0 instead of a checksum, because the key determines the sample."""
+        """Return 0. Mock data needs no checksum, because the seed and the key determine the sample."""
         return 0
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:

@@ -36,7 +36,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: `totals` of the epoch when it was planned, if samples were removed from the data since.
+        planned_totals: numbers of samples and tokens when the epoch was planned. None if the data still contains all
+            planned samples.
     """
 
     steps: tuple[Step, ...]
@@ -296,11 +297,11 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Separate the bins (packed batches) that do not fill an optimizer step from the bins of all full steps.
 
-    The number of separated bins is the remainder of the number of bins divided by `bins_per_step`. The separated bins
-    form the last step, which spreads their samples over all ranks. If one of these samples were very expensive, all
-    ranks would wait for this sample. The limit for the cost of a sample is the expected mean cost of a bin in the last
-    step. The function first takes bins without a sample above this limit. If these bins are too few, the function
-    continues with the other bins, in ascending order of the cost of their most expensive sample.
+    The number of separated bins is `len(bins) % bins_per_step`. The separated bins form the last step, whose samples are
+    spread over all ranks. A sample cannot be split, so all ranks would wait for a very expensive sample in the last step.
+    The function therefore chooses bins without expensive samples. A sample is expensive if it costs more than the
+    expected mean cost of a bin in the last step. If too few bins are without expensive samples, the function also
+    chooses the bins whose most expensive samples cost least.
 
     Returns:
         The separated bins, and the bins of all full steps.

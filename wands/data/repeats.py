@@ -22,11 +22,12 @@ class RepeatSchedule:
 
     A source of N samples with `repeat` r has ceil(r) copies. A copy is N rows, one row for each sample. If r is an
     integer, each epoch uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on
-    average (r - floor(r)) * N rows of the last copy. The seed determines a random order of these N rows. Each epoch
-    takes the rows that follow the rows of the previous epoch in this order. After the last row, the order starts again.
+    average (r - floor(r)) * N rows of the last copy. The seed determines a random order of the last copy's rows. Each
+    epoch takes the rows that follow the rows of the previous epoch in this order. After the last row, the order starts
+    again.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
-    sample floor(e r) or ceil(e r) times.
+    sample floor(e * r) or ceil(e * r) times.
 
     Args:
         num_samples: number of samples of each source.

@@ -86,7 +86,7 @@ def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides,
     assert 0 < held < 11
     assert f"split train (data.holdout=0.4): {11 - held} clips to train on, {held} held out" in lines
     first = next(line for line in lines if line.startswith("data"))
-    assert first.endswith(f"/a: {len(run.data.sources[0].chosen)} clips x 1.5")
+    assert first.endswith(f"/a: {len(run.data.sources[0].chosen)} clips, each used 1.5 times per epoch")
     plan = run.sampler.epoch_plan(0)
     rows = [i for step in plan.steps for bin in step for i in bin]
     assert f"epoch 0: {len(rows)} samples, {run.seq_lens[rows].sum()} tokens" in lines

@@ -366,7 +366,9 @@ def test_a_shape_that_the_index_does_not_know_is_damage(
     index = CacheIndex.from_file(folder / "index.npz")
     shapes = np.array([[16, 2, 4, 6]], dtype=index.latent_shapes.dtype)
     (folder / "index.npz").write_bytes(replace(index, latent_shapes=shapes).to_bytes())
-    with pytest.raises(CacheError, match=r"has latents \(16, 3, 4, 6\) .*, which differs from the index"):
+    with pytest.raises(
+        CacheError, match=r"has arrays latents \(16, 3, 4, 6\) .*, which differ from the index"
+    ):
         LatentCache(folder).read(0, frames)
 
 
@@ -436,7 +438,7 @@ def test_swapped_shards_are_noticed(tmp_path: Path) -> None:
     second.write_bytes(a)
     with pytest.raises(
         CacheError,
-        match=r"clip/000 in shard-00000\.h5 is not at the position that the index names, where clip/003 is",
+        match=r"clip/000 in shard-00000\.h5 is not at its position in the index, because sample clip/003 is there",
     ):
         LatentCache(folder).read(0)
 
@@ -447,7 +449,8 @@ def test_metadata_of_another_sample_is_noticed(tmp_path: Path) -> None:
     cache.read(0)
     cache.index.rows[:] = cache.index.rows[::-1].copy()
     with pytest.raises(
-        CacheError, match=r"clip/003 in .* is not at the position that the index names, where clip/000 is"
+        CacheError,
+        match=r"clip/003 in .* is not at its position in the index, because sample clip/000 is there",
     ):
         cache.meta(1)
 

@@ -156,7 +156,7 @@ def test_what_is_said_of_the_data(caches):
     listed = list_sources(section, data)
     assert [one["num_samples"] + one["num_other_side"] for one in listed] == [7, 4]
     first, second, split = describe_data(section, data)
-    assert first == f"{caches('a')}: {listed[0]['num_samples']} clips x 1.5"
+    assert first == f"{caches('a')}: {listed[0]['num_samples']} clips, each used 1.5 times per epoch"
     assert second == f"{caches('b')}: {listed[1]['num_samples']} clips"
     here, there = (sum(one[name] for one in listed) for name in ("num_samples", "num_other_side"))
     assert split == f"split train (data.holdout=0.4): {here} clips to train on, {there} held out"
@@ -184,7 +184,7 @@ def test_what_would_leak_is_on_neither_side(tmp_path: Path):
     assert counts == [[34, 4, 2, 0], [1, 0, 0, 2]]
     split = describe_data(section, data)[-1]
     assert split.endswith(
-        "35 clips to train on, 4 held out; left out: 2 next to held-out clips, 2 nearly equal to one"
+        "35 clips to train on, 4 held out; left out: 2 next to and 2 nearly equal to held-out clips"
     )
 
 
@@ -225,7 +225,7 @@ def write_wide(caches: Callable[[str], str]) -> str:
 
 @pytest.mark.parametrize(
     ("holdout", "said"),
-    [(1e-9, "holds out 0 of 7 samples.*; raise"), (1 - 1e-9, "holds out 7 of 7 samples.*; lower")],
+    [(1e-9, "holds out 0 of 7 samples.* Raise"), (1 - 1e-9, "holds out 7 of 7 samples.* Lower")],
 )
 @pytest.mark.parametrize("split", ["train", "holdout"])
 def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, split: str):

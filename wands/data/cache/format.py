@@ -5,10 +5,7 @@
                        image_latents for models with conditioning frames, image_embeds for models with CLIP
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
-`shards.py` reads shards, and `index.py` contains the index.
-
-Letters: N samples, L text tokens, D width of the text encoder, C latent channels, (f, h, w) latent frames, rows and
-columns, A arrays of a sample.
+A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards, and `index.py` contains the index.
 """
 
 from __future__ import annotations
@@ -154,7 +151,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that the file is never incomplete, even after a power failure.
+    """Write a file completely or not at all, even if the power fails.
 
     Raises:
         CacheError: if the disk is full or not writable.
@@ -169,19 +166,19 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> CacheError:
-    """Return the CacheError for a failed write: no space, quota, file size limit, or a read-only disk.
+    """Return the CacheError for a failed write, for example because the disk is full or read-only.
 
     Args:
         path: file that could not be written.
         wanted: size of the write in bytes.
-        error: error that the operating system raised.
-        cache: folder of the cache. Default: folder of the file.
+        error: error that the operating system or HDF5 raised.
+        cache: folder of the cache, for the message. Default: folder of the file.
     """
     free = shutil.disk_usage(path.parent).free
     return CacheError(
         f"cache={cache or path.parent} cannot store {path.name} ({reason(error)}: {wanted:,} bytes needed, "
-        f"{free:,} free); free some space or choose another --out, then run the same command again. Finished "
-        "shards are kept."
+        f"{free:,} free). Free some space and run the same command again, which keeps the finished shards, or "
+        "choose another --out."
     )
 
 

@@ -40,9 +40,10 @@ __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
-"""Conditions that need stored arrays. Text is always stored, and the clean first frame of TI2V is part of the latents."""
+"""Conditions for which a cache stores additional arrays. Text embeddings are always stored, and the clean first frame of
+TI2V is part of the latents."""
 LATENTS = {"latents", "image_latents"}
-FIX = "encode again with wands preprocess --model MODEL --out OTHER, where MODEL is the model to train."
+FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where MODEL is the model to train."
 
 
 class LatentCache:
@@ -126,7 +127,7 @@ class LatentCache:
         """Return the position in `keys` of the sample with the given key.
 
         Raises:
-            CacheError: if the cache has no sample with this key. The error message names some keys of the cache.
+            CacheError: if the cache has no sample with this key. The error message names some existing keys.
         """
         if key in self.index.keys:
             return self.index.keys.index(key)
@@ -145,11 +146,8 @@ class LatentCache:
         return int(self.index.crc32[i])
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample: latents bf16 [C, f, h, w], text_embeds bf16 [L, D] without padding, and the arrays that
-        `conditions` need.
-
-        The arrays for conditions are image_latents bf16 [C, f, h, w] and image_embeds bf16 [I, E]. I is the number of
-        CLIP tokens, and E is the width of CLIP.
+        """Read a sample in bf16: latents, text embeddings without padding, and the arrays that `conditions` need. `Sample`
+        describes the arrays and their shapes.
 
         Args:
             i: position in `keys`.
@@ -259,8 +257,8 @@ class LatentCache:
 
     @contextmanager
     def _open(self, i: int) -> Iterator[FileIO]:
-        """Open the shard of sample `i` as a plain file. Compare the shard with the index at the first call, and again
-        if the file has changed.
+        """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
+        changed, compare the shard with the index.
 
         Raises:
             CacheError: if the shard does not match the index or cannot be read. Read errors inside the `with` block are
@@ -287,12 +285,12 @@ class LatentCache:
         """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
-            raise self._damaged(i, f"is not at the position that the index names, where {key} is")
+            raise self._damaged(i, f"is not at its position in the index, because sample {key} is there")
         arrays = {name: group[name] for name in stored_names(group)}
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
             stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise self._damaged(i, f"has {stored}, which differs from the index")
+            raise self._damaged(i, f"has arrays {stored}, which differ from the index")
         if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
             raise self._damaged(i, "is in a shard that was replaced after the index was written")
         return group
@@ -317,16 +315,17 @@ class LatentCache:
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the reason why a cache lacks arrays that a model needs, as a list of at most one key of the manifest.
+    """Return the key of the manifest in which cache and model differ, if the cache lacks arrays that the model needs. The
+    key is for the error message.
 
     Args:
         ours: properties of the variant for which the cache was made (see `variant_contract`).
         theirs: properties of the model's variant (see `variant_contract`).
 
     Returns:
-        ["conditions"] if the cache lacks an array, or made an array from other frames than the model needs.
-        ["image_embeds"] if the CLIP states of the cache and of the model have different shapes. [] if the cache lacks
-        nothing.
+        ["conditions"] if the cache lacks an array, or if an array in the cache was made from other conditioning frames
+        than the model needs. ["image_embeds"] if the CLIP states of the cache and of the model have different shapes.
+        [] if the cache contains everything that the model needs.
     """
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
     # Latents of the first frame alone differ from latents of the first and last frame.
@@ -336,10 +335,10 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
 
 
 def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:
-    """Read some latent frames of an array, and return the array with zeros in all other frames: uint16 [C, f, h, w].
+    """Read some latent frames of an array, and return the array with zeros in all other frames: uint16 bits of bf16.
 
     Args:
-        shape: (C, f, h, w) of the stored array.
+        shape: (latent channels, frames, rows, columns) of the stored array.
         frames: (first, end) of the latent frames to read.
         file: the shard.
         offset: position in bytes at which the array starts.

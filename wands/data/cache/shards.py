@@ -17,7 +17,8 @@ from wands.data.clips.source import pick_license
 from wands.errors import CacheError
 
 LIBVER = ("v110", "v110")
-"""(oldest, newest) file format for HDF5. HDF5 1.10 and later read this format. "latest" would need the newest library."""
+"""(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
+"latest", only the newest HDF5 could read the files."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,15 @@ class IndexEntry:
     offsets: tuple[int, ...]
     """Position in bytes in the shard at which each array of the sample starts."""
     video: str = ""
-    """Digest of the clip's file and time range, from which the latents were made; the caption is not included. Empty
-    for imported latents."""
+    """Digest of what the latents were made from: the clip's file and time range, but not the caption. Empty for imported
+    latents."""
     last: bool = False
     """Whether the sample contains the last window of its clip."""
     signature: tuple[int, int] = (0, 0)
     """Bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for shards of earlier versions."""
     display_size: tuple[str, ...] = ()
-    """Displayed width and height of the source video in square pixels, as fractions. Empty for imported latents."""
+    """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
+    imported latents."""
     license: str = ""
     """Licence that the source states for the clip. "" without a licence, and for shards of earlier versions."""
 
@@ -85,8 +87,8 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`. The names of latents and
-    text embeddings are always included.
+    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`. "latents" and
+    "text_embeds" are always included, because every sample must have these two arrays.
     """
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
 

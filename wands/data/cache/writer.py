@@ -95,7 +95,7 @@ class ShardWriter:
 
         Args:
             key: sample id.
-            content: digest of the sample's input.
+            content: digest of everything that the sample is made from, including the caption.
         """
         return key in self.entries and self.entries[key].content == content
 
@@ -117,7 +117,7 @@ class ShardWriter:
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
-                the latents were made from) and `last` (whether the sample is the last window of its clip).
+                the latents were made from) and `last` (whether the sample is the last window, or time range, of its clip).
             image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
             image_embeds: bf16 [CLIP tokens, width of CLIP], states of the conditioning frames, for variants with CLIP.
 
@@ -221,7 +221,7 @@ class ShardWriter:
             self._next += 1
 
     def _open_shard(self, num_bytes: int) -> h5py.File:
-        """Return the shard that is being written, after reserving `num_bytes` more bytes on the disk.
+        """Return the open shard, or begin a new shard, and reserve disk space for `num_bytes` more bytes.
 
         A failed write inside HDF5 ends the process by a segmentation fault. So the space is reserved before HDF5 needs
         it.
