@@ -170,7 +170,7 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                             "export the cache again. For shards of other trainers, use data_tools.import_shards."
                         )
                 if "safetensors" not in members:
-                    raise DataError(f"{path}: {key} has no .safetensors; export the cache again.")
+                    raise DataError(f"{path}: sample {key} has no .safetensors file; export the cache again.")
                 content = tar.read(members["safetensors"], MAX_LATENT_BYTES)
                 yield _exported(content, f"{path}: {key}.safetensors", names)
 

@@ -35,7 +35,8 @@ from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed variation of the standard deviation of latents, in log units.
+"""Assumed variation of the standard deviation of normalised latents, in log units. `check_latents` uses both numbers to
+decide whether latents are normalised.
 
 `CONTRAST` is the variation from clip to clip. `JITTER` is the variation between the channels of one clip.
 """

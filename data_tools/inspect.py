@@ -39,9 +39,9 @@ def describe(cache: LatentCache, num_rows: int) -> str:
         f"variant       {variant['name']}: VAE stride {_times(variant['vae_stride'])}, patch "
         f"{_times(variant['patch_size'])}, {variant['latent_channels']} latent channels, text width "
         f"{variant['text_dim']}, from {' and '.join(variant['conditions'])}",
-        *(["given frames  latents" + _clip_states(variant)] if "image" in variant["conditions"] else []),
+        *(["cond. frames  latents" + _clip_states(variant)] if "image" in variant["conditions"] else []),
         *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
-        f"null text     {len(cache.null_text_embeds)} token(s)",
+        f"empty caption {len(cache.null_text_embeds)} token(s)",
     ]
     if len(cache):
         lines += [
@@ -101,17 +101,17 @@ def _row(cache: LatentCache, i: int, tokens: int) -> str:
     channels, frames, rows, columns = cache.index.latent_shapes[i]
     return (
         f"{cache.keys[i]}: {meta['num_frames']} frames of {meta.get('width')}x{meta.get('height')} at "
-        f"{meta['fps']:g}/s, latents {channels}x{frames}x{rows}x{columns}, {tokens:,} tokens, "
-        f"{cache.index.text_lens[i]} of text\n  {meta.get('caption')}"
+        f"{meta['fps']:g}/s, latents {channels}x{frames}x{rows}x{columns}, {tokens:,} video tokens, "
+        f"{cache.index.text_lens[i]} text tokens\n  {meta.get('caption')}"
     )
 
 
 def _clip_states(variant: dict[str, Any]) -> str:
-    return f" and {_times(variant['image_embeds'])} of CLIP's states" if "image_embeds" in variant else ""
+    return f" and {_times(variant['image_embeds'])} CLIP states" if "image_embeds" in variant else ""
 
 
 def _short(values: Any) -> str:
-    """Return the names and values of a fingerprint in one line.
+    """Return the names and values of one component of a fingerprint in one line.
 
     Unset values are left out, and hashes are cut to eight digits.
     """

@@ -28,7 +28,9 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 @cache
 def _byte_table() -> np.ndarray:
-    """Return the CRC-32C table, uint32 [256]. Entry i is the new value of a register that was 0 before byte i."""
+    """Return the CRC-32C table, uint32 [256]. Entry i is the new value of the CRC register after a byte with the value i, if
+    the register was 0 before.
+    """
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -39,8 +41,8 @@ def _byte_table() -> np.ndarray:
 def _skip_tables() -> np.ndarray:
     """Return tables that advance a CRC-32C register over `_BLOCK` zero bytes, uint32 [4, 256].
 
-    Entry [i, b] is the new value of the register if byte i of the old value is b and the other bytes are 0. For any old
-    value, the new value is the XOR of four entries, one for each byte of the old value.
+    Entry [i, b] is the new value of the register if byte i of the old value is b, and the other three bytes are 0. For
+    any old value, the new value is the XOR of four entries: one entry for each byte of the old value.
     """
     state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
         np.uint32

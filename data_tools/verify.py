@@ -110,7 +110,7 @@ def verify(
                 report.problems.append(
                     Problem(
                         f"{INDEX_NAME} ({index.keys[i]})",
-                        "the position of the sample is invalid or belongs to another sample, too",
+                        "the position of the sample is invalid, or another sample has the same position",
                         REBUILD,
                     )
                 )
@@ -311,7 +311,7 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
     if stored["key"] != index.keys[i]:
         yield Problem(
             f"{INDEX_NAME} ({index.keys[i]})",
-            f"the index names another key than {name}, which contains {stored['key']}",
+            f"the index and the shard name different samples: {name} contains {stored['key']}",
             REBUILD,
         )
     for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets"):

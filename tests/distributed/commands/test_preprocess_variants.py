@@ -508,8 +508,8 @@ def test_tools_keep_every_bit(name: str, made: Callable[[str], Made], tmp_path: 
         assert LatentCache(tmp_path / out).manifest == LatentCache(done.cache).manifest
         assert verify(tmp_path / out).problems == []
     text = describe(LatentCache(done.cache), 1)
-    assert ("given frames  latents" in text) == ("image" in done.variant.conditions)
-    assert ("and 257x32 of CLIP's states" in text) == (name == CLIP)
+    assert ("cond. frames  latents" in text) == ("image" in done.variant.conditions)
+    assert ("and 257x32 CLIP states" in text) == (name == CLIP)
 
 
 @pytest.mark.parametrize("array", ["image_latents", "image_embeds"])

@@ -186,7 +186,7 @@ def test_a_bound_that_is_too_small_for_a_clip_costs_that_size(
     for out in ("cache", "fresh"):
         report = run(source, tmp_path / out, tiny_pipeline, SMALLER, 256)
         reasons = {item.key.partition("~")[0]: item.reason for item in report.rejected}
-        assert "is below 16 px on a side (--max-pixels=256)" in reasons["cat"]
+        assert "is below 16 px on a side (after scaling to --max-pixels=256)" in reasons["cat"]
         assert contents(tmp_path / out) == contents(caches[SMALLER,])
     cache = LatentCache(tmp_path / "fresh")
     assert [cache.meta(cache.find(key))["last"] for key in ("cat#0000", "cat#0001")] == [False, True]

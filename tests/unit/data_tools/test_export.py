@@ -143,7 +143,7 @@ def add_member(path: Path, name: str, content: bytes = b"evil", **changes: Any) 
         ("evil.safetensors", {"type": tarfile.CHRTYPE}, "not a regular file"),
         ("evil.pth", {}, "is a pickle"),
         ("evil.latents.pickle", {}, "is a pickle"),
-        ("evil.txt", {}, "has no .safetensors"),
+        ("evil.txt", {}, "has no .safetensors file"),
         ("evil.safetensors", {}, "is damaged"),
     ],
 )

@@ -33,7 +33,9 @@ def is_tar(path: Path) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a member. `tarfile` reads long names and attributes into memory, whatever size the archive states."""
+    """Header of a member, which refuses names and attributes larger than `MAX_CAPTION_BYTES`. `tarfile` itself has no limit,
+    so a damaged archive could fill the memory.
+    """
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:

@@ -169,7 +169,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
         if min(target) < multiple:
             raise TooSmallError(
                 f"size={float(width):.0f}x{float(height):.0f} is below {multiple} px on a side "
-                f"(--max-pixels={spec.max_pixels}); use a larger clip or a larger --max-pixels"
+                f"(after scaling to --max-pixels={spec.max_pixels}); use a larger clip or a larger --max-pixels"
             )
     cover = max(target[0] / width, target[1] / height)
     scaled = (max(target[0], round(width * cover)), max(target[1], round(height * cover)))
@@ -225,7 +225,7 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     Args:
         path: path of the clip.
         num_frames: number of frames of the sample.
-        conditions: conditions of the variant.
+        conditions: conditions of the model variant, such as "text" and "image".
 
     Raises:
         DataError: if the sample has one frame and the model is an image-to-video model.
@@ -240,7 +240,8 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
     """Choose the windows (ranges of frames) of a clip between the times `begin` and `finish` in seconds.
 
-    This is a generator, because a damaged header of a file may say that the clip lasts for years.
+    This function is a generator, because a damaged header may state a length of years. A list of all windows would then
+    not fit into memory.
 
     Yields:
         (start in seconds, number of frames) of each window, in time order. Nothing if no frame fits.

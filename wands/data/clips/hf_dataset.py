@@ -52,7 +52,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
     """Yield a clip record for each usable clip of a Hugging Face dataset, and a rejection for each unusable row.
 
     Args:
-        source: options of the scan.
+        source: names of the split and the columns.
         name: folder of the dataset, or name of the dataset on the Hub.
         folder: folder to which relative paths in rows are relative. None means that relative paths are paths in the
             dataset's repository on the Hub.
@@ -83,8 +83,8 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (index, row) for each row of the split `source.split`.
 
-    Column names are lower-case. Videos are not decoded: the value is a path, or a dictionary with "path" and "bytes".
-    Each row is read when it is needed, so the dataset is not copied to the disk first.
+    Column names are converted to lower case. Videos are not decoded: the value is a path, or a dictionary with "path" and
+    "bytes". Each row is read when it is needed, so the dataset is not copied to the disk first.
 
     Raises:
         DataError: if the dataset cannot be loaded or lacks the split or the columns.

@@ -55,7 +55,7 @@ class IsolatedWorker:
 
         Args:
             preload: modules that the fork server imports once for all its subprocesses.
-            method: "forkserver" starts a subprocess in milliseconds. With "spawn", the subprocess may start
+            method: "forkserver" starts a subprocess in milliseconds. "spawn" is slower, but its subprocess may start
                 subprocesses itself.
         """
         # Never fork: this process may have threads, and torch does not survive a fork.
@@ -257,13 +257,14 @@ def run_in_workers(
     preload: Sequence[str],
     num_waiting: int = 0,
 ) -> Generator[Result, None, None]:
-    """Start worker processes, each with a thread that iterates over `run` of its worker. Yield all values.
+    """Start worker processes. For each worker, a thread iterates over `run(worker)`. Yield the values of all threads in
+    the order in which they are ready.
 
     Args:
-        run: function that uses a worker until no item is left.
+        run: generator function that makes calls in the given worker until no item is left, and yields the results.
         num_workers: number of worker processes.
-        preload: modules that the processes import.
-        num_waiting: see `run_in_threads`.
+        preload: modules that the worker processes import once.
+        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
     """
     workers = [IsolatedWorker(preload) for _ in range(num_workers)]
 

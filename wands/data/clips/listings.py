@@ -59,10 +59,11 @@ class Listing:
 
     Attributes:
         file: the file that lists clips.
-        source: options of the scan.
+        source: source of the clips, with the names of the columns.
         clips: paths of the listed clips that exist.
-        other_files: normalised paths of clips and images that other columns of the rows name, such as input images.
-        is_complete: whether the scan has checked every clip in the folder, listed or not.
+        other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
+            files are not reported as unlisted.
+        is_complete: whether the scan has also checked the unlisted clips in the folder.
     """
 
     file: Path

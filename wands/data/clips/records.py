@@ -114,7 +114,8 @@ def records_of_clip(
         captions: checked captions. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a licence. {} without a row.
+        row: row or JSON object that describes the clip, with lower-case names. It may state a licence. {} if there is
+            no row and no JSON object.
 
     Raises:
         DataError: if the name cannot be stored or printed.
@@ -213,7 +214,7 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
-        raise DataError(f"path cannot be looked up ({error.strerror}); correct the path") from None
+        raise DataError(f"path cannot be read ({error.strerror}); correct the path") from None
     if index is None:
         raise DataError(
             f"no such file (looked for {paths[0]}); correct the path, which is relative to {folder}"
@@ -227,7 +228,8 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
 def check_name(name: str) -> None:
     """Raise DataError if a file name is not UTF-8 or contains control characters.
 
-    No report or cache can store a name that is not UTF-8. A terminal obeys the control characters in a name.
+    Reports and caches cannot store a name that is not UTF-8. If a name with control characters is printed, a terminal
+    executes the control characters.
     """
     if name != printable(name):
         raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")

@@ -185,7 +185,7 @@ def _reject_unread(
         root: folder that contains the files.
         folder: folder of the source.
         stems: maps file names without extension to the files with this name.
-        source: options of the scan.
+        source: source of the clips, with the names of the columns that a caption file may use.
     """
     clips = {
         stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
@@ -242,7 +242,9 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
 
 
 def _read_small(path: Path) -> bytes:
-    """Return the bytes of a caption file, which would otherwise fill the memory if it is another kind of file."""
+    """Return the bytes of a caption file. Raise DataError if the file is too large for a caption, so that a wrong file
+    cannot fill the memory.
+    """
     with path.open("rb") as file:
         data = file.read(MAX_CAPTION_BYTES + 1)
     if len(data) > MAX_CAPTION_BYTES:
@@ -311,7 +313,7 @@ def scan_tar(
     Args:
         archive: file of the archive.
         folder: folder of the source, which contains the archive.
-        source: options of the scan.
+        source: source of the clips, with the names of the columns that a .json member may use.
         captions: maps member names to captions. These captions take precedence over captions in the archive.
         used: set to which the function adds the names in `captions` that it has used.
     """
@@ -381,7 +383,7 @@ def _captions_of_sample(
         reader: the open archive.
         sample: name of the sample.
         clip: extension of the member that is the clip.
-        source: options of the scan.
+        source: source of the clips, with the names of the columns that a .json member may use.
 
     Returns:
         The captions, and the JSON object that contains them. The object is empty for a text member.

@@ -84,7 +84,7 @@ def _choose(
         if time >= current.time + LONGEST_HOLD:
             raise reader.error(
                 f"shows one image from {current.time:.3f} s to at least {time:.3f} s",
-                f"choose a range with motion (an image may last {LONGEST_HOLD:g} s)",
+                f"choose a range with motion (an image may last at most {LONGEST_HOLD:g} s)",
             )
         yield current
 
