@@ -329,9 +329,7 @@ class PackingCollator:
         fits_text = len(text) == 2 and 0 < text[0] <= TEXT_LEN and text[1] == dit.text_dim
         image_latents = _shape(sample.latents) if "image" in self.conditions else "none"
         image_embeds = str([dit.image_len, dit.image_dim]) if dit.image_dim else "none"
-        patches = (
-            f"{dit.out_channels} channels and (frames, height, width) divisible by {list(dit.patch_size)}"
-        )
+        patches = f"{dit.out_channels} channels and (frames, height, width) divisible by {dit.patch_size}"
         for name, fits, expected in (
             ("latents", fits_patches, patches),
             ("text_embeds", fits_text, f"[1 to {TEXT_LEN}, {dit.text_dim}]"),

@@ -168,7 +168,7 @@ def test_dropping_does_not_shift_noise(monkeypatch: pytest.MonkeyPatch):
         ),
         (
             Sample("x", torch.zeros(16, 1, 3, 2), torch.zeros(1, 8)),
-            r"has latents of shape \[16, 1, 3, 2\].* divisible by \[1, 2, 2\]",
+            r"has latents of shape \[16, 1, 3, 2\].* divisible by \(1, 2, 2\)",
         ),
         (
             Sample("x", torch.zeros(16, 0, 2, 2), torch.zeros(1, 8)),
