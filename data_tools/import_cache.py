@@ -52,8 +52,8 @@ class EncodedClip:
 
     Attributes:
         key: key of the sample in the cache.
-        latents: bf16 [C, f, h, w].
-        text_embeds: bf16 [L, D].
+        latents: bf16 [latent channels, frames, rows, columns].
+        text_embeds: bf16 [text tokens, width of the text encoder].
         meta: metadata of the sample, such as caption, source and fps.
         images: conditioning frames as {"image_latents": array, "image_embeds": array}. Each array is present only if
             the model needs it, so the dictionary is empty for text-to-video models.

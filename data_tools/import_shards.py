@@ -189,7 +189,7 @@ def _check_text(sample: EncodedSample, variant: Variant) -> None:
 
 
 def check_text_embeds(text: Tensor, variant: Variant) -> None:
-    """Check that text embeddings have the shape [L, D] of a variant and are finite.
+    """Check that text embeddings are finite and have the shape [text tokens, text width of the variant].
 
     Raises:
         DataError: if the shape is wrong, or a number is not finite.
@@ -211,9 +211,9 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     between the channels' standard deviations therefore have more influence on the check than their absolute values.
 
     Args:
-        latents: [C, f, h, w].
+        latents: [latent channels, frames, rows, columns].
         variant: variant to train.
-        std: [C], latents_std of the VAE.
+        std: [latent channels], latents_std of the VAE.
 
     Raises:
         DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not
@@ -251,7 +251,7 @@ def _unlikelihood(spread: Tensor) -> float:
     channel. The logarithms of the two factors have mean 0 and the standard deviations `CONTRAST` and `JITTER`.
 
     Args:
-        spread: float [C], standard deviation of each channel.
+        spread: float [latent channels], standard deviation of each channel.
     """
     logs = spread.double().log()
     contrast = logs.mean()

@@ -30,9 +30,10 @@ class EncodedSample:
     Attributes:
         key: name of the shard, and name or number of the sample in the shard.
         path: the shard.
-        latents: [C, f, h, w] in the float type of the shard; None if the sample cannot be read.
+        latents: [latent channels, frames, rows, columns] in the float type of the shard; None if the sample cannot be
+            read.
         caption: caption of the clip; None if the format has no captions.
-        text_embeds: [L, D], stored text embeddings; None if the format has captions.
+        text_embeds: [text tokens, width of the text encoder], stored text embeddings; None if the format has captions.
         content: hash of the sample's stored bytes.
         encoding: settings with which the latents were encoded. All samples of a cache must have equal settings.
         source: path of the video; empty if the shard does not contain it.
@@ -95,7 +96,7 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
     """Yield the samples of a tar of DFM or Megatron-Bridge.
 
-    A sample consists of a .pth file with latents [C, f, h, w] and a .json file. A .pickle file is never opened.
+    A sample consists of a .pth file with the latents and a .json file with the caption. A .pickle file is never opened.
 
     Args:
         path: the tar.
@@ -163,7 +164,7 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
 
 
 def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
-    """Yield the samples of a TFRecord file of MaxDiffusion: latents [C, f, h, w] and encoder_hidden_states [L, D].
+    """Yield the samples of a TFRecord file of MaxDiffusion: latents and encoder_hidden_states (text embeddings).
 
     Args:
         path: the TFRecord file.
@@ -200,7 +201,7 @@ def _without_batch(tensor: Tensor, ndim: int) -> Tensor:
 
 
 def _without_pads(text: Tensor) -> Tensor:
-    """Return text embeddings [L, D] without the zero rows at the end. Training appends these rows again."""
+    """Return text embeddings [text tokens, width] without the zero rows at the end. Training appends the rows again."""
     if text.ndim != 2:
         return text
     used = (text != 0).any(dim=1).nonzero()

@@ -42,7 +42,7 @@ class Problem:
     """One problem of a cache, with its place and its fix.
 
     Attributes:
-        place: name of the file, and the key of the sample if only one sample is affected.
+        place: name of the file, and the key or row (number in the shard) of the sample if only one sample is affected.
         what: description of the problem.
         fix: instruction to repair the cache.
     """

@@ -109,7 +109,7 @@ class CombinedDataset:
         return data.latent_shape(position)
 
     def crc32(self, i: int) -> int:
-        """Return the checksum of the sample of row `i`."""
+        """Return the checksum of the sample of row `i` (one use of a sample in an epoch)."""
         data, position = self._find(i)
         return data.crc32(position)
 

@@ -66,15 +66,14 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return, for each source, which part of its last copy an epoch uses.
+        """Return, for each source, which samples an epoch uses once more than the other samples of the source.
 
-        A copy contains each sample of the source once.
-
-        Two epochs with the same result use the same rows (uses of samples).
+        With a fractional `repeat`, these samples follow each other in a random order of the source's samples, which the
+        seed determines. Two epochs with equal results use the same rows (uses of samples).
 
         Returns:
-            One flat tuple: start and length of the part for the first source, then for the second source, and so on.
-            The start is a position in the random order of the copy. The length is 0 if `repeat` is an integer.
+            One flat tuple with two numbers for each source: the position of the first of these samples in the random
+            order, and the number of these samples. The number is 0 if `repeat` is an integer.
         """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):

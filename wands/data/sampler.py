@@ -115,7 +115,7 @@ class PlanSampler:
         excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
             samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
-        earlier: the epoch before `start`, if a step of this epoch is still needed.
+        earlier: plan of the epoch before `start`. None if the run needs no step of the earlier epoch.
         given: an epoch whose plan was read from a file. It has as many steps as the epoch that it replaces.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
@@ -279,7 +279,7 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 
 def count_earlier(keys: Sequence[str]) -> np.ndarray:
-    """Return for each key the number of earlier equal keys, int64 [N]."""
+    """Return the repeat index of each key: the number of earlier equal keys, int64 [N]."""
     repeat_indices = np.zeros(len(keys), dtype=np.int64)
     if len(set(keys)) == len(keys):
         return repeat_indices

@@ -29,7 +29,8 @@ MAX_CUTS = 96
 """Largest number of ranges into which the sorted bins are divided."""
 
 WAITS = 1024
-"""Number of units into which the allowed waiting time is divided when the ranges are chosen."""
+"""Number of units into which the allowed waiting time is divided. The dynamic programming that chooses the ranges counts
+waiting time in whole units."""
 
 
 def group_into_steps(

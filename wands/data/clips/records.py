@@ -266,6 +266,6 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], labe
             partial.unlink(missing_ok=True)
     except OSError as error:
         raise CacheError(
-            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes); free some space, or set "
+            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes needed); free some space, or set "
             "HF_DATASETS_CACHE to a folder on another disk"
         ) from None
