@@ -233,7 +233,7 @@ def test_a_shard_is_compared_again_only_when_its_file_has_changed(
     os.replace(other / "shard-00000.h5", cache.path / "shard-00000.h5")  # the same size, keys and shapes
     with pytest.raises(CacheError, match="is in a shard that was replaced after the index was written"):
         cache.read(0)
-    with pytest.raises(CacheError, match="where clip/006 is"):
+    with pytest.raises(CacheError, match="because sample clip/006 is there"):
         cache.meta(1)
 
 

@@ -48,7 +48,7 @@ def test_inspect_prints_what_is_there(cache_dir: Path, capsys: pytest.CaptureFix
     for i, key in enumerate(cache.keys):
         assert f"{key}: 9 frames of" in text
         assert f"A clip called {key}." in text
-        assert f"{cache.num_tokens((1, 2, 2))[i]:,} tokens" in text
+        assert f"{cache.num_tokens((1, 2, 2))[i]:,} video tokens" in text
 
 
 def test_rows_are_limited(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

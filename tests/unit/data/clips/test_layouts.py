@@ -650,7 +650,7 @@ def test_a_folder_that_refuses_bytes_ends_in_one_sentence(
     dataset.to_parquet(tmp_path / "pq/train-0.parquet")
     (tmp_path / "text").write_text("no folder")
     with pytest.raises(
-        CacheError, match=r"text/clips cannot store in\.mp4 \(Not a directory: 5 bytes\); free"
+        CacheError, match=r"text/clips cannot store in\.mp4 \(Not a directory: 5 bytes needed\); free"
     ):
         load_source(str(tmp_path / "pq"), cache_dir=tmp_path / "text/clips")
 
