@@ -34,9 +34,9 @@ class ClipOptions(Options):
     """Options that choose the clips of a source, and the size and length of the samples that are made from the clips."""
 
     source: Annotated[str, ARGUMENT]
-    """Clips and images with captions, in one of four forms. (1) A folder: each clip has its caption in a .txt or .json
-    file of the same name. (2) A table of clips and captions (metadata.csv, .jsonl or .json, captions.json), or the folder
-    of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
+    """Clips and images with captions, in one of four forms. (1) A folder: each clip has its caption in a .txt or
+    .json file of the same name. (2) A table of clips and captions (metadata.csv, metadata.jsonl, metadata.json or
+    captions.json), or the folder of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
     height: int | None = None
     """Exact height of every sample in pixels: a multiple of 16, or of 32 for Wan 2.2 5B. Set --height together with
     --width. Without --height and --width, clips keep their aspect ratio."""
@@ -350,10 +350,12 @@ class InferOptions(Options):
     times to set one value per prompt [default: the Chinese text of the model's authors; "" sets no text]."""
     image: tuple[str, ...] = ()
     """File with the first frame: an image, or a video whose first frame is used. The frame is scaled and cropped to
-    --height x --width. Give the option several times to set one value per prompt."""
+    --height x --width. Models that start from an image need this option. Give the option several times to set one
+    value per prompt."""
     last_image: tuple[str, ...] = ()
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
-    --height x --width. Give the option several times to set one value per prompt."""
+    --height x --width. Models that end at an image need this option. Give the option several times to set one value
+    per prompt."""
     transformer: Path | None = None
     """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
     folder replaces the high-noise expert. The folder can also be a pipeline that contains a transformer."""

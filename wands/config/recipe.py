@@ -334,8 +334,8 @@ class FlowConfig(StrictModel):
     and high levels instead. The value is the scale s in eq. 20 of Esser et al. 2024 (arXiv 2403.03206), whose formula
     is monotone only for values from -1 to 1.75192."""
     flow_shift: float = Field(default=3.0, gt=0)
-    """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more at
-    high noise. Larger videos need larger shifts. The shipped recipes use the shift of Wan's official inference."""
+    """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more
+    at high noise. Larger videos need larger shifts. Most shipped recipes use the shift of Wan's official inference."""
     shift_by_size: bool = False
     """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), with all video tokens of
     the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, a clip of
@@ -346,8 +346,8 @@ class FlowConfig(StrictModel):
     timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
     uses the part of this range that is inside the expert's own range."""
     max_timestep: float = Field(default=1000.0, gt=0, le=1000)
-    """Upper limit of the timesteps to train, after the shift. Timesteps are smaller than this limit. Only the limit
-    1000 itself can be drawn."""
+    """Largest timestep to train, after the shift. If this limit is below 1000, all drawn timesteps are smaller than
+    the limit, so that two runs with adjacent ranges do not overlap."""
     stratified: bool = False
     """Whether the noise levels of a clip are spread evenly over the epochs, instead of drawn independently. The
     distribution of a single noise level does not change. After a few epochs, the mean loss of a clip varies less: see
@@ -501,7 +501,8 @@ class CheckpointConfig(StrictModel):
     """Number of checkpoints to keep on disk. When a new checkpoint is saved, wands deletes the oldest checkpoints beyond
     this number."""
     every_minutes: float = Field(default=0.0, ge=0)
-    """Also save a checkpoint when this number of minutes has passed since the last save. 0 saves by `every` only."""
+    """Also save a checkpoint when this number of minutes has passed since the last save. With 0, only `every` decides
+    when checkpoints are saved."""
     keep_every: int = Field(default=0, ge=0)
     """Never delete checkpoints whose step is a multiple of this number. 0 keeps only the newest `keep` checkpoints."""
     keep_best: bool = False
