@@ -190,7 +190,7 @@ class _SecondRun(_FirstRun):
     ) -> Any:
         if self._selection._kept_name(func) is None:
             return func(*args, **(kwargs or {}))
-        assert self._kept, "the backward pass ran twice after one forward pass"
+        assert self._kept, "the backward pass ran twice after one forward pass; run the forward pass again"
         op, value = self._kept.popleft()  # each kept result is used once and then freed
         assert op is func, f"{func} ran in the backward pass, but {op} in the forward pass"
         return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), value)

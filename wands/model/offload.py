@@ -2,7 +2,7 @@
 
 A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
 When the backward pass uses a tensor of block n, the copies of the tensors of block n - 1 to the device start. The last
-two groups also stay on the device, because the backward pass needs these groups first, before a copy could be done.
+two groups also stay on the device, because the backward pass needs these groups first, before they could be copied back.
 """
 
 from __future__ import annotations

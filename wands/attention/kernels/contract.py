@@ -10,22 +10,22 @@ The backward pass takes `out` and `lse` as arguments instead of computing `out` 
 attends to several blocks of keys, one after another. The caller merges the results, and calls the backward pass of each
 block with the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a key among the keys of
 all blocks. The gradients of q from all blocks therefore add up to the gradient of q.
-Sources: Dao et al. 2022, algorithm 4; Liu et al. 2023.
+Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring Attention".
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Put Triton code into a
-   new file next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at
-   the first use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml.
-   Alternatively, publish the kernel as a package (step 3).
+1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Put Triton code into a new file
+   next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at the first
+   use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
+   publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    tries this list from the top, and skips a kernel that fails the check of its results in the run's dtype or head dim.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
    `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
    never runs there.
-2. Add the name to `AttentionConfig.backend` in wands/config/recipe.py and to its docstring, to the docstring of
-   `choose_backend` in registry.py, and run scripts/build_reference.py. The budgets of code lines in
+2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
+   the docstring of `choose_backend` in registry.py. Then run scripts/build_reference.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
@@ -43,15 +43,16 @@ What the two functions receive:
 - q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
 - Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are
   int32 on the device of q, and end before the padding rows.
-- Tensors that the functions must not change: in a ring, k and v are being sent to another rank at this moment.
+- Tensors that the functions must not change. In ring attention, k and v are being sent to another rank while the
+  functions run.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
 - `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
 - There can be more rows than the segments contain. The rows after the last segment are padding.
 - A segment can have no rows of q, no rows of k, or a single row of k (the padding of a text). The functions are not
   called if no row of q has a key.
-- In the backward pass, `lse` can be +inf for a row of q, which must then add nothing to any gradient. This happens in
-  attention to the padding of a text without padding (varlen.py).
+- In the backward pass, `lse` can be +inf for a row of q. This row must add nothing to any gradient. In varlen.py,
+  `padded_attention` passes +inf for a text that needs no padding.
 
 What the two functions return:
 
