@@ -15,7 +15,7 @@ from torch import Tensor
 from wands.encoders.components import find_part, loading_part
 
 TILE, TILE_STRIDE = 256, 192
-"""Height and width of a tile, and distance between the starts of neighbouring tiles, in pixels.
+"""Height and width of a tile of the VAE, and distance between the starts of neighbouring tiles, in pixels.
 
 Both are the defaults of diffusers. The fingerprint of a cache contains both numbers.
 """
@@ -85,7 +85,7 @@ class WanVideoEncoder:
         Returns:
             float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents.
         """
-        assert pixels.dtype == torch.float32, f"pixels are {pixels.dtype}; the range is checked in float32"
+        assert pixels.dtype == torch.float32, f"pixels have dtype {pixels.dtype}, not torch.float32"
         assert pixels.ndim == 4, f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
         (time, rows, columns), (_, frames, height, width) = self.stride, pixels.shape
         assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the last frames"

@@ -203,7 +203,7 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
     sentences = [f"{word}: at step {last['step']:,}, {text}"]
     if best is not last:
         rise = mean - best["change"]["mean"]
-        sentences.append(f"It was lowest at step {best['step']:,} and has risen by {rise:.5f} since.")
+        sentences.append(f"The loss was lowest at step {best['step']:,} and has risen by {rise:.5f} since.")
     of_train = [column([last.get("train_change") or {}], key)[0] for key in ("mean", "low", "high")]
     parting, margin = mean - of_train[0], math.hypot(high - low, of_train[2] - of_train[1]) / 2
     if math.isfinite(parting - margin):

@@ -260,7 +260,7 @@ def _load_trained(
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another step."
+            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another step_* folder."
         ) from None
     return transformer.eval()
 
@@ -284,7 +284,7 @@ def load_components(
             source.model, **dits, dtype=dtypes, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Restore the files.") from error
+        raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
     encoder = pipeline.text_encoder
     if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
         # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.
@@ -295,7 +295,7 @@ def load_components(
     scheduler = pipeline.scheduler.config
     if not (scheduler.get("use_flow_sigmas") or "shift" in scheduler):
         raise ConfigError(
-            f"{label}: the scheduler {type(pipeline.scheduler).__name__} of the pipeline does not support flow matching. Use "
-            "another scheduler, such as UniPCMultistepScheduler with use_flow_sigmas."
+            f"{label}: the scheduler {type(pipeline.scheduler).__name__} of the pipeline does not support flow matching. Put "
+            "another scheduler into the pipeline, such as UniPCMultistepScheduler with use_flow_sigmas."
         )
     return pipeline

@@ -182,7 +182,7 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
     folder, state = checkpoint
     rank, world_size = share
     for name in sorted(state.hashes)[rank::world_size]:
-        if problem := compare_hash(folder / name, state.hashes[name], f"its hash is not in {STATE_FILE}"):
+        if problem := compare_hash(folder / name, state.hashes[name], f"its hash differs from {STATE_FILE}"):
             return f"checkpoint={folder}: {name} is damaged ({problem}); use an older step_* folder."
     return None
 
@@ -217,7 +217,7 @@ def find_checkpoint(
     if folder / name in steps:
         steps.sort(key=lambda step: step != folder / name)  # the named step first, then from new to old
     elif steps:
-        log.warning("%s is missing or names no checkpoint; using the newest complete one", latest)
+        log.warning("%s is missing or names no checkpoint; using the newest complete checkpoint", latest)
     for step in steps:
         try:
             return _open_step(step, verify, damaged)
@@ -378,7 +378,7 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
     missing = [part for part in state.parts if not has_average(state, part)]
     if missing:
         raise CheckpointError(
-            f"checkpoint={checkpoint} contains no moving average ({missing[0]}/{average_file(0)}), because its recipe has no ema "
+            f"checkpoint={checkpoint} contains no moving average ({missing[0]}/{average_file(0)}), because the run has no ema "
             "section; leave --ema out, or train a new run with --set ema.decay=0.9999."
         )
 

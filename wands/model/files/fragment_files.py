@@ -128,7 +128,7 @@ class FragmentFiles:
                         missing[name] -= high - low
         if incomplete := [name for name, numel in missing.items() if numel]:
             raise CheckpointError(
-                f"{self._where}: {self._pattern} has not all values of {incomplete[0]}; use an older step_* folder."
+                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use an older step_* folder."
             )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from wands.errors import CheckpointError, one_line
 from wands.model.files.tensor_files import hash_file
 
 HASH_FILE = ".wands_hashes.json"
-"""Name of the file with the hashes. `wands export` and `wands convert` write it into every model folder that they create."""
+"""Name of the file with the hashes of a model's files. `wands export` and `wands convert` write it into the model's folder."""
 _SHA256 = re.compile(r"^[0-9a-f]{64}$", re.MULTILINE)
 
 

@@ -44,7 +44,7 @@ _KINDS = {
     **{"lora_B.bias": "bias of B", "alpha": "alpha"},
     **{"diff": "weight", "w_norm": "weight", "diff_m": "weight", "diff_b": "bias", "b_norm": "bias"},
 }
-"""Suffix of a key -> what the tensor is: lora_A, lora_B, the bias of lora_B, alpha, or the difference of a weight or bias."""
+"""Maps the suffix of a key to the kind of its tensor: lora_A, lora_B, bias of lora_B, alpha, difference of a weight or bias."""
 _OTHER_METHODS = {
     "DoRA": (".dora_scale", ".lora_magnitude_vector"),
     "LoKr": (".lokr_",),
@@ -53,9 +53,9 @@ _OTHER_METHODS = {
     "Tucker decomposition": (".lora_mid",),
     "replaced weights": (".set_weight", ".reshape_weight"),
 }
-"""Method that is not LoRA -> words in the keys of the method."""
+"""Maps a method that is not LoRA to texts that occur only in the keys of this method."""
 _PARAMETERS = ("scale_shift_table", "pos_embed")
-"""Last words of parameters that have neither .weight nor .bias at the end of their names."""
+"""Last words in the names of parameters that end neither in .weight nor in .bias."""
 _MUSUBI = "lora_unet_"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
 

@@ -112,7 +112,7 @@ def dit_config(
     if not num_heads or dim % num_heads:
         raise CheckpointError(
             f"{where}: the model's width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. "
-            "Put the model's config.json next to the weights."
+            "Put the model's config.json with the right num_heads next to the weights."
         )
     image = shapes.get("img_emb.proj.0.weight")
     positions = shapes.get("img_emb.emb_pos")
