@@ -314,7 +314,7 @@ def test_nothing_is_overwritten(pipelines: dict[str, Path], tmp_path: Path):
     assert (tmp_path / "full" / "precious.txt").read_text() == "keep me"
     (tmp_path / "out.tmp").mkdir()
     with pytest.raises(
-        ConfigError, match=r"--out .*out: the folder .*out\.tmp already exists, .*delete .*out\.tmp"
+        ConfigError, match=r"--out .*out\.tmp, but a folder .* already exists, .*delete .*out\.tmp"
     ):
         convert(source, tmp_path / "out", to="official")
     (tmp_path / "empty").mkdir()

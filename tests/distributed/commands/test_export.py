@@ -132,7 +132,7 @@ def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
     (tmp_path / "out.tmp" / "precious.txt").write_text("keep me")
     with pytest.raises(
         ConfigError,
-        match=r"--out .*out: the folder .*out\.tmp already exists, and was not left by",
+        match=r"--out .*out\.tmp, but a folder .* already exists, and was not left by",
     ):
         export(run, tmp_path / "out")
     assert (tmp_path / "out.tmp" / "precious.txt").read_text() == "keep me"
