@@ -68,7 +68,7 @@ class Activations:
         return {"activations": sizes * self.shape.num_layers} if sizes else {}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the bytes that all blocks keep on the device while one block is recomputed.
+        """Return the bytes of saved activations of all blocks on the device while one block is recomputed.
 
         The recomputed activations are not included.
 

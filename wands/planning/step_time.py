@@ -163,9 +163,11 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (ZeRO's transfers in a micro step, seconds per optimizer step outside the micro steps).
+    """Return (ZeRO's transfers in a micro step, seconds of ZeRO's other work per optimizer step).
 
-    ZeRO's transfers overlap with compute, except with compute that already overlaps with transfers of the ring.
+    The other work is the reduction of gradients, the gather of the updated weights and the update on the host, if
+    they run once per optimizer step. ZeRO's transfers overlap with compute, except with compute that already overlaps
+    with transfers of the ring.
 
     Args:
         workload: sizes of the run.

@@ -111,9 +111,10 @@ class Evaluator:
         return is_last or (section is not None and step % section.every == 0 and not ends)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether to evaluate before the first step of this process, because `evaluations.jsonl` lacks the step.
+        """Return whether to evaluate before the first step of this process, because this evaluation is missing.
 
-        Equal on all ranks.
+        It is missing if `evaluations.jsonl` has no rows, or an evaluation is due at `step` and has no row. The result is
+        equal on all ranks.
 
         Args:
             step: number of optimizer steps that the run has made.

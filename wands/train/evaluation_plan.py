@@ -75,7 +75,7 @@ class EvaluationPlan(StrictModel):
 
 
 class EvaluationSample(NamedTuple):
-    """A clip at one noise level, in one DiT.
+    """A clip to evaluate at one noise level, with one DiT and one condition.
 
     Attributes:
         part: subfolder of the DiT.
@@ -221,7 +221,7 @@ def _hash(key: str) -> bytes:
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe keys that determine the clips of the evaluation."""
+    """Return the recipe keys that determine the clips of the evaluation, with their values."""
     section = recipe.eval.model_dump(include={"max_share", "max_clips", "cache"}) if recipe.eval else {}
     return section | {"holdout": recipe.data.holdout}
 

@@ -65,7 +65,7 @@ def find_launcher() -> tuple[Ancestor, ...]:
 
 
 def _read_status(pid: int) -> tuple[int, int] | None:
-    """Return (parent, start in clock ticks) of a process. Return None if the process has ended, or without Linux."""
+    """Return (parent, start in clock ticks) of a process. Return None if the process has ended, or if /proc is missing."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

@@ -55,8 +55,8 @@ _FRAMES = 3
 """Number of frames of each video on the contact sheet."""
 _COLUMNS = {"raw": "now", "ema": "EMA"}
 _FAILURE = (
-    "step {step}: sample {number} ({weights}) could not be made: {reason}. The training continues without it. If memory is "
-    "short, lower height, width or num_frames in the sample section."
+    "step {step}: sample {number} ({weights} weights) could not be made: {reason}. The training continues without it. "
+    "If memory is short, lower height, width or num_frames in the sample section."
 )
 _NAMES = ("prompt_embeds", "negative_prompt_embeds", "image_embeds", "image_latents")
 _KEYS = {flag_of(key): f"sample.{key}" for key in SampleRequest.model_fields}
@@ -187,7 +187,7 @@ class DiTAdapter(nn.Module):
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **more: Any
     ) -> tuple[Tensor]:
-        """Predict the velocity of a video. Every rank of the group must call this method with equal tensors.
+        """Predict the velocity of a video. All ranks of a context-parallel group must call this method with equal tensors.
 
         Letters: C channels of the DiT's input, f latent frames, h latent rows, w latent columns, N tokens of the video, D width
         of the text encoder, I CLIP tokens of an image, E width of CLIP.

@@ -165,8 +165,8 @@ def _sample_losses(
     """Return the loss of each sample of a step. Padding samples, which have weight 0 and fill empty bins, are left out.
 
     Args:
-        micro_losses: for each micro step, the tuple (rank slice, noise level of each sample in the slice, sum of
-            squared errors of each sample in the slice).
+        micro_losses: for each micro step, the tuple (this rank's part of the packed batch, noise level of each sample, sum
+            of squared errors of each sample over this rank's tokens).
         groups: process groups of this rank.
     """
     sums = torch.cat([errors for _, _, errors in micro_losses])

@@ -19,7 +19,7 @@ SILENCE = 30.0
 
 
 class Terminal:
-    """Output of a run for the user. A call prints a text, so the object is a `Log`.
+    """Output of a run for the user. The object is a function that prints a text, and can be used as a `Log`.
 
     On a terminal, rich prints the texts, and all other output of this process, above the live line.
 
