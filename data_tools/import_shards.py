@@ -164,7 +164,9 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 def _checked(
     samples: Iterator[EncodedSample], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
-    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`."""
+    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`. `std` is
+    latents_std of the VAE, see `check_latents`.
+    """
     for sample in samples:
         try:
             if sample.problem:

@@ -136,7 +136,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 
 
 def to_variant(contract: dict[str, Any]) -> Variant:
-    """Return a model variant with the values that the manifest of a cache stores.
+    """Return a model variant with the values that the manifest of a cache stores, for `CacheWriter`.
 
     A manifest does not contain all sizes of the DiT. For example, the depth is missing. The missing sizes are copied
     from an arbitrary variant.

@@ -258,8 +258,8 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of all numbers of tokens to which samples of the given lengths can fill a bin of `max_tokens` tokens. Any number
-    of samples may have the same length.
+    """Table of the numbers of tokens that a bin of at most `max_tokens` tokens can have if it contains samples of the given
+    lengths. A bin may contain several samples of the same length.
     """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:

@@ -348,7 +348,7 @@ def _shape(array: Tensor | None) -> str:
 
 
 def _positions(grid: Sequence[int]) -> Tensor:
-    """Return the (frame, row, column) of each token of one sample, int64 [n, 3], in the order of `patchify`."""
+    """Return the (frame, row, column) of each token of one sample, int64 [tokens, 3], in the order of `patchify`."""
     return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
 
 

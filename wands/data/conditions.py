@@ -1,7 +1,7 @@
-"""Conditioning channels of image-to-video models: a mask that marks the conditioning frames, and the latents of these
-frames.
+"""Conditioning channels of image-to-video models: a mask and the latents of the conditioning frames.
 
-Conditioning frames are images that the user gives: the first frame of the video, or its first and last frames.
+The mask marks the conditioning frames. Conditioning frames are images that the user gives: the first frame of the
+video, or its first and last frames.
 
 Letters: C latent channels, (f, h, w) latent frames, rows and columns, n tokens, P channels of a token.
 """
@@ -20,7 +20,7 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
     four pixel frames.
 
     The causal VAE encodes the first pixel frame alone as latent frame 0. So all four channels of latent frame 0 mark
-    this pixel frame. Each later latent frame encodes four pixel frames.
+    this pixel frame. Each later latent frame encodes four pixel frames, and channel i marks pixel frame i of these four.
 
     Args:
         latent_shape: (f, h, w), number of latent frames, rows and columns.

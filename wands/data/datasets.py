@@ -1,5 +1,6 @@
-"""Open the data of a training run: mock data, or at least one cache. An epoch can use a cache several times, and clips
-can be held out of training.
+"""Open the data of a training run: mock data, or at least one cache.
+
+An epoch can use a cache several times, and clips can be held out of training.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class CombinedDataset:
     Attributes:
         sources: the sources.
         keys: sample id of each row.
-        licenses: licence of the sample of each row, object [rows] of texts. "" if no licence is stated.
+        licenses: array of texts, the licence of the sample of each row. "" if no licence is stated.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
@@ -114,7 +115,7 @@ class CombinedDataset:
         return data.crc32(position)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). Different clips have different sample ids.
+        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `keys[i]`.
 
         Args:
             i: number of the row.
@@ -221,7 +222,7 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     repeat.
 
     num_samples counts the samples that the run uses, and num_other_side the samples of the other side of `data.split`.
-    num_gap and num_duplicates count the samples in neither side (see `SelectedSource`). repeat is how often an epoch uses
+    num_gap and num_duplicates count the samples on neither side (see `SelectedSource`). repeat is how often an epoch uses
     each sample.
 
     Args:

@@ -70,7 +70,7 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
 
 
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
-    """Choose for each sample whether it is held out of training, trained on, or on neither side.
+    """Choose for each sample whether it is held out of training, trained on, or not used at all.
 
     A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). `hold_out`
     decides about clips that are not films. `hold_out` also decides about films if it would hold out at least
@@ -170,7 +170,8 @@ def _time_range(key: str, length: float, longest: float) -> Range:
     Args:
         key: key of the sample.
         length: length of the sample in seconds.
-        longest: length of the longest sample of the same source in seconds, which is the distance of two windows.
+        longest: length of the longest sample of the same source in seconds, which is the time
+            from the start of one window to the start of the next window.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

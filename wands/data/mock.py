@@ -28,7 +28,7 @@ class MockDataset:
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
-        licenses: object [number of samples] of texts: "", because no licence is stated.
+        licenses: array of one empty text per sample, because mock data has no licence.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
 
     Raises:

@@ -182,8 +182,8 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
     (`packing.buffer_size`).
 
     The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
-    sequence form a window. The windows are the same in every epoch, so every epoch has the same number of steps.
-    Only the order of the windows changes.
+    sequence form a window, so samples that are packed together are near each other on the disk. The windows are the same
+    in every epoch, so every epoch has the same number of steps. Only the order of the windows changes.
 
     Args:
         places: int64 [N, 2], (shard, position in the shard) of each sample.

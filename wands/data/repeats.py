@@ -94,7 +94,9 @@ class RepeatSchedule:
 
 
 def exact(number: float) -> Fraction:
-    """Convert a decimal number to an exact fraction. For example, 0.1 becomes 1/10."""
+    """Convert a decimal number to an exact fraction, so that counts of samples have no rounding errors. For example, 0.1
+    becomes 1/10.
+    """
     return Fraction(str(number))
 
 

@@ -1,5 +1,6 @@
-"""Map a global step to the samples of this step. The step number is the only state, so a resumed run needs no other
-state.
+"""Map a global step to the samples of this step.
+
+The step number is the only state, so a resumed run needs no other state.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class StepPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Numbers by which the summed loss of this step is divided before it is logged, one for each `loss.reduction`
-        ("sample" or "token").
+        """Number of samples and number of tokens of this step, for `loss.reduction` "sample" and "token". The summed loss
+        of this step is divided by one of these numbers before it is logged.
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
@@ -108,7 +109,7 @@ class PlanSampler:
         cost: cost of a bin. The plan balances this cost between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
-        level_bins: number of bins that must have similar costs, see `plan_epoch`.
+        level_bins: number of bins that ranks process at the same time, and that get similar costs; see `plan_epoch`.
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
@@ -116,7 +117,8 @@ class PlanSampler:
             samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
         earlier: plan of the epoch before `start`. None if the run needs no step of the earlier epoch.
-        given: an epoch whose plan was read from a file. It has as many steps as the epoch that it replaces.
+        given: plan of an epoch that was read from the file in `packing.plan`. It has as many steps as the plan that it
+            replaces.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.

@@ -41,7 +41,8 @@ def group_into_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs.
+    """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs. Different ranks
+    process the bins of a group at the same time.
 
     The bins are sorted by cost and cut into ranges of bins with similar costs. Each range is divided into several groups.
     Inside a range, the bins are sorted by their longest samples and dealt out to the groups in turn, so that each group

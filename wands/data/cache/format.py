@@ -115,7 +115,9 @@ def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str
 
 
 def plain(value: Any) -> Any:
-    """Return `value` after a round trip through JSON, which converts tuples to lists."""
+    """Return `value` after a round trip through JSON, which converts tuples to lists. The result can be compared with a
+    value that was read from a JSON file.
+    """
     return json.loads(json.dumps(value))
 
 

@@ -1,6 +1,6 @@
-"""Read a latent cache: HDF5 shards that store bf16 bits, and an index. With the index, planning need not open the
-shards.
+"""Read a latent cache: HDF5 shards that store bf16 bits, and an index.
 
+The index contains the shapes of all samples, so that planning need not open the shards.
 `wands/data/cache/format.py` describes the files. `wands/data/cache/writer.py` writes them.
 """
 
@@ -57,7 +57,7 @@ class LatentCache:
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
-        licenses: licence of each sample, object [N] of texts. "" if the source of the sample states no licence.
+        licenses: array of texts, the licence of each sample. "" if the source of the sample states no licence.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.

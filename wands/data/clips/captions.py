@@ -22,7 +22,7 @@ _WIDE = re.compile(r"[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00
 def clean_caption(caption: str) -> str:
     """Repair broken Unicode, resolve HTML entities twice, and replace each run of white space by one space.
 
-    Source: `prompt_clean` of diffusers' Wan pipelines, `whitespace` cleaning of the official tokenizer.
+    Source: `prompt_clean` of diffusers' Wan pipelines, and `whitespace` cleaning of the official Wan tokenizer.
     """
     text = html.unescape(html.unescape(ftfy.fix_text(caption)))
     return re.sub(r"\s+", " ", text).strip()

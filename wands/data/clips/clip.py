@@ -26,7 +26,9 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error if a side of the frame would be too short at some limit of the frame area (--max-pixels)."""
+    """Error for a clip whose frames, after scaling to an area limit (--max-pixels), have a side that is too short for the
+    model.
+    """
 
 
 @dataclass(frozen=True)

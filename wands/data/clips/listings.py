@@ -1,4 +1,6 @@
-"""Files that list clips: tables, pairs of text files (paths and captions), FastVideo's merge.txt, and diffusion-pipe's
+"""Read files that list clips.
+
+These files are tables, pairs of text files (paths and captions), FastVideo's merge.txt, and diffusion-pipe's
 captions.json.
 """
 

@@ -1,6 +1,4 @@
-"""Clip records: the type that describes a clip from the scan of a data set to the latent cache, and the rules for clip
-keys.
-"""
+"""Clip records, which describe the clips of a source until they are in the latent cache, and rules for clip keys."""
 
 from __future__ import annotations
 

@@ -177,9 +177,9 @@ def _reject_unread(
 ) -> Iterator[Rejection | None]:
     """Yield rejections of files that cannot be read as clips, and of caption files without a clip.
 
-    After the rejection of a video or image in an unsupported format, None is yielded, too (see `_scan_folder`). Two
-    kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE), and text
-    files in a folder in which no clip has a caption file.
+    After the rejection of a video or image in an unsupported format, None is yielded, too: this file counts as a clip
+    of the folder (see `_scan_folder`). Two kinds of text files without a clip are not rejected: text files named like a
+    document (README, LICENSE), and text files in a folder in which no clip has a caption file.
 
     Args:
         root: folder that contains the files.
@@ -315,7 +315,8 @@ def scan_tar(
         folder: folder of the source, which contains the archive.
         source: source of the clips, with the names of the columns that a .json member may use.
         captions: maps member names to captions. These captions take precedence over captions in the archive.
-        used: set to which the function adds the names in `captions` that it has used.
+        used: set to which the function adds the names in `captions` that it has used, so that the caller
+            knows the unused names.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))

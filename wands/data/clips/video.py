@@ -39,8 +39,8 @@ class DecodedClip:
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
         suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
-            "#0001", ...). If --max-pixels has several values, samples for
-            all values except the first also have their size in the suffix, such as "#640x352".
+            "#0001", ...). If --max-pixels has several values, samples for all values except the first also have their size
+            in the suffix, such as "#640x352".
         source: properties of the file.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
@@ -90,7 +90,7 @@ def _choose(
 
 
 class _Renderer:
-    """Function that converts decoded images to upright RGB images, scaled and cropped to one `FrameSize`."""
+    """Callable that converts decoded images to upright RGB images, scaled and cropped to one `FrameSize`."""
 
     def __init__(self, reader: VideoReader, size: FrameSize) -> None:
         self.size = size.target[::-1]  # height and width of the result

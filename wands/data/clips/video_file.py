@@ -1,5 +1,6 @@
-"""Read video files with PyAV: properties from the header, decoded frames in display order, seeking, and detection of
-damage.
+"""Read video files with PyAV.
+
+The module reads the properties in the header, decodes frames in display order, seeks, and detects damage.
 
 Times are seconds from the first timestamp of the video stream. Durations in headers, and seek tables, can be wrong. The
 code relies on them only in container formats in which they proved correct.
@@ -112,7 +113,7 @@ def _orientation(path: Path, image: Any) -> tuple[int, bool]:
     """Return the counterclockwise rotation of an image in degrees, and whether the rotated image must be mirrored.
 
     PyAV's `rotation` is the direction of the x axis in the display matrix. So PyAV reports 180 for an image that is
-    only mirrored horizontally.
+    only mirrored horizontally. This function returns 0 and True for such an image.
     """
     try:
         data = image.side_data.get("DISPLAYMATRIX")
