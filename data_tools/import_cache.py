@@ -323,7 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "out", type=Path, help="cache folder: a new folder, or the folder of an interrupted import"
     )
-    parser.add_argument("--model", help="pipeline folder or Hub id of the model that musubi-tuner used")
+    parser.add_argument(
+        "--model", help="model that musubi-tuner used: pipeline folder or Hub id; not for an export"
+    )
     options = parser.parse_args(arguments)
     log_to_stderr(logging.INFO, "%(message)s")
     count = import_cache(options.source, options.out, options.model)

@@ -97,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out_b", type=Path, help="new folder for all samples that are not in OUT_A")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument(
-        "--fraction", type=float, help="fraction of the clips for OUT_A, chosen by a hash of their names"
+        "--fraction",
+        type=float,
+        help="fraction of the clips for OUT_A, between 0 and 1; a hash of each name selects the clips",
     )
     how.add_argument(
         "--keys-file", type=Path, help="file with the keys of the samples for OUT_A, one per line"

@@ -225,7 +225,9 @@ def _check_shard(
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
                     yield Problem(
-                        path.name, f"the file has fingerprint {carried}, not the manifest's fingerprint", fix
+                        path.name,
+                        f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}",
+                        fix,
                     )
                 ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
                 if ids.get(path.name) not in (None, file.attrs.get("id")):

@@ -109,8 +109,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                     )
                 if (sidecar := _sidecar_of(siblings)) is None:
                     raise DataError(
-                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip, or, if a "
-                        "table contains the captions, set SOURCE to the table"
+                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip. If a "
+                        "table contains the captions, pass the path of the table as SOURCE"
                     )
                 read = partial(_read_small, path.with_name(sidecar))
                 captions, row = _captions_in_file(sidecar, read, source)

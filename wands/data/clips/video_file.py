@@ -175,7 +175,7 @@ class VideoReader:
     def _choose_stream(self) -> None:
         name = self._container.format.name
         if name in _PLAYLISTS:
-            raise self.error(f"is a {name} text, not a video", "use the clip itself")
+            raise self.error(f"is a text file in {name} format, not a video", "use the clip itself")
         # Cover art of an audio file is a video stream of one image.
         streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
         if not streams:

@@ -558,7 +558,7 @@ BROKEN = {
         lambda path: write_text(
             path / "a.mp4", f"ffconcat version 1.0\nfile {write_clip(path / 'b.mp4').name}\n"
         ),
-        "is a concat text, not a video",
+        "is a text file in concat format, not a video",
     ),
     "mp4 cut before moov": (lambda path: half(write_clip(path / "a.mp4")), "cannot be read as a video"),
     "mp4 cut after moov": (
