@@ -91,7 +91,7 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "text.mp4": (lambda path: path.write_text("not a video\n" * 99), "cannot be read as a video"),
         "playlist.mp4": (
             lambda path: path.write_text("ffconcat version 1.0\nfile whole.mp4\n"),
-            "is a concat text",
+            "is a text file in concat format",
         ),
         "corrupt packets.mp4": (made(faststart, lambda path: damage(path, 0.4, 0.9)), "is corrupt at"),
         "lost packet.mkv": (made(clip(), lambda path: lose_packet(path, 7)), "is corrupt at"),

@@ -219,7 +219,7 @@ def test_missing_files_and_a_shard_of_another_cache(
     write_cache(tmp_path / "other", [40], vae={"weights_sha256": "bb"})
     shutil.copy(tmp_path / "other" / "shard-00000.h5", cache / "shard-00001.h5")
     problems = verify(cache).problems
-    assert any("not the manifest's" in problem.what for problem in problems)
+    assert any("which differs from manifest.json" in problem.what for problem in problems)
     assert any("bytes, but the index says" in problem.what for problem in problems)
     (cache / "shard-00001.h5").unlink()
     [problem] = verify(cache).problems
