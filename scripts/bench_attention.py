@@ -66,7 +66,7 @@ PACKS = {
 }
 HEADS = {"cpu": 4, "cuda": 24}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-KERNELS = {"cpu": ("cpu",), "cuda": ("torch", "flash2", "flash3", "flash4")}
+KERNELS = {"cpu": ("cpu",), "cuda": ("torch", "cudnn", "flash2", "flash3", "flash4")}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the largest value
 
 

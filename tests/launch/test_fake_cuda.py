@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_cuda import build
+from wands.train.attention_choice import LENGTHS
 from wands.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +51,8 @@ MISTAKES = {
     "a copy to the host": "copies to the CPU",
     "a copy that waits": "copies to the GPU when",
 }
-DEFAULT_TIER = {"one rank in bf16", "a copy that waits"}
+KERNELS = ["torch", "cudnn"]
+DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "measure"}
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:
@@ -73,6 +75,7 @@ def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
         name: {"variant": T2V, "settings": SETTINGS[name.split()[-1]], "grids": SMALL, "cp": cp}
         for name, cp in INSIDE.items()
     }
+    cases["measure"] = {"kernels": KERNELS}
     command = [sys.executable, "-m", "tests.support.fake_cuda_steps", str(library)]
 
     @cache
@@ -100,3 +103,10 @@ def test_a_step_stays_on_the_gpu(name: str, step_of: Callable[[str], dict[str, A
 @pytest.mark.parametrize("name", in_tiers(MISTAKES))
 def test_a_step_that_leaves_it_is_found_out(name: str, step_of: Callable[[str], dict[str, Any]]):
     assert MISTAKES[name] in step_of(name)["error"]
+
+
+def test_kernels_are_measured_at_every_length(step_of: Callable[[str], dict[str, Any]]):
+    found = step_of("measure")
+    assert "error" not in found, found["error"]
+    assert found["times"] == {kernel: {str(length): 1.0 for length in LENGTHS} for kernel in KERNELS}
+    assert found["records"] == len(KERNELS) * len(LENGTHS) * 4 * 2

@@ -15,6 +15,7 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 CPU_DTYPES = [("reference", dtype) for dtype in TOLERANCE] + [("cpu", dtype) for dtype in TOLERANCE]
 CUDA_BACKENDS = {
     "torch": "torch",
+    "cudnn:64:torch": "torch",
     "flash2": "flash_attn.flash_attn_interface",
     "flash3": "flash_attn_interface",
     "flash4": "flash_attn.cute.interface",
@@ -51,4 +52,5 @@ def cuda_backend(name: str) -> Backend:
     assert isinstance(backend, FlashBackend)
     if not backend.runs_on(torch.cuda.get_device_capability()):
         pytest.skip(f"needs compute capability {backend.capability}")
-    return choose_backend(name, "cuda", torch.bfloat16)
+    choose_backend(name.partition(":")[0], "cuda", torch.bfloat16)
+    return backend

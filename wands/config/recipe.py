@@ -171,10 +171,12 @@ class PrecisionConfig(StrictModel):
 class AttentionConfig(StrictModel):
     """Choice of the attention kernel."""
 
-    backend: Literal["auto", "reference", "cpu", "torch", "flash2", "flash3", "flash4"] = "auto"
-    """Choose the attention kernel. On a GPU, `auto` tries flash4, flash3, flash2 (flash-attn packages) and torch
-    in this order. It uses the first kernel that is installed, supports the GPU and computes correct results in a test.
-    A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
+    backend: Literal["auto", "reference", "cpu", "torch", "cudnn", "flash2", "flash3", "flash4"] = "auto"
+    """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and compute
+    correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn` are part of
+    PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` runs for clips of 1,024 tokens or more, and
+    `torch` for shorter clips. With `auto`, this length is measured. A kernel that you choose by name must pass the same
+    test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):

@@ -83,7 +83,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
-    """Return the attention kernel that a run uses on a device."""
+    """Return the attention kernel that a run uses on a device, without a measurement."""
     dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 
@@ -94,6 +94,7 @@ def build_model(
     device: torch.device,
     expert: Expert | None = None,
     store: ActivationOffloader | None = None,
+    backend: Backend | None = None,
 ) -> torch.nn.Module:
     """Load a DiT and prepare it for training.
 
@@ -109,12 +110,13 @@ def build_model(
         expert: DiT to load; None loads the first trained DiT.
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
             memory for this DiT.
+        backend: attention kernel; None for the kernel that `attention_backend` returns.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
 
     recipe, expert = run.recipe, expert or run.experts[0]
-    backend = attention_backend(run, device)
+    backend = backend or attention_backend(run, device)
     # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     sharded = deepspeed.zero.Init(config_dict_or_path=run.ds_config) if run.zero_stage == 3 else None

@@ -12,11 +12,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from wands.attention.kernels.registry import Backend
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
 from wands.report.page import write_report
+from wands.train.attention_choice import agree_on_backend
 from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
@@ -59,9 +61,10 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
+    backend, attention = agree_on_backend(run, rank, device, log)
     encoded = encode_samples(run, rank, device)  # before the engines take the memory of the device
     watchdog.begin_work("building the model and its engine")
-    trainer = _build_trainer(run, rank, device, groups, log)
+    trainer = _build_trainer(run, rank, device, groups, log, backend)
     engines, averages, events = trainer.engines, trainer.averages, trainer.events
     step_log, bad_steps = StepLog(trainer), BadSteps(run, events)
     saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
@@ -128,9 +131,8 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             if finishes:
                 saver.finish()
             if is_due:
-                state = replace(
-                    build_state(run, step, plan.epoch, step_log.history), bad_steps=bad_steps.state
-                )
+                state = build_state(run, step, plan.epoch, step_log.history)
+                state = replace(state, bad_steps=bad_steps.state, attention=attention)
                 watchdog.begin_work(f"saving the checkpoint of step {step}")
                 saver.save(state, plan, required=is_last, is_best=is_best)
             if samples and samples.is_due(step) and not request.quit:
@@ -157,14 +159,14 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
 
 
 def _build_trainer(
-    run: TrainingRun, rank: int, device: torch.device, groups: ProcessGroups, log: Log
+    run: TrainingRun, rank: int, device: torch.device, groups: ProcessGroups, log: Log, backend: Backend
 ) -> Trainer:
     """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from."""
     events = EventLog(run, rank)
     store = ActivationOffloader(device)  # experts run one after the other and share this host memory
     engines = {}
     for expert in run.experts:
-        model = build_model(run, groups, device, expert, store)
+        model = build_model(run, groups, device, expert, store, backend)
         engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
     restore(engines, run.checkpoint, run.output_dir, rank, log)
     averages = build_averages(engines, run.recipe.ema, run.checkpoint, log)

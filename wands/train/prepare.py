@@ -176,6 +176,8 @@ def prepare_run(
         for source in sources:  # without a model, check only that the caches can be opened
             check("data files", partial(LatentCache, source.path))
     check("clips", lambda: _check_samples(data, dp_size), "data files", "world size")
+    if device_type == "cuda" and recipe.precision.compute == "fp32":
+        check("fp32", lambda: _check_fp32(data, variant), "data files", "precision")
     check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
     section, cache = recipe.data, recipe.eval.cache if recipe.eval else None
     held_out = check(
@@ -214,6 +216,15 @@ def _check_samples(data: Dataset, dp_size: int) -> None:
     """Check that an epoch has at least one sample for each data-parallel rank."""
     fewest = data.schedule.min_samples if isinstance(data, CombinedDataset) else len(data.keys)
     check_enough_samples(fewest, dp_size)
+
+
+def _check_fp32(data: Dataset, variant: Variant) -> None:
+    """Refuse long clips, because only the reference kernel computes attention in fp32 on a GPU."""
+    if (longest := int(data.num_tokens(variant.dit.patch_size).max())) > 4096:
+        raise ConfigError(
+            f"precision.compute=fp32: on a GPU, attention in fp32 stores a score for every pair of a clip's tokens. A clip may "
+            f"have at most 4,096 tokens, but the longest clip has {longest:,}. Set precision.compute=bf16."
+        )
 
 
 def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:

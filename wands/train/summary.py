@@ -23,7 +23,9 @@ def start_block(run: TrainingRun) -> str:
     """
     recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
     start_step = run.checkpoint.state.step if run.checkpoint else 0
-    backend = attention_backend(run, torch.device(accelerator_type()))
+    kernel: str = recipe.attention.backend
+    if kernel != "auto" or accelerator_type() == "cpu":  # otherwise, training measures the kernels
+        kernel = attention_backend(run, torch.device(accelerator_type())).name
     epoch_number = run.sampler.start[0]
     plan = run.sampler.epoch_plan(epoch_number)
     bins = [bin for step in plan.steps for bin in step if bin]
@@ -59,7 +61,7 @@ def start_block(run: TrainingRun) -> str:
             f"ZeRO-{run.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(run)}",
             *_storage(recipe),
         ],
-        "attention": [f"{backend.name} kernels, checkpointing {_checkpointing(recipe.model)}"],
+        "attention": [f"{kernel} kernels, checkpointing {_checkpointing(recipe.model)}"],
         "data": [
             first_source if other_sources else f"{first_source}, {tokens}",
             *epoch,

@@ -22,7 +22,7 @@ from tests.support.plain import (
 )
 from wands.attention.kernels import registry as backends
 from wands.attention.kernels.contract import REFERENCE
-from wands.attention.kernels.flash import FLASH_BACKENDS, FlashBackend
+from wands.attention.kernels.flash import FlashBackend, cudnn_backend
 from wands.attention.kernels.registry import get_backend
 from wands.attention.kernels.self_check import TOLERANCE as CHECK_TOLERANCE
 from wands.attention.kernels.self_check import KernelError, check_backend
@@ -38,6 +38,7 @@ CASES = {
     "empty queries": ((5, 0, 3), (4, 7, 6)),
     "empty both": ((0, 5, 0, 3), (0, 4, 0, 2)),
     "nothing at all": ((2, 0), (0, 3)),
+    "long and short": ((65, 3, 70, 64, 0, 130), (80, 5, 9, 64, 4, 100)),
 }
 
 
@@ -361,14 +362,110 @@ def test_flash_attn_is_called_as_its_interface_asks(name: str, packages):
         check_against_plain(get_backend(name), lens_q, lens_k, BF16)
 
 
-def test_torch_kernel_is_called_as_its_interface_asks():
+@pytest.mark.parametrize("name", ["torch", "cudnn:5:torch"])
+def test_torch_kernel_is_called_as_its_interface_asks(name: str):
     """Shapes only: it has no arithmetic without CUDA."""
     rows = [torch.empty(n, HEADS, 64, device="meta", dtype=BF16) for n in (13, 9, 9)]
-    segments = Segments.build((5, 6), (4, 3), "meta")
-    out, lse = get_backend("torch").forward(*rows, segments, 0.3)
+    segments = Segments.build((5, 6), (3, 6), "meta")
+    out, lse = get_backend(name).forward(*rows, segments, 0.3)
     assert (out.shape, lse.shape, lse.dtype) == (rows[0].shape, (HEADS, 13), torch.float32)
-    grads = get_backend("torch").backward(out, *rows, out, lse, segments, 0.3)
+    grads = get_backend(name).backward(out, *rows, out, lse, segments, 0.3)
     assert [grad.shape for grad in grads] == [x.shape for x in rows]
+
+
+@pytest.fixture(params=[4, 3], ids=["lse [1, H, T, 1]", "lse [1, H, T]"])
+def cudnn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """cuDNN's two operators with their own arguments and the reference's arithmetic; the lengths of each dense call."""
+    aten, calls = torch.ops.aten, []
+    names = "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"
+    arguments = [
+        [argument.name for argument in getattr(aten, name).default._schema.arguments] for name in names
+    ]
+    assert arguments[0][:5] == ["query", "key", "value", "attn_bias", "compute_log_sumexp"]
+    assert arguments[1][5:13] == [
+        *(
+            "logsumexp",
+            "philox_seed",
+            "philox_offset",
+            "attn_bias",
+            "cum_seq_q",
+            "cum_seq_k",
+            "max_q",
+            "max_k",
+        ),
+    ]
+
+    def rows(*tensors: Tensor) -> list[Tensor]:
+        for x in tensors:
+            _, heads, length, dim = x.shape
+            assert x.stride() == (
+                length * heads * dim,
+                dim,
+                heads * dim,
+                1,
+            )  # one plan for each pair of lengths
+        return [x[0].transpose(0, 1) for x in tensors]
+
+    def forward(query, key, value, attn_bias, compute_log_sumexp, *, scale=None):
+        assert attn_bias is None
+        assert compute_log_sumexp
+        shape = (*query.shape[:3], 1)[: request.param]
+        if query.is_meta:
+            return torch.empty_like(query), torch.empty(shape, device="meta"), *[None] * 7
+        q, k, v = rows(query, key, value)
+        calls.append((len(q), len(k)))
+        out, lse = REFERENCE.forward(q, k, v, Segments.build([len(q)], [len(k)]), scale)
+        return out.transpose(0, 1)[None], lse.reshape(shape), *[None] * 7
+
+    def backward(
+        grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k,
+        max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        assert philox_seed.dtype == philox_offset.dtype == torch.int64
+        assert attn_bias is cum_seq_q is cum_seq_k is None
+        assert (max_q, max_k, dropout_p, is_causal) == (query.shape[2], key.shape[2], 0.0, False)
+        assert logsumexp.shape == (*query.shape[:3], 1)[: request.param]
+        assert logsumexp.is_contiguous()
+        assert logsumexp.isfinite().all()
+        dout, q, k, v, out = rows(grad_out, query, key, value, out)
+        segments = Segments.build([len(q)], [len(k)])
+        calls.append((len(q), len(k)))
+        grads = REFERENCE.backward(dout, q, k, v, out, logsumexp.view(q.shape[1], -1), segments, scale)
+        return tuple(grad.transpose(0, 1)[None] for grad in grads)
+
+    for name, function in zip(names, (forward, backward), strict=True):
+        monkeypatch.setattr(aten, name, function)
+    return calls
+
+
+def test_cudnn_is_called_as_its_operators_ask(cudnn):
+    backend = get_backend("cudnn:64:cpu")
+    assert check_backend(backend, "cpu", BF16, head_dim=32) < 1e-2
+    assert set(cudnn) == {(130, 200), (130, 90), (130, 110)}  # all keys, and the two blocks of a ring
+    for lens_q, lens_k in CASES.values():
+        check_against_plain(backend, lens_q, lens_k, BF16)
+    cudnn.clear()
+    check_against_plain(backend, *CASES["long and short"], BF16)
+    assert cudnn == 2 * [(65, 80), (64, 64), (130, 100)]
+
+
+def test_short_segments_go_to_the_other_kernel_in_one_call(cudnn):
+    lens_q, lens_k = CASES["long and short"]
+    q, k, v, dout = make_inputs(lens_q, lens_k, BF16)
+    calls = []
+
+    def watch(run):
+        return lambda *args: calls.append(args[-2]) or run(*args)
+
+    short = FlashBackend("cpu", watch(REFERENCE.run_forward), watch(REFERENCE.run_backward), min_major=8)
+    backend, segments = cudnn_backend(64, short), Segments.build(lens_q, lens_k)
+    out, lse = backend.forward(q, k, v, segments, 0.3)
+    backend.backward(dout, q, k, v, out, lse, segments, 0.3)
+    pairs = [(a.stop - a.start, b.stop - b.start) for s in calls for a, b in s.pairs()]
+    assert pairs == 2 * [(3, 5), (70, 9)]
+    calls.clear()
+    backend.forward(q[:65], k[:80], v[:80], Segments.build((65,), (80,)), 0.3)
+    assert calls == []  # nothing is short
 
 
 def test_a_kernel_is_not_launched_for_nothing():
@@ -425,13 +522,15 @@ ALL = {"flash-attn", "flash-attn-3", "flash-attn-4"}
         ("cpu", torch.float32, (9, 0), set(), "cpu"),
         ("cpu", BF16, (9, 0), ALL, "cpu"),
         ("cuda", torch.float32, (9, 0), ALL, "reference"),
-        ("cuda", BF16, (9, 0), set(), "torch"),
-        ("cuda", torch.float16, (9, 0), {"flash-attn"}, "flash2"),
+        ("cuda", BF16, (9, 0), set(), "cudnn"),
+        ("cuda", torch.float16, (9, 0), {"flash-attn"}, "cudnn"),
         ("cuda", BF16, (9, 0), {"flash-attn", "flash-attn-3"}, "flash3"),
-        ("cuda", BF16, (9, 0), ALL, "flash4"),
+        ("cuda", BF16, (9, 0), {"flash-attn-4"}, "flash4"),
+        ("cuda", BF16, (9, 0), ALL, "flash3"),
         ("cuda:1", BF16, (10, 0), ALL, "flash4"),
-        ("cuda", BF16, (10, 0), {"flash-attn-3"}, "torch"),
+        ("cuda", BF16, (10, 0), {"flash-attn-3"}, "cudnn"),
         ("cuda", BF16, (8, 0), ALL, "flash2"),
+        ("cuda", BF16, (8, 0), set(), "torch"),
         ("cuda", BF16, (13, 0), ALL, "flash2"),
         ("cuda", BF16, (7, 5), ALL, "reference"),
         ("mps", BF16, (9, 0), ALL, "reference"),
@@ -443,31 +542,39 @@ def test_auto_names_its_choice(device, dtype, capability, installed, expected, g
         for _ in range(2):
             assert choose_backend("auto", device, dtype).name == expected
     assert caplog.text.count(f"attention.backend=auto: {expected} ({torch.device(device).type} in") == 1
-    assert gpu.checked == ([] if expected in ("cpu", "reference") else [(expected, device, dtype, 128)])
+    checked = {"cudnn": "cudnn:64:torch"}.get(expected, expected)
+    assert gpu.checked == ([] if expected in ("cpu", "reference") else [(checked, device, dtype, 128)])
     assert ("memory grows with the square of a clip's tokens" in caplog.text) is (expected == "reference")
 
 
 def test_auto_goes_on_to_the_next_kernel_and_says_why(gpu, caplog):
     gpu.installed = ALL
     gpu.faults = {
+        "cudnn:64:torch": RuntimeError("No valid execution plans built."),
         "flash4": TypeError("_flash_attn_fwd() got an unexpected keyword argument 'return_lse'\nand more"),
         "flash3": ImportError("libcudart.so.12: cannot open shared object file"),
         "flash2": KernelError("dk summed over two blocks is off by 0.9, the largest allowed error is 0.02"),
     }
     for _ in range(2):
         assert choose_backend("auto", "cuda", BF16, head_dim=64).name == "torch"
+    loss = (
+        ". Without cudnn, flash3 and flash4, attention on a Hopper GPU is expected to take 1.7 times as long."
+    )
     assert [record.message for record in caplog.records if record.levelno == logging.WARNING] == [
-        "attention.backend=auto skips flash4, which fails the check of its results "
-        "(TypeError: _flash_attn_fwd() got an unexpected keyword argument 'return_lse')",
         "attention.backend=auto skips flash3, which fails the check of its results "
-        "(ImportError: libcudart.so.12: cannot open shared object file)",
+        f"(ImportError: libcudart.so.12: cannot open shared object file){loss}",
+        "attention.backend=auto skips flash4, which fails the check of its results "
+        f"(TypeError: _flash_attn_fwd() got an unexpected keyword argument 'return_lse'){loss}",
+        "attention.backend=auto skips cudnn, which fails the check of its results "
+        f"(RuntimeError: No valid execution plans built.){loss}",
         "attention.backend=auto skips flash2, which fails the check of its results "
-        "(KernelError: dk summed over two blocks is off by 0.9, the largest allowed error is 0.02)",
+        f"(KernelError: dk summed over two blocks is off by 0.9, the largest allowed error is 0.02){loss}",
     ]
-    assert [name for name, *_ in gpu.checked] == ["flash4", "flash3", "flash2", "torch"]  # once each
+    order = ["flash3", "flash4", "cudnn:64:torch", "flash2", "torch"]
+    assert [name for name, *_ in gpu.checked] == order  # once each
     gpu.faults["torch"] = RuntimeError("")
     assert choose_backend("auto", "cuda", BF16).name == "reference"  # another head dim is another check
-    assert gpu.checked[4:] == [(b.name, "cuda", BF16, 128) for b in FLASH_BACKENDS]
+    assert gpu.checked[5:] == [(name, "cuda", BF16, 128) for name in order]
 
 
 def test_a_named_kernel_that_is_wrong_is_refused_with_the_numbers(gpu):
@@ -514,7 +621,13 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
             (9, 0),
             r"flash-attn is not installed. Run pip install -e '.\[flash2\]' in the folder of wands, or use",
         ),
-        ("flash3", "cuda", BF16, (9, 0), r"flash-attn-3 is not installed. Build the hopper folder"),
+        (
+            "flash3",
+            "cuda",
+            BF16,
+            (9, 0),
+            r"flash-attn-3 is not installed. Run pip install flash-attn-3 --index-url https://download.pytorch",
+        ),
         (
             "flash4",
             "cuda",

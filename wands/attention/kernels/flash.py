@@ -1,4 +1,4 @@
-"""Flash attention kernels: PyTorch's kernels for CPUs and for CUDA, and the flash-attn packages 2, 3 and 4.
+"""Flash attention kernels: PyTorch's kernels for CPUs and for CUDA, cuDNN, and the flash-attn packages 2, 3 and 4.
 
 Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
 4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Functions of earlier versions of
@@ -8,7 +8,9 @@ natural logarithms, fp32 [H, T].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -16,12 +18,15 @@ from torch import Tensor
 from wands.attention.kernels.contract import Backend, Grads
 from wands.attention.packed import Segments
 
+Lens = tuple[int, ...]
+aten = torch.ops.aten
+
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
     out = torch.empty_like(q)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
     for rows_q, rows_k in s.pairs():  # an empty operand crashes the process
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
         )
         out[rows_q] = part[0].transpose(0, 1)
@@ -35,7 +40,7 @@ def _cpu_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     for rows_q, rows_k in s.pairs():
         tensors = [_batched(x) for x in (dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q])]
-        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *tensors, lse[None, :, rows_q], 0.0, False, scale=scale
         )
         for grad, rows, part in zip((dq, dk, dv), (rows_q, rows_k, rows_k), parts, strict=True):
@@ -75,7 +80,7 @@ class FlashBackend(Backend):
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = aten._flash_attention_forward(
         *(x.contiguous() for x in (q, k, v)),
         *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False, False),
         scale=scale,
@@ -87,7 +92,7 @@ def _torch_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
 ) -> Grads:
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the kernel reads it only for dropout
-    return torch.ops.aten._flash_attention_backward(
+    return aten._flash_attention_backward(
         *(x.contiguous() for x in (dout, q, k, v, out, lse)),
         *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k, 0.0, False),
         *(rng_state, torch.empty(0, device=q.device)),
@@ -190,10 +195,77 @@ def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
 
 def _batched(x: Tensor) -> Tensor:
     """Return x [rows, heads, head dim] as a view [1, heads, rows, head dim]."""
-    return x.transpose(0, 1)[None]
+    return x[None].transpose(1, 2)
 
 
+def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
+    """Return a kernel that runs cuDNN once for each long segment, and another kernel for all short segments.
+
+    cuDNN builds a plan for each new pair of lengths in about 0.1 s, and short segments have many different lengths. PyTorch
+    keeps the plans by the shapes and strides of q, k and v, but a plan also contains the strides of dout and out. With other
+    strides, the plan would give wrong results without an error, so all tensors are made contiguous.
+
+    cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. Its log-sum-exp is [1, H, T, 1], or
+    [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
+
+    Args:
+        min_rows: smallest number of rows of q and of k in a long segment.
+        short: kernel for the other segments.
+    """
+    forward_op = aten._scaled_dot_product_cudnn_attention
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse = short.forward(q, k, v, _short_segments(s.lens_q, s.lens_k, min_rows, q.device), scale)
+        for rows_q, rows_k in _long_pairs(s, min_rows):
+            dense = [_batched(x.contiguous()) for x in (q[rows_q], k[rows_k], v[rows_k])]
+            part, part_lse, *_ = forward_op(*dense, None, True, scale=scale)
+            out[rows_q], lse[:, rows_q] = part[0].transpose(0, 1), part_lse.reshape(len(lse), -1)
+        return out, lse
+
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
+    ) -> Grads:
+        rest = _short_segments(s.lens_q, s.lens_k, min_rows, q.device)
+        dq, dk, dv = short.backward(dout, q, k, v, out, lse, rest, scale)
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # state of dropout
+        for rows_q, rows_k in _long_pairs(s, min_rows):
+            tensors = dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q]
+            dense = [_batched(x.contiguous()) for x in tensors]
+            _, like_lse, *_ = forward_op(*(x.to("meta") for x in dense[1:4]), None, True)
+            # cuDNN does not define what +inf means. exp(score - 1e30) is 0 as well.
+            stats = lse[:, rows_q].clamp(max=1e30).reshape(like_lse.shape)
+            options = unused, unused, None, None, None, len(tensors[1]), len(tensors[2]), 0.0, False
+            grads = aten._scaled_dot_product_cudnn_attention_backward(*dense, stats, *options, scale=scale)
+            dq[rows_q], dk[rows_k], dv[rows_k] = (grad[0].transpose(0, 1) for grad in grads)
+        return dq, dk, dv
+
+    # PyTorch itself prefers cuDNN on 9.0 and 10.0. On 8.x, FlashAttention-2 is faster.
+    return FlashBackend(f"cudnn:{min_rows}:{short.name}", forward, backward, min_major=9, max_major=10)
+
+
+def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
+    return [(q, k) for q, k in s.pairs() if min(q.stop - q.start, k.stop - k.start) >= min_rows]
+
+
+@lru_cache(maxsize=512)
+def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
+    """Return segments for the same rows, in which rows of long segments have no partner."""
+    pairs = zip(lens_q, lens_k, strict=True)
+    parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]
+    return Segments.build([q for q, _ in chain(*parts)], [k for _, k in chain(*parts)], device)
+
+
+_TORCH = FlashBackend("torch", _torch_forward, _torch_backward, min_major=8)
 FLASH_BACKENDS = (
+    FlashBackend(
+        "flash3",
+        _flash3_forward,
+        _flash3_backward,
+        min_major=9,
+        max_major=9,  # newer GPUs would start the kernels compiled for Hopper
+        package="flash-attn-3",
+        install="Run pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130 (or another CUDA version)",
+    ),
     FlashBackend(
         "flash4",
         _flash4_forward,
@@ -203,15 +275,7 @@ FLASH_BACKENDS = (
         package="flash-attn-4",
         install="Run pip install -e '.[flash4]' in the folder of wands",
     ),
-    FlashBackend(
-        "flash3",
-        _flash3_forward,
-        _flash3_backward,
-        min_major=9,
-        max_major=9,  # newer GPUs would start the kernels compiled for Hopper
-        package="flash-attn-3",
-        install="Build the hopper folder of the flash-attention repository",
-    ),
+    replace(cudnn_backend(1024, _TORCH), name="cudnn"),
     FlashBackend(
         "flash2",
         _flash2_forward,
@@ -220,6 +284,9 @@ FLASH_BACKENDS = (
         package="flash-attn",
         install="Run pip install -e '.[flash2]' in the folder of wands",
     ),
-    FlashBackend("torch", _torch_forward, _torch_backward, min_major=8),
+    _TORCH,
 )
-"""Kernels for CUDA. `attention.backend=auto` tries the kernels in this order."""
+"""Kernels for CUDA, in the order in which `attention.backend=auto` tries them where it does not measure.
+
+flash3 was written for Hopper GPUs, so flash3 comes before flash4.
+"""

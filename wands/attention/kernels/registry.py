@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+from collections.abc import Iterator
 from functools import cache
 
 import torch
 
 from wands.attention.kernels.contract import REFERENCE, Backend
-from wands.attention.kernels.flash import CPU, FLASH_BACKENDS, FlashBackend
+from wands.attention.kernels.flash import CPU, FLASH_BACKENDS, FlashBackend, cudnn_backend
 from wands.attention.kernels.self_check import check_backend
 from wands.errors import ConfigError
 
-__all__ = ["Backend", "choose_backend", "get_backend"]
+__all__ = ["Backend", "choose_backend", "get_backend", "usable_backends"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,19 +27,24 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE,
 
 
 def get_backend(name: str) -> Backend:
-    """Return the kernel called `name`. Use `choose_backend` to check that the kernel runs on this machine."""
-    return BACKENDS[name]
+    """Return the kernel called `name`. Use `choose_backend` to check that the kernel runs on this machine.
+
+    A name such as "cudnn:2048:torch" means cuDNN for segments of 2048 rows or more, and torch for shorter segments.
+    """
+    _, *mixed = name.split(":")
+    return cudnn_backend(int(mixed[0]), BACKENDS[mixed[1]]) if mixed else BACKENDS[name]
 
 
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
     """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
-    On a GPU, `auto` tries flash4, flash3, flash2 and torch, in this order, and returns the first kernel that is
+    On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order, and returns the first kernel that is
     installed, supports the GPU, and passes the check of its results. `auto` logs a warning for each kernel that fails
     the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
+    Training measures the kernels instead (wands/train/attention_choice.py).
 
     Args:
-        name: value of `attention.backend`: auto, reference, cpu, torch, flash2, flash3 or flash4.
+        name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.
         device: device of q, k and v.
         dtype: dtype of q, k and v. Under autocast, this is the dtype of autocast.
         head_dim: last dimension of q, k and v.
@@ -49,7 +55,12 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     device = torch.device(device)
     target = f"{device.type} in {str(dtype).removeprefix('torch.')}"
     if name == "auto":
-        chosen = _fastest_backend(device, dtype, head_dim)
+        names = iter(["cpu"]) if device.type == "cpu" else usable_backends(device, dtype, head_dim)
+        if (chosen := next(names, "reference")) == "reference":
+            text = f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used. Its "
+            text += "memory grows with the square of a clip's tokens, and it is expected to take about 10 times as long. "
+            text += "Flash kernels need CUDA compute capability >= 8.0, and bf16 or fp16."
+            _log_once(logging.WARNING, text)
         _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({target})")
         return get_backend(chosen)
     error = f"attention.backend={name} cannot run on {target}"
@@ -62,25 +73,20 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     return get_backend(name)
 
 
-def _fastest_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    if device.type == "cpu":
-        return "cpu"
+def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
+    """Yield the names of the kernels that `auto` may use on a GPU, in the order of `auto`.
+
+    A kernel that fails the check of its results is logged as a warning.
+    """
     for name in (backend.name for backend in FLASH_BACKENDS):
         if _unmet_requirement(name, device, dtype):
             continue
-        fault = _fault(name, device, dtype, head_dim)
-        if not fault:
-            return name
-        _log_once(
-            logging.WARNING,
-            f"attention.backend=auto skips {name}, which fails the check of its results ({fault})",
-        )
-    _log_once(
-        logging.WARNING,
-        f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used. Its "
-        "memory grows with the square of a clip's tokens. Flash kernels need CUDA compute capability >= 8.0, and bf16 or fp16.",
-    )
-    return "reference"
+        if fault := _fault(name, device, dtype, head_dim):
+            text = f"attention.backend=auto skips {name}, which fails the check of its results ({fault}). "
+            text += "Without cudnn, flash3 and flash4, attention on a Hopper GPU is expected to take 1.7 times as long."
+            _log_once(logging.WARNING, text)
+        else:
+            yield name
 
 
 def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
@@ -114,8 +120,9 @@ def _installed(package: str) -> bool:
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Return a description of the error in a kernel's results; an empty text if the results are right."""
+    tested = "cudnn:64:torch" if name == "cudnn" else name  # most segments of the check are short
     try:
-        check_backend(get_backend(name), device, dtype, head_dim)
+        check_backend(get_backend(tested), device, dtype, head_dim)
     except Exception as error:  # packages of another version or build raise errors of any class
         first_line = next(iter(str(error).splitlines()), "")
         return f"{type(error).__name__}: {first_line[:300]}"

@@ -18,7 +18,7 @@ from wands.attention.packed import Segments
 # Number of rows of each segment. Segments are longer or shorter than a kernel's tile; one has no keys, and one has no queries.
 LENS_Q = (130, 40, 257, 0, 5)
 LENS_K = (200, 0, 33, 20, 300)
-FIRST_BLOCK = (0, 0, 20, 7, 129)  # number of keys of each segment in the first of two blocks
+FIRST_BLOCK = (90, 0, 20, 7, 0)  # number of keys of each segment in the first of two blocks
 SPARE_ROWS = 6  # rows after the last segment
 NUM_HEADS = 2
 

@@ -70,6 +70,8 @@ class TrainState:
             wands that stored pickles.
         data_start: (epoch, step) from which the run uses the training data of `data_fingerprint`. It is later than (0, 0)
             if clips were added or removed during the run.
+        attention: attention kernel that `attention.backend=auto` chose, and the GPU and software that it was measured with.
+            None without a measurement, and in older checkpoints.
         bad_steps: steps whose update was skipped. Also the losses and gradient norms of the last updates, with which the
             next updates are compared to find spikes. None in older checkpoints.
     """
@@ -94,6 +96,7 @@ class TrainState:
     hashes: dict[str, str] = field(default_factory=dict)
     bad_steps: dict[str, Any] | None = None
     data_start: tuple[int, int] = (0, 0)
+    attention: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
         known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)

@@ -1,0 +1,138 @@
+"""Rank 0 chooses the attention kernel, all ranks use it, and a resumed run uses the choice of its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import run_training
+from wands.attention.kernels.registry import get_backend
+from wands.distributed.bootstrap import init_process_group
+from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint
+from wands.train import attention_choice, loop
+from wands.train.attention_choice import LENGTHS, agree_on_backend
+
+CUDA = torch.device("cuda")
+CHOICE = {"backend": "cudnn:4096:torch", "setup": f"H200, torch {torch.__version__}, cudnn, torch"}
+
+
+def run_with(saved: dict[str, str] | None = None, compute: str = "bf16") -> Any:
+    state = SimpleNamespace(state=SimpleNamespace(attention=saved))
+    recipe = SimpleNamespace(
+        attention=SimpleNamespace(backend="auto"), precision=SimpleNamespace(compute=compute)
+    )
+    shape, degrees = SimpleNamespace(num_heads=12, head_dim=64), SimpleNamespace(ulysses=2)
+    return SimpleNamespace(recipe=recipe, shape=shape, degrees=degrees, checkpoint=saved and state)
+
+
+def agree(
+    saved: dict[str, str] | None, usable: list[list[str]], ratios: list[float], gpu: str = "H200"
+) -> tuple[str, dict[str, str] | None, list[str], list[Any]]:
+    """Choose on a GPU that does nothing.
+
+    Args:
+        saved: choice in the checkpoint.
+        usable: kernels that run on each rank.
+        ratios: time of cudnn / time of torch, as each rank would measure it.
+        gpu: name of each rank's GPU.
+
+    Returns:
+        (name of the kernel, choice to save, lines of the log, arguments of the measurement).
+    """
+    rank = init_process_group()[0] if "RANK" in os.environ else 0
+    lines, measured = [], []
+
+    def measure(names: list[str], *args: Any) -> dict[str, dict[int, float]]:
+        measured.append([names, *args])
+        factors = {"torch": 1.0, "cudnn": ratios[rank], "flash3": 0.1}
+        return {name: {length: factors[name] * length for length in LENGTHS} for name in names}
+
+    attention_choice.usable_backends = lambda *args: iter(usable[rank])
+    attention_choice.measure_backends = measure
+    before, torch.cuda.get_device_name = torch.cuda.get_device_name, lambda device: gpu
+    try:
+        backend, choice = agree_on_backend(run_with(saved), rank, CUDA, lines.append)
+    finally:
+        torch.cuda.get_device_name = before
+    return backend.name, choice, lines, measured
+
+
+def test_all_ranks_use_the_choice_of_rank_0(run_world):
+    usable = [["cudnn", "torch"], ["flash3", "cudnn", "torch"]]
+    first, second = run_world(2, agree, None, usable, [0.5, 2.0])
+    assert first[0] == second[0] == "cudnn:512:torch"
+    assert first[1] == second[1] == {**CHOICE, "backend": "cudnn:512:torch"}
+    assert first[3] == [[["cudnn", "torch"], CUDA, 6, 64]]
+    assert second[2:] == ([], [])  # rank 1 measures nothing
+    first, second = run_world(2, agree, None, usable, [2.0, 0.5])
+    assert first[0] == second[0] == "torch"
+    first, second = run_world(2, agree, CHOICE, usable, [2.0, 0.5])
+    assert first[:2] == second[:2] == (CHOICE["backend"], CHOICE)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name in ("usable_backends", "measure_backends"):  # `agree` replaces them
+        monkeypatch.setattr(attention_choice, name, None)
+
+
+def test_a_resumed_run_measures_only_if_something_changed(one_rank):
+    usable = [["cudnn", "torch"]]
+    assert agree(CHOICE, usable, [0.5]) == (CHOICE["backend"], CHOICE, [], [])
+    other = [
+        (CHOICE, [["flash3", "cudnn", "torch"]], "H200"),
+        (CHOICE, usable, "A100"),
+        ({**CHOICE, "setup": "H200, torch 1.0, cudnn, torch"}, usable, "H200"),
+    ]
+    for saved, names, gpu in other:
+        backend, choice, lines, measured = agree(saved, names, [0.5], gpu)
+        assert choice == {
+            "backend": backend,
+            "setup": f"{gpu}, torch {torch.__version__}, {', '.join(names[0])}",
+        }
+        assert len(measured) == 1
+        assert lines[0] == (
+            f"attention.backend=auto measures again: cudnn:4096:torch was chosen on {saved['setup']}"
+        )
+        assert len(lines) == 2
+    assert lines[1] == (
+        f"attention.backend=auto: cudnn:512:torch ({choice['setup']}; 16,384 tokens: cudnn 8192.0 ms, torch 16384.0 ms)"
+    )
+
+
+def test_nothing_is_measured_where_there_is_nothing_to_choose(one_rank, monkeypatch):
+    monkeypatch.setattr(attention_choice, "attention_backend", lambda run, device: get_backend("reference"))
+    for usable in ([], ["cudnn"]):
+        assert agree(None, [usable], [1.0]) == ("reference", None, [], [])
+    assert agree_on_backend(run_with(), 0, torch.device("cpu"), print)[1] is None
+    assert agree_on_backend(run_with(compute="fp32"), 0, CUDA, print)[1] is None
+
+
+def test_a_checkpoint_contains_the_choice(tiny_pipeline: Path, tmp_path: Path, run_world):
+    assert run_world(1, train_with_choice, tiny_pipeline, tmp_path / "auto", CHOICE) == [(True, CHOICE)]
+    assert run_world(1, train_with_choice, tiny_pipeline, tmp_path / "cpu", None) == [(False, None)]
+
+
+def train_with_choice(model: Path, out: Path, choice: dict[str, str] | None) -> tuple[bool, Any]:
+    """Train for a step. Return whether the kernel of the choice was used, and the choice in the checkpoint."""
+    used = []
+    real = loop.build_model
+
+    def build(*args: Any) -> Any:
+        used.append(args[-1].name)
+        return real(*args)
+
+    loop.build_model = build
+    if choice:
+        loop.agree_on_backend = lambda *args: (get_backend("reference"), choice)
+    run_training(model, out, ("train.max_steps=1",))
+    checkpoint = find_checkpoint(out)
+    assert json.loads((checkpoint.folder / STATE_FILE).read_text())["attention"] == checkpoint.state.attention
+    return used == ["reference"], checkpoint.state.attention

@@ -1,0 +1,95 @@
+"""Choose the attention kernel of a run: rank 0 measures the kernels, and all ranks use the kernel that rank 0 chooses."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+
+from wands.attention.kernels.registry import Backend, get_backend, usable_backends
+from wands.attention.packed import Segments
+from wands.distributed.bootstrap import gather_objects
+from wands.train.engine import attention_backend
+from wands.train.run import Log, TrainingRun
+
+Choice = tuple[Backend, dict[str, str] | None]
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+
+
+def fastest_backend(times: dict[str, dict[int, float]]) -> str:
+    """Return the name of the fastest kernel, for `get_backend`.
+
+    The name can stand for two kernels: cuDNN from some length on, and another kernel for shorter segments. The choice has
+    the smallest sum of times over all lengths. Among equal choices, kernels that come first in `times` win. cuDNN must be
+    more than 5 % faster, because a new length costs cuDNN a plan.
+
+    Args:
+        times: maps kernels, of which at least one is not cuDNN, and the lengths in `LENGTHS` to milliseconds.
+    """
+
+    def total(choice: tuple[str, float]) -> float:
+        name, start = choice
+        return sum(1.05 * times["cudnn"][n] if n >= start else times[name][n] for n in LENGTHS)
+
+    others = [name for name in times if name != "cudnn"]
+    name, start = min(product(others, [torch.inf, *times.get("cudnn", ())]), key=total)
+    return name if start == torch.inf else f"cudnn:{start}:{name}"
+
+
+def measure_backends(names: list[str], device: torch.device, *shape: int) -> dict[str, dict[int, float]]:
+    """Measure forward and backward passes in bf16, with CUDA events. The global random state does not change.
+
+    Args:
+        names: kernels that run on this device.
+        device: a CUDA device.
+        shape: number of heads on one rank, and head dim.
+
+    Returns:
+        For each kernel, and each length of the segments in `LENGTHS`, milliseconds for a fixed number of rows.
+    """
+    rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
+    q, k, v, dout = rows.to(device, non_blocking=True).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)
+    times: dict[str, dict[int, float]] = {name: {} for name in names}
+    for name, length in product(names, LENGTHS):
+        backend, scale = get_backend("cudnn:1:torch" if name == "cudnn" else name), shape[-1] ** -0.5
+        segments = Segments.build([length] * (LENGTHS[-1] // length), device=device)
+        for _ in range(4):  # the last repeat counts; the first repeat builds plans and loads kernels
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            backend.backward(dout, q, k, v, *backend.forward(q, k, v, segments, scale), segments, scale)
+            end.record()
+        end.synchronize()
+        times[name][length] = start.elapsed_time(end)
+    return times
+
+
+def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Choice:
+    """Return the attention kernel of a run, and the choice to store in a checkpoint. Every rank must call this function.
+
+    With `attention.backend=auto` on a GPU, rank 0 chooses among the kernels that run on all ranks. Rank 0 takes the choice
+    of the checkpoint if the GPU, torch and the kernels are unchanged, and measures otherwise. In all other cases, nothing is
+    measured and the choice is None.
+
+    Args:
+        run: the checked training run.
+        rank: rank of this process.
+        device: device of this process.
+        log: function that prints a line for the user on rank 0.
+    """
+    names, heads, head_dim = [], run.shape.num_heads // run.degrees.ulysses, run.shape.head_dim
+    if (run.recipe.attention.backend, run.recipe.precision.compute, device.type) == ("auto", "bf16", "cuda"):
+        usable = gather_objects(list(usable_backends(device, torch.bfloat16, head_dim)))
+        names = [name for name in usable[0] if all(name in others for others in usable)]
+    if not {*names} - {"cudnn"}:  # nothing to compare
+        return attention_backend(run, device), None
+    setup = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {', '.join(names)}"
+    choice = (run.checkpoint and run.checkpoint.state.attention) or {"backend": "", "setup": ""}
+    if rank == 0 and choice["setup"] != setup:
+        if choice["setup"]:
+            log(f"attention.backend=auto measures again: {choice['backend']} was chosen on {choice['setup']}")
+        times = measure_backends(names, device, heads, head_dim)
+        choice = {"backend": fastest_backend(times), "setup": setup}
+        longest = ", ".join(f"{name} {times[name][LENGTHS[-1]]:.1f} ms" for name in names)
+        log(f"attention.backend=auto: {choice['backend']} ({setup}; {LENGTHS[-1]:,} tokens: {longest})")
+    choice = gather_objects(choice)[0]
+    return get_backend(choice["backend"]), choice
