@@ -41,6 +41,23 @@ def test_four_independent_problems_are_reported_together(tmp_path: Path):
     assert "no-cache" in found[3]
 
 
+def test_long_clips_in_fp32_on_a_gpu_are_refused(tiny_pipeline: Path, tmp_path: Path):
+    settings = [f"model.path={tiny_pipeline}", f"output_dir={tmp_path}", "packing.max_tokens=5000"]
+
+    def load(tokens: int, compute: str, device_type: str) -> None:
+        data = f"data.mock={{num_samples: 1, shapes: [[1,2,{2 * tokens}]]}}"
+        overrides = (*settings, data, f"precision.compute={compute}")
+        load_run(None, None, overrides, world_size=1, device_type=device_type, encoders=lambda path: {})
+
+    load(4096, "fp32", "cuda")
+    load(4097, "bf16", "cuda")
+    load(4097, "fp32", "cpu")
+    with pytest.raises(
+        ConfigError, match=r"^precision\.compute=fp32: on a GPU, .* clip has 4,097\. Set precision"
+    ):
+        load(4097, "fp32", "cuda")
+
+
 def test_a_json_is_checked_although_the_recipe_is_wrong(tmp_path: Path):
     (tmp_path / "ds.json").write_text('{"zero_optimisation": {"stage": 2}, "gradient_clipping": "much"}')
     found = problems(None, tmp_path / "ds.json", "optim.lr=-1", f"output_dir={tmp_path}")

@@ -19,7 +19,8 @@ How to add a kernel:
    use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
    publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
-   tries this list from the top, and skips a kernel that fails the check of its results in the run's dtype or head dim.
+   skips a kernel that fails the check of its results in the run's dtype or head dim. Training measures the other kernels
+   and uses the fastest kernel. Other commands use the first kernel of the list.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
    `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
