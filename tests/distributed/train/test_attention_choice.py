@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import run_training
+from tests.support.runs import make_run, run_training
 from wands.attention.kernels.registry import get_backend
 from wands.distributed.bootstrap import init_process_group
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint
-from wands.train import attention_choice, loop
+from wands.train import attention_choice, loop, summary
 from wands.train.attention_choice import LENGTHS, agree_on_backend
 
 CUDA = torch.device("cuda")
@@ -64,7 +64,7 @@ def agree(
 
 
 def test_all_ranks_use_the_choice_of_rank_0(run_world):
-    usable = [["cudnn", "torch"], ["flash3", "cudnn", "torch"]]
+    usable = [["flash3", "cudnn", "torch"], ["cudnn", "torch"]]  # rank 1 lacks the fastest kernel
     first, second = run_world(2, agree, None, usable, [0.5, 2.0])
     assert first[0] == second[0] == "cudnn:512:torch"
     assert first[1] == second[1] == {**CHOICE, "backend": "cudnn:512:torch"}
@@ -113,6 +113,15 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(one_rank, monkeypa
         assert agree(None, [usable], [1.0]) == ("reference", None, [], [])
     assert agree_on_backend(run_with(), 0, torch.device("cpu"), print)[1] is None
     assert agree_on_backend(run_with(compute="fp32"), 0, CUDA, print)[1] is None
+
+
+def test_the_start_block_does_not_name_a_kernel_that_is_not_chosen_yet(
+    tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = make_run(tiny_pipeline, tmp_path)
+    assert " cpu kernels, " in summary.start_block(run)
+    monkeypatch.setattr(summary, "accelerator_type", lambda: "cuda")
+    assert " auto kernels, " in summary.start_block(run)
 
 
 def test_a_checkpoint_contains_the_choice(tiny_pipeline: Path, tmp_path: Path, run_world):
