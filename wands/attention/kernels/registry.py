@@ -57,8 +57,8 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     if name == "auto":
         names = iter(["cpu"]) if device.type == "cpu" else usable_backends(device, dtype, head_dim)
         if (chosen := next(names, "reference")) == "reference":
-            text = f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used. "
-            text += "Its memory grows with the square of a clip's tokens, and it is expected to take about 10 times as long. "
+            text = f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used."
+            text += " Its memory grows with the square of a clip's tokens, and it is expected to take about 10 times as long. "
             text += "Flash kernels need CUDA compute capability >= 8.0, and bf16 or fp16."
             _log_once(logging.WARNING, text)
         _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({target})")
@@ -78,9 +78,7 @@ def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
     A kernel that fails the check of its results is logged as a warning.
     """
-    for name in (backend.name for backend in FLASH_BACKENDS):
-        if _unmet_requirement(name, device, dtype):
-            continue
+    for name in (b.name for b in FLASH_BACKENDS if not _unmet_requirement(b.name, device, dtype)):
         if fault := _fault(name, device, dtype, head_dim):
             text = f"attention.backend=auto skips {name}, which fails the check of its results ({fault}). "
             text += "Without cudnn, flash3 and flash4, attention on a Hopper GPU is expected to take 1.7 times as long."
