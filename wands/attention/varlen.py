@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from wands.attention.kernels.contract import Grads
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.attention.packed import Segments
+from wands.compiled import CompiledOp
 
 __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
 
@@ -47,13 +51,11 @@ class PaddedSegments:
 
     Attributes:
         segments: rows of q and of k in each segment, without padding.
-        pad_segment: one segment that contains all rows of q and the single padding key.
         log_num_pads: fp64 [Tq] for Tq rows of q, logarithm of the number of padding keys that each row of q attends to. The
             logarithm is -inf for rows without padding keys.
     """
 
     segments: Segments
-    pad_segment: Segments
     log_num_pads: Tensor
 
     @classmethod
@@ -74,8 +76,7 @@ class PaddedSegments:
         repeats = torch.tensor(lens_q).to(device, non_blocking=True)
         log_num_pads = log_num_pads.to(device, non_blocking=True)
         log_num_pads = log_num_pads.repeat_interleave(repeats, output_size=num_rows)
-        pad_segment = Segments.build([num_rows], [1], device)
-        return cls(Segments.build(lens_q, lens_k, device), pad_segment, log_num_pads)
+        return cls(Segments.build(lens_q, lens_k, device), log_num_pads)
 
 
 def padded_attention(
@@ -87,6 +88,7 @@ def padded_attention(
     padded: PaddedSegments,
     backend: Backend,
     scale: float | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
 
@@ -103,11 +105,12 @@ def padded_attention(
         padded: rows of q and of k in each segment, and the number of padding keys.
         backend: attention kernel.
         scale: factor on the attention scores; None means 1/sqrt(D).
+        compiled: compile the part that merges the padding key.
 
     Returns:
         [Tq, H, D] in q's dtype.
     """
-    return _PaddedAttention.apply(q, k, v, pad_k, pad_v, padded, backend, _scale(q, scale))
+    return _PaddedAttention.apply(q, k, v, pad_k, pad_v, padded, backend, _scale(q, scale), compiled)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -126,7 +129,8 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        grads = ctx.backend.backward(dout, *ctx.saved_tensors, ctx.segments, ctx.scale)
+        options = ctx.segments, ctx.scale, _piece_len(dout)
+        grads = backward_in_pieces(ctx.backend, dout, *ctx.saved_tensors, *options)
         return *grads, None, None, None
 
 
@@ -142,27 +146,142 @@ class _PaddedAttention(torch.autograd.Function):
         padded: PaddedSegments,
         backend: Backend,
         scale: float,
+        compiled: bool,
     ) -> Tensor:
         out, lse = backend.forward(q, k, v, padded.segments, scale)
-        _, pad_lse = backend.forward(q, pad_k[None], pad_v[None], padded.pad_segment, scale)
-        pad_lse = pad_lse + padded.log_num_pads.to(lse.dtype)
-        # Softmax weights of the padding keys and of the other keys, each rounded from fp32. For a short text with many padding
-        # keys, 1 - pad_weight in bf16 would be only rounding error.
-        pad_weight, weight = (
-            torch.sigmoid(x).mT[..., None].to(out.dtype) for x in (pad_lse - lse, lse - pad_lse)
-        )
-        out = torch.addcmul(out * weight, pad_v, pad_weight)
-        ctx.save_for_backward(q, k, v, pad_k, pad_v, out, torch.logaddexp(lse, pad_lse))
-        ctx.padded, ctx.backend, ctx.scale = padded, backend, scale
+        merge = _MERGE_PADS if compiled else merge_pads
+        out, lse = merge(out, lse, q, pad_k, pad_v, padded.log_num_pads, scale)
+        ctx.save_for_backward(q, k, v, pad_k, pad_v, out, lse)
+        ctx.padded, ctx.backend, ctx.scale, ctx.compiled = padded, backend, scale, compiled
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
-        padded, backward = ctx.padded, ctx.backend.backward
-        dq, dk, dv = backward(dout, q, k, v, out, lse, padded.segments, ctx.scale)
-        # exp(score - (lse - log n)) is the probability of all n padding keys together.
-        pad_lse = lse - padded.log_num_pads.to(lse.dtype)
-        pad_block = (q, pad_k[None], pad_v[None], out, pad_lse, padded.pad_segment, ctx.scale)
-        pad_dq, dpad_k, dpad_v = backward(dout, *pad_block)
-        return dq + pad_dq, dk, dv, dpad_k[0], dpad_v[0], None, None, None
+        options = ctx.padded.segments, ctx.scale, _piece_len(dout)
+        dq, dk, dv = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, *options)
+        merge = _MERGE_PADS_BACKWARD if ctx.compiled else merge_pads_backward
+        dq, dpad_k, dpad_v = merge(dout, dq, q, pad_k, pad_v, out, lse, ctx.padded.log_num_pads, ctx.scale)
+        return dq, dk, dv, dpad_k, dpad_v, None, None, None, None
+
+
+def merge_pads(
+    out: Tensor, lse: Tensor, q: Tensor, pad_k: Tensor, pad_v: Tensor, log_num_pads: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Merge the attention to the padding key into the attention to the other keys.
+
+    The scores of one key are a matrix-vector product, so the padding needs no attention kernel.
+
+    Args:
+        out: [T, H, D], attention output over the other keys.
+        lse: [H, T], log-sum-exp of the scores over the other keys.
+        q: [T, H, D].
+        pad_k: [H, D], key of the padding.
+        pad_v: [H, D], value of the padding.
+        log_num_pads: [T], logarithm of the number of padding keys of each row of q.
+        scale: factor on the attention scores.
+
+    Returns:
+        (attention output, log-sum-exp of the scores) over all keys.
+    """
+    pad_lse = _scores(q.to(lse.dtype), pad_k.to(lse.dtype)) * scale + log_num_pads.to(lse.dtype)
+    # Softmax weights of the padding keys and of the other keys, each computed by itself. For a short text with many padding
+    # keys, 1 - pad_weight would be only rounding error.
+    pad_weight, weight = (torch.sigmoid(x).mT.unsqueeze(-1) for x in (pad_lse - lse, lse - pad_lse))
+    merged = torch.addcmul(out * weight, pad_v.to(lse.dtype), pad_weight)
+    return merged.to(out.dtype), torch.logaddexp(lse, pad_lse)
+
+
+def merge_pads_backward(
+    dout: Tensor,
+    dq: Tensor,
+    q: Tensor,
+    pad_k: Tensor,
+    pad_v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    log_num_pads: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq with the summand of the padding key, dpad_k, dpad_v) for `merge_pads`.
+
+    `out` and `lse` are the results of `merge_pads`. `dq` is the summand of the other keys.
+    """
+    dtype = q.dtype
+    q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
+    # exp(score - (lse - log n)) is the probability of all n padding keys together.
+    probs = (_scores(q, pad_k) * scale + log_num_pads.to(lse.dtype) - lse).exp()
+    dscores = probs * (_scores(dout, pad_v) - (dout * out).sum(-1).mT) * scale
+    dpad_k, dpad_v = _weighted_sum(dscores, q), _weighted_sum(probs, dout)
+    dq = torch.addcmul(dq.to(lse.dtype), dscores.mT.unsqueeze(-1), pad_k)
+    return dq.to(dtype), dpad_k.to(dtype), dpad_v.to(dtype)
+
+
+def _scores(x: Tensor, key: Tensor) -> Tensor:
+    """Return the dot products of x [T, H, D] with one key [H, D] for each head, [H, T]."""
+    if torch.compiler.is_compiling():
+        return (
+            (x * key).sum(-1).mT
+        )  # a product that is not a matrix product is fused with the operations around it
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum("thd,hd->ht", x, key)
+
+
+def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
+    """Return the sum of x [T, H, D] over T with weights [H, T], [H, D]."""
+    if torch.compiler.is_compiling():
+        return (weights.mT.unsqueeze(-1) * x).sum(0)
+    with torch.autocast(x.device.type, enabled=False):
+        return torch.einsum("ht,thd->hd", weights, x)
+
+
+_MERGE_PADS, _MERGE_PADS_BACKWARD = CompiledOp(merge_pads), CompiledOp(merge_pads_backward)
+
+
+def backward_in_pieces(
+    backend: Backend,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    segments: Segments,
+    scale: float,
+    piece_len: int | None,
+) -> Grads:
+    """Run `backend.backward` on pieces of the segments with at most `piece_len` rows of q each.
+
+    On a GPU, the backward pass of flash attention runs one program for each head and each block of about 128 keys. A text has
+    few keys, so most of the GPU would be idle. Each piece of a segment gets a copy of the segment's keys, and the
+    gradients of the copies are summed in fp32. `piece_len` None does not cut the segments.
+    """
+    if piece_len is None or segments.max_seqlen_q <= piece_len:
+        return backend.backward(dout, q, k, v, out, lse, segments, scale)
+    pieces, rows = _cut_queries(segments.lens_q, segments.lens_k, piece_len, q.device)
+    dq, *copies = backend.backward(dout, q, k[rows], v[rows], out, lse, pieces, scale)
+    dk, dv = (
+        torch.zeros_like(x, dtype=lse.dtype).index_add_(0, rows, copy.to(lse.dtype)).to(x.dtype)
+        for x, copy in zip((k, v), copies, strict=True)
+    )
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=256)
+def _cut_queries(
+    lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
+) -> tuple[Segments, Tensor]:
+    """Return (pieces, rows): segments with at most `piece_len` rows of q, and the row of k of each copied row of k."""
+    pieces = [
+        (min(piece_len, len_q - begin), len_k, end_k)
+        for len_q, len_k, end_k in zip(lens_q, lens_k, accumulate(lens_k), strict=True)
+        for begin in range(0, max(len_q, 1), piece_len)
+    ]
+    rows = [row for _, len_k, end_k in pieces for row in range(end_k - len_k, end_k)]
+    segments = Segments.build([len_q for len_q, *_ in pieces], [len_k for _, len_k, _ in pieces], device)
+    return segments, torch.tensor(rows).to(device, non_blocking=True)
+
+
+def _piece_len(dout: Tensor) -> int | None:
+    """Return the largest number of rows of q in a piece: 2048 on a GPU, which fills a GPU from about 30,000 rows on."""
+    return 2048 if dout.is_cuda else None

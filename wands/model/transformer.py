@@ -18,12 +18,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
+from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_attention, varlen_attention
+from wands.model import fused
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.dropout import RowKeys, add_dropout
 from wands.model.modulation import gated_add, modulate
@@ -56,13 +58,27 @@ class PackedWanTransformer(WanTransformer3DModel):
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        assert self.config.cross_attn_norm, "every Wan model normalises the queries of the cross-attention"
         embedder = self.condition_embedder
         for linear in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2, embedder.time_proj):
             linear.__class__ = Fp32Linear
         self.proj_out.__class__ = Fp32Linear
         self.patch_embedding.__class__ = PatchLinear
+        self.norm_out.__class__ = AddNorm
         for block in self.blocks:
             block.__class__ = PackedWanBlock
+            for norm in (block.norm1, block.norm2, block.norm3):
+                norm.__class__ = AddNorm
+            for attn in (block.attn1, block.attn2):
+                for norm in (attn.norm_q, attn.norm_k, getattr(attn, "norm_added_k", None)):
+                    if norm is not None:
+                        norm.__class__ = NormRotate
+
+    def set_compile(self, enabled: bool) -> None:
+        """Run the pointwise parts of the blocks as compiled operators (fused.py), or as plain PyTorch modules."""
+        for module in self.modules():
+            if isinstance(module, (PackedWanBlock, AddNorm, NormRotate)):
+                module.compiled = enabled
 
     def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:
         """Set the self-attention of all blocks, and the attention kernel of the cross-attention of all blocks.
@@ -166,10 +182,9 @@ class PackedWanTransformer(WanTransformer3DModel):
             else:
                 hidden = block(*args)
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
-        normed = self.norm_out(_stock_float(hidden))
-        prediction = self.proj_out(
-            modulate(normed, 1 + scale, shift, meta.padded_timestep_lens).to(hidden.dtype)
-        )
+        table = 1 + scale, shift
+        _, normed = self.norm_out(hidden, None, None, table, meta.padded_timestep_lens, hidden.dtype)
+        prediction = self.proj_out(normed)
         channels = self.config.out_channels or self.config.in_channels
         # The head's channels are in the order (pt, ph, pw, C). Return them in the order (C, pt, ph, pw).
         return prediction.unflatten(1, (-1, channels)).mT.flatten(1)
@@ -238,6 +253,8 @@ def _image_segments(meta: PackedMeta, image: Tensor) -> Segments:
 class PackedWanBlock(WanTransformerBlock):
     """Transformer block for packed tokens, with the same arithmetic and dtype casts as diffusers' block."""
 
+    compiled = False
+
     def forward(
         self,
         hidden: Tensor,
@@ -266,15 +283,70 @@ class PackedWanBlock(WanTransformerBlock):
         """
         lens = meta.padded_timestep_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
-        x = modulate(self.norm1(_stock_float(hidden)), 1 + scale, shift, lens).to(compute_dtype)
+        hidden, x = self.norm1(hidden, None, None, (1 + scale, shift), lens, compute_dtype)
         x = self.attn1(x, rotation=rotation, meta=meta)
-        hidden = gated_add(_stock_float(hidden), x, gate, lens)
+        hidden, x = self.norm2(hidden, x, gate, None, lens, compute_dtype)
+        x = self.attn2(x, text, image=image, cross_segments=cross_segments)
+        hidden, x = self.norm3(hidden, x, None, (1 + ff_scale, ff_shift), lens, compute_dtype)
+        add = fused.gated_add if self.compiled else gated_add
+        return add(_stock_float(hidden), _stock_float(self.ffn(x)), ff_gate, lens)
 
-        x = self.norm2(_stock_float(hidden)).to(compute_dtype)
-        hidden = hidden + self.attn2(x, text, image=image, cross_segments=cross_segments)
 
-        x = modulate(self.norm3(_stock_float(hidden)), 1 + ff_scale, ff_shift, lens).to(compute_dtype)
-        return gated_add(_stock_float(hidden), _stock_float(self.ffn(x)), ff_gate, lens)
+class AddNorm(FP32LayerNorm):
+    """Layer norm that first adds an update to the residual stream, and then modulates the normalised tokens."""
+
+    compiled = False
+
+    def forward(
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        gate: Tensor | None,
+        table: tuple[Tensor, Tensor] | None,
+        lens: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """Add the update, normalise and modulate. `wands.model.fused.add_norm` describes the arguments.
+
+        Args:
+            hidden: [L, D], residual stream: L tokens of width D.
+            update: [L, D]; None adds nothing.
+            gate: [M, D], factor of the update for each of M timesteps; None means 1.
+            table: (factor, shift), each [M, D]. None means this module's weight and bias.
+            lens: number of tokens of each timestep.
+            dtype: dtype of the normalised tokens.
+
+        Returns:
+            (residual stream with the update, modulated layer norm of this residual stream).
+        """
+        if self.compiled:
+            factor, shift = table or (x.expand(len(lens), -1) for x in (self.weight, self.bias))
+            return fused.add_norm(hidden, update, gate, factor, shift, lens, self.eps, dtype)
+        if update is not None:
+            hidden = hidden + update if gate is None else gated_add(_stock_float(hidden), update, gate, lens)
+        x = super().forward(_stock_float(hidden))
+        return hidden, (modulate(x, *table, lens) if table else x).to(dtype)
+
+
+class NormRotate(nn.RMSNorm):
+    """RMS norm over all heads of a query or key, followed by the rotary embedding."""
+
+    compiled = False
+
+    def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        """Normalise x [tokens, width] in at least fp32, rotate it, and return it in the dtype of x.
+
+        Args:
+            x: [L, D], L tokens of width D.
+            rotation: complex [L, 1, head dim / 2], rotary embedding; None does not rotate.
+        """
+        if self.compiled:
+            return fused.norm_rotate(x, self.weight, rotation, self.eps)
+        normed = super().forward(x.to(torch.promote_types(x.dtype, torch.float32)))
+        if rotation is not None:
+            heads = normed.unflatten(1, (-1, 2 * rotation.shape[-1]))
+            normed = rotate(heads, rotation).flatten(1)
+        return normed.to(x.dtype)
 
 
 class SelfAttentionProcessor:
@@ -294,10 +366,9 @@ class SelfAttentionProcessor:
         meta: PackedMeta,
     ) -> Tensor:
         """Run self-attention on hidden states [local tokens, width], and return a tensor of the same shape."""
-        q = rotate(_heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states)), rotation)
-        k = rotate(_heads(attn, _normed(attn.to_k, attn.norm_k, hidden_states)), rotation)
+        q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
+        k = _heads(attn, attn.norm_k(attn.to_k(hidden_states), rotation))
         v = _heads(attn, attn.to_v(hidden_states))
-        q, k = q.to(v.dtype), k.to(v.dtype)
         return _project_out(attn, self.self_attention(q, k, v, meta))
 
 
@@ -335,16 +406,17 @@ class CrossAttentionProcessor:
         Returns:
             [L, D].
         """
-        q = _heads(attn, _normed(attn.to_q, attn.norm_q, hidden_states))
-        k = _heads(attn, _normed(attn.to_k, attn.norm_k, encoder_hidden_states))
+        q = _heads(attn, attn.norm_q(attn.to_q(hidden_states)))
+        k = _heads(attn, attn.norm_k(attn.to_k(encoder_hidden_states)))
         v = _heads(attn, attn.to_v(encoder_hidden_states))
-        q, k = q.to(v.dtype), k.to(v.dtype)
-        out = padded_attention(q, k[:-1], v[:-1], k[-1], v[-1], cross_segments.text, self.backend)
+        out = padded_attention(
+            q, k[:-1], v[:-1], k[-1], v[-1], cross_segments.text, self.backend, compiled=attn.norm_q.compiled
+        )
         if image is not None:
             assert cross_segments.image is not None
-            k = _heads(attn, _normed(attn.add_k_proj, attn.norm_added_k, image))
+            k = _heads(attn, attn.norm_added_k(attn.add_k_proj(image)))
             v = _heads(attn, attn.add_v_proj(image))
-            out = out + varlen_attention(q, k.to(v.dtype), v, cross_segments.image, self.backend)
+            out = out + varlen_attention(q, k, v, cross_segments.image, self.backend)
         return _project_out(attn, out)
 
 
@@ -379,12 +451,6 @@ def _stock_float(x: Tensor) -> Tensor:
     results.
     """
     return x.float() if x.dtype == torch.float64 else x
-
-
-def _normed(linear: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    """Apply a linear layer, then normalise the result over all heads in at least fp32."""
-    projected = linear(x)
-    return norm(projected.to(torch.promote_types(projected.dtype, torch.float32)))
 
 
 def _heads(attn: WanAttention, x: Tensor) -> Tensor:

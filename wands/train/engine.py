@@ -132,6 +132,8 @@ def build_model(
     fused = recipe.parallel.fused_all_to_all
     attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     model.set_attention(attention, backend)
+    compiled = recipe.model.compile
+    model.set_compile(device.type == "cuda" if compiled == "auto" else compiled)
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:

@@ -132,13 +132,17 @@ def test_bf16_autocast_is_near_the_fp32_stock_model():
     assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
 
 
-def test_bf16_autocast_keeps_in_fp32_what_must_be():
+def test_bf16_autocast_keeps_in_fp32_what_must_be(monkeypatch: pytest.MonkeyPatch):
     _, packed = build_pair()
+    normed, rms_norm = [], torch.nn.functional.rms_norm
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda x, *args: normed.append(x.dtype) or rms_norm(x, *args)
+    )
     outputs: dict[str, torch.dtype] = {}
     for name, module in packed.named_modules():
         module.register_forward_hook(
-            lambda _, __, out, name=name: (
-                outputs.__setitem__(name, out.dtype) if torch.is_tensor(out) else None
+            lambda _, __, out, name=name: outputs.__setitem__(
+                name, tuple(x.dtype for x in out) if isinstance(out, tuple) else out.dtype
             )
         )
     seen = {}
@@ -157,15 +161,17 @@ def test_bf16_autocast_keeps_in_fp32_what_must_be():
         embedder + "timesteps_proj",
         embedder + "time_embedder",
         embedder + "time_proj",
-        "norm_out",
         "proj_out",
+        "blocks.0",
+        "blocks.2",
     ]
-    for block in ("blocks.0", "blocks.2"):
-        fp32 += [
-            block,
-            *(f"{block}.{norm}" for norm in ("norm1", "norm2", "norm3", "attn1.norm_q", "attn2.norm_k")),
-        ]
     assert {name: outputs[name] for name in fp32} == dict.fromkeys(fp32, torch.float32)
+    assert outputs["norm_out"] == (torch.float32, torch.float32)
+    norms = [f"blocks.{i}.{norm}" for i in (0, 2) for norm in ("norm1", "norm2", "norm3")]
+    assert {outputs[name] for name in norms} == {
+        (torch.float32, torch.bfloat16)
+    }  # (residual stream, input of a layer)
+    assert set(normed) == {torch.float32}
     bf16 = ["blocks.1.attn1.to_q", "blocks.1.attn2.to_v", "blocks.1.ffn", embedder + "text_embedder"]
     assert {name: outputs[name] for name in bf16} == dict.fromkeys(bf16, torch.bfloat16)
     assert set(seen.values()) == {torch.bfloat16}
@@ -246,7 +252,7 @@ def pads_not_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pads_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def attend(q, k, v, pad_k, pad_v, padded, backend):
+    def attend(q, k, v, pad_k, pad_v, padded, backend, compiled):
         return varlen_attention(q, k, v, padded.segments, backend)
 
     monkeypatch.setattr(transformer, "padded_attention", attend)

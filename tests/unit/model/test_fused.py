@@ -1,0 +1,189 @@
+"""Compiled pointwise parts against the plain modules and the stock model. Most tests run the operators without compiling them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.normalization import FP32LayerNorm
+from torch import Tensor
+
+from tests.support.packs import KINDS, build_pair, make_pack, run_packed, run_stock
+from wands.attention.ulysses import OPERATORS
+from wands.model import fused
+from wands.model.modulation import gated_add
+from wands.model.transformer import AddNorm, NormRotate, PackedWanTransformer
+
+WIDTH, HEAD_DIM = 12, 6
+
+
+@pytest.fixture
+def eager() -> Iterator[None]:
+    """Run the functions of the operators as plain PyTorch: the same formulas, and no compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def results(function: Callable[..., Any], *args: Tensor) -> list[Tensor]:
+    """Outputs of a function, and the gradients of its arguments for random gradients of the outputs."""
+    leaves = [x.detach().requires_grad_() for x in args]
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    douts = [normal(*x.shape, seed=i) for i, x in enumerate(outputs)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, douts)]
+
+
+def same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(found) == len(expected)
+    for ours, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lens", [(13,), (5, 1, 7), (0, 9, 4)])
+@pytest.mark.parametrize("parts", ["norm", "gate and norm", "add and norm", "gate"])
+@pytest.mark.usefixtures("eager")
+def test_values_and_gradients_are_those_of_the_plain_module(
+    parts: str, lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fused, "CHUNK", 4)
+    fused._timestep_rows.cache_clear()
+    # The stock norm would round to float32.
+    monkeypatch.setattr("wands.model.transformer._stock_float", lambda x: x)
+    monkeypatch.setattr(FP32LayerNorm, "forward", torch.nn.LayerNorm.forward)
+    rows, table = (sum(lens), WIDTH), (len(lens), WIDTH)
+    hidden, update, gate = normal(*rows), normal(*rows, seed=1), normal(*table, seed=2)
+    tables = normal(*table, seed=3), normal(*table, seed=4)
+    norm = AddNorm(WIDTH, 1e-6, elementwise_affine=False)
+
+    def run(compiled: bool) -> list[Tensor]:
+        norm.compiled = compiled
+        add = fused.gated_add if compiled else gated_add
+        function, *args = {
+            "norm": (lambda h, *t: norm(h, None, None, t, lens, torch.float64)[1], hidden, *tables),
+            "gate and norm": (
+                lambda h, u, g, *t: norm(h, u, g, t, lens, torch.float64),
+                *(hidden, update, gate, *tables),
+            ),
+            "add and norm": (
+                lambda h, u, *t: norm(h, u, None, t, lens, torch.float64),
+                *(hidden, update, *tables),
+            ),
+            "gate": (lambda *args: add(*args, lens), hidden, update, gate),
+        }[parts]
+        return results(function, *args)
+
+    same(run(True), run(False))
+    fused._timestep_rows.cache_clear()
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.usefixtures("eager")
+def test_queries_are_those_of_the_plain_module(rotated: bool):
+    angles = normal(13, 1, HEAD_DIM // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles) if rotated else None
+    norm = NormRotate(WIDTH, 1e-6).double()
+    torch.nn.init.normal_(norm.weight)
+    pair = []
+    for norm.compiled in (True, False):
+        outputs = results(lambda x: norm(x, rotation), normal(13, WIDTH))
+        norm.weight.grad = None
+        norm(normal(13, WIDTH), rotation).mul(normal(13, WIDTH, seed=3)).sum().backward()
+        pair.append([*outputs, norm.weight.grad])
+    same(*pair)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("eager")
+def test_the_compiled_model_is_the_stock_model(kind: str):
+    """Outputs and every gradient, in float64. Stock norms round to float32, hence the tolerance."""
+    stock, packed = build_pair(torch.float64, kind)
+    packed.set_compile(True)
+    pack = make_pack(7, torch.float64, kind=kind)
+    outputs = [run_packed(packed, pack), run_stock(stock, pack)]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-5
+    weights = normal(*outputs[0].shape)
+    grads = []
+    for model, output in zip((packed, stock), outputs, strict=True):
+        (output * weights).sum().backward()
+        grads.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, grad in grads[1].items():
+        assert (grads[0][name] - grad).abs().max() <= 2e-5 * max(grad.abs().max(), 1e-2), name
+
+
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
+@pytest.mark.usefixtures("eager")
+def test_checkpointing_changes_no_bit(mode: str):
+    pack, grads = make_pack(3, kind="ti2v"), []
+    for checkpointing in ("none", mode):
+        _, packed = build_pair(kind="ti2v")
+        packed.set_compile(True)
+        saved = ["query_proj"] if checkpointing == "selective" else []
+        offloaded = ["block_input"] if checkpointing == "offload" else []
+        packed.train().set_checkpointing(checkpointing, saved, offloaded, OPERATORS)
+        run_packed(packed, pack).square().sum().backward()
+        grads.append([parameter.grad for parameter in packed.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.usefixtures("eager")
+def test_gradients_that_nothing_needs_are_not_computed(monkeypatch: pytest.MonkeyPatch):
+    """With a LoRA, the modulation learns nothing: its sums over tokens would be wasted passes over memory."""
+    sums = []
+    total = fused._sum_timesteps
+    monkeypatch.setattr(fused, "_sum_timesteps", lambda *args: sums.append(1) or total(*args))
+    _, packed = build_pair()
+    packed.set_compile(True)
+    counts = []
+    for learns in (True, False):
+        for name, parameter in packed.named_parameters():
+            parameter.requires_grad_(learns or "to_q" in name)
+        run_packed(packed, make_pack(2)).sum().backward()
+        counts.append(len(sums))
+        sums.clear()
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
+def compiled_and_plain(dtype: torch.dtype, packs: list) -> Iterator[tuple[Tensor, Tensor]]:
+    """Outputs and gradients of both ways, pack by pack, under autocast for bf16."""
+    models: list[PackedWanTransformer] = []
+    for compiled in (True, False):
+        models.append(build_pair(torch.float32)[1])
+        models[-1].set_compile(compiled)
+    for pack in packs:
+        ways = []
+        for model in models:
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                output = run_packed(model, pack)
+            output.square().sum().backward()
+            ways.append([output.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+        yield from zip(*ways, strict=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_compiled_code_computes_the_same(dtype: torch.dtype, tolerance: float):
+    for ours, plain in compiled_and_plain(dtype, [make_pack(num) for num in (2, 5)]):
+        assert (ours - plain).norm() <= tolerance * plain.norm().clamp(min=1e-3)
+
+
+@pytest.mark.full
+def test_other_lengths_compile_nothing_new():
+    from torch._dynamo.utils import counters
+
+    packs = [make_pack(num, seed=num) for num in range(1, 8)]
+    compiled = []
+    for _ in compiled_and_plain(torch.float32, packs[:3]):
+        compiled = [counters["stats"]["unique_graphs"]]
+    for _ in compiled_and_plain(torch.float32, packs[3:]):
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[0] > 8
+    assert set(compiled) == {compiled[0]}

@@ -1,0 +1,270 @@
+"""Pointwise parts of a transformer block in few passes over memory: add, normalise, modulate, rotate and cast.
+
+Each part is an autograd function with a hand-written backward pass. The forward pass and the backward pass are
+`CompiledOp`s. The plain modules that compute the same values stay the reference (modules.py).
+
+Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wands.compiled import CompiledOp
+
+CHUNK = 256
+"""Number of tokens that are summed at once. The sums of the chunks of a timestep are then added."""
+
+
+def add_norm(
+    hidden: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    factor: Tensor,
+    shift: Tensor,
+    lens: tuple[int, ...],
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
+
+    All tokens of a timestep share one row of gate, factor and shift.
+
+    Args:
+        hidden: fp32 or fp64 [L, D], residual stream: L tokens of width D.
+        update: [L, D]; None adds nothing.
+        gate: [M, D], factor of the update for each of M timesteps; None means 1.
+        factor: [M, D], factor of the normalised tokens.
+        shift: [M, D], added to the normalised tokens.
+        lens: number of tokens of each timestep; the sum is L.
+        eps: eps of the layer norm.
+        dtype: dtype of the normalised tokens.
+
+    Returns:
+        (hidden + update * gate, layer_norm(hidden + update * gate) * factor + shift). The second tensor has `dtype`.
+    """
+    return _AddNorm.apply(hidden, update, gate, factor, shift, lens, eps, dtype)
+
+
+def gated_add(hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
+    """Return hidden + update * gate, as `wands.model.modulation.gated_add`."""
+    return _GatedAdd.apply(hidden, update, gate, lens)
+
+
+def norm_rotate(x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) -> Tensor:
+    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
+
+    Args:
+        x: [L, D], L tokens of width D = H * d.
+        weight: [D], weight of the RMS norm.
+        rotation: complex [L, 1, d/2], from `wands.model.rope.rotations_of`. None does not rotate.
+        eps: eps of the RMS norm.
+
+    Returns:
+        [L, D] in the dtype of x.
+    """
+    # Compiled code has no complex numbers. The view as pairs of real numbers copies nothing.
+    return _NormRotate.apply(x, weight, None if rotation is None else torch.view_as_real(rotation), eps)
+
+
+@lru_cache(maxsize=256)
+def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return which tokens belong to which timestep. All blocks share the cached result.
+
+    The gradient of a timestep's row is the sum over the timestep's tokens. The sum over chunks has a fixed order, unlike the
+    atomic additions of `index_add_` on a GPU.
+
+    Returns:
+        (timestep of each token, int64 [L]; tokens of each chunk, int64 [C, CHUNK]; 1 for each valid token of a chunk,
+        fp32 [C, CHUNK, 1]; 1 for each chunk of a timestep, fp32 [M, C, 1]).
+    """
+    spans = [
+        (timestep, start, end)
+        for timestep, (length, end) in enumerate(zip(lens, accumulate(lens), strict=True))
+        for start in range(end - length, end, CHUNK)
+    ]
+    owners, starts, ends = torch.tensor(spans, dtype=torch.int64).reshape(-1, 3).unbind(1)
+    tokens, timesteps = starts[:, None] + torch.arange(CHUNK), torch.arange(len(lens))
+    tables = (
+        timesteps.repeat_interleave(torch.tensor(lens, dtype=torch.int64)),
+        tokens.clamp(max=sum(lens) - 1),
+        (tokens < ends[:, None]).float()[:, :, None],
+        (timesteps[:, None] == owners).float()[:, :, None],
+    )
+    ids, rows, valid, chunks = (table.to(device, non_blocking=True) for table in tables)
+    return ids, rows, valid, chunks
+
+
+def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
+    """Sum x [C, CHUNK, D] over the tokens of each timestep, and return [M, D]."""
+    return (chunks * (x * valid).sum(1)).sum(1)
+
+
+def add_norm_forward(
+    hidden: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    factor: Tensor,
+    shift: Tensor,
+    ids: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (sum, normalised sum, mean, 1 / standard deviation). The sum is empty if there is no update."""
+    total = hidden
+    if update is not None:
+        total = hidden + (update if gate is None else update * gate[ids])
+    mean = total.mean(1, keepdim=True)
+    rstd = ((total - mean).square().mean(1, keepdim=True) + eps).rsqrt()
+    normed = ((total - mean) * rstd * factor[ids] + shift[ids]).to(dtype, copy=True)
+    return hidden.new_empty(0) if update is None else total, normed, mean, rstd
+
+
+def add_norm_backward(
+    dtotal: Tensor | None,
+    dnormed: Tensor,
+    total: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    update: Tensor | None,
+    gate: Tensor | None,
+    factor: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    valid: Tensor,
+    chunks: Tensor,
+    needs_gate: bool,
+    needs_table: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of (hidden, update, gate, factor, shift). Gradients that nothing needs are empty."""
+    unit, dunit = (total - mean) * rstd, dnormed * factor[ids]
+    dhidden = rstd * (dunit - dunit.mean(1, keepdim=True) - unit * (dunit * unit).mean(1, keepdim=True))
+    if dtotal is not None:
+        dhidden = dhidden + dtotal
+    dupdate, dgate, dfactor, dshift = (dhidden.new_empty(0) for _ in range(4))
+    if update is not None:
+        dupdate = (dhidden if gate is None else dhidden * gate[ids]).to(update.dtype, copy=True)
+        if needs_gate:
+            dgate = _sum_timesteps(dhidden[rows] * update[rows], valid, chunks)
+    if needs_table:
+        dnormed = dnormed[rows].to(total.dtype)
+        dfactor = _sum_timesteps(dnormed * ((total[rows] - mean[rows]) * rstd[rows]), valid, chunks)
+        dshift = _sum_timesteps(dnormed, valid, chunks)
+    return dhidden, dupdate, dgate, dfactor, dshift
+
+
+def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
+    """Return hidden + update * gate."""
+    return hidden + update * gate[ids]
+
+
+def gated_add_backward(
+    dout: Tensor,
+    update: Tensor,
+    gate: Tensor,
+    ids: Tensor,
+    rows: Tensor,
+    valid: Tensor,
+    chunks: Tensor,
+    needs_gate: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of (update, gate). The gate's gradient is empty if nothing needs it."""
+    dgate = dout.new_empty(0)
+    if needs_gate:
+        dgate = _sum_timesteps(dout[rows] * update[rows], valid, chunks)
+    return (dout * gate[ids]).to(update.dtype, copy=True), dgate
+
+
+def norm_rotate_forward(
+    x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (normalised and rotated tokens, 1 / root mean square of each token)."""
+    wide = x.to(weight.dtype)
+    rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
+    return _rotate(wide * rstd * weight, rotation, 1.0).to(x.dtype, copy=True), rstd
+
+
+def norm_rotate_backward(
+    dout: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, rotation: Tensor | None, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of (x, weight). The weight's gradient is empty if nothing needs it."""
+    dunit = _rotate(dout.to(weight.dtype), rotation, -1.0)
+    unit = x.to(weight.dtype) * rstd
+    dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
+    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0) if needs_weight else dunit.new_empty(0)
+
+
+def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
+    """Rotate pairs of channels of x [L, D] by the angles in rotation [L, 1, d/2, 2] (`sign` 1), or back (`sign` -1)."""
+    if rotation is None:
+        return x
+    cos, sin = rotation[..., :1], rotation[..., 1:] * sign
+    pairs = x.unflatten(1, (-1, rotation.shape[2], 2))
+    signs = torch.tensor([-1.0, 1.0], dtype=x.dtype, device=x.device)
+    return (pairs * cos + pairs.flip(-1) * (sin * signs)).flatten(1)
+
+
+_ADD_NORM, _ADD_NORM_BACKWARD = CompiledOp(add_norm_forward), CompiledOp(add_norm_backward)
+_GATED_ADD, _GATED_ADD_BACKWARD = CompiledOp(gated_add_forward), CompiledOp(gated_add_backward)
+_NORM_ROTATE, _NORM_ROTATE_BACKWARD = CompiledOp(norm_rotate_forward), CompiledOp(norm_rotate_backward)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        update: Tensor | None,
+        gate: Tensor | None,
+        factor: Tensor,
+        shift: Tensor,
+        lens: tuple[int, ...],
+        eps: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        rows = _timestep_rows(lens, hidden.device)
+        total, normed, mean, rstd = _ADD_NORM(hidden, update, gate, factor, shift, rows[0], eps, dtype)
+        total = hidden if update is None else total
+        ctx.save_for_backward(total, mean, rstd, update, gate, factor, *rows)
+        ctx.set_materialize_grads(False)
+        return total, normed
+
+    @staticmethod
+    def backward(ctx: Any, dtotal: Tensor | None, dnormed: Tensor) -> tuple[Tensor | None, ...]:
+        _, needs_update, needs_gate, *needs_table = ctx.needs_input_grad[:5]
+        grads = _ADD_NORM_BACKWARD(dtotal, dnormed, *ctx.saved_tensors, needs_gate, any(needs_table))
+        needed = True, needs_update, needs_gate, *needs_table
+        return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None
+
+
+class _GatedAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
+        rows = _timestep_rows(lens, hidden.device)
+        ctx.save_for_backward(update, gate, *rows)
+        return _GATED_ADD(hidden, update, gate, rows[0])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs_gate = ctx.needs_input_grad[2]
+        dupdate, dgate = _GATED_ADD_BACKWARD(dout, *ctx.saved_tensors, needs_gate)
+        return dout, dupdate, dgate if needs_gate else None, None
+
+
+class _NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) -> Tensor:
+        out, rstd = _NORM_ROTATE(x, weight, rotation, eps)
+        ctx.save_for_backward(x, rstd, weight, rotation)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        needs_weight = ctx.needs_input_grad[1]
+        dx, dweight = _NORM_ROTATE_BACKWARD(dout, *ctx.saved_tensors, needs_weight)
+        return dx, dweight if needs_weight else None, None, None
