@@ -1,4 +1,4 @@
-"""Custom operators that torch.compile turns into a few kernels, each next to the plain PyTorch function that it must equal."""
+"""Custom operators whose plain PyTorch code torch.compile turns into one or two kernels."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class CompiledOp:
-    """A function of tensors that runs either as plain PyTorch or as one custom operator with compiled code.
+    """Function of tensors as a custom operator that runs the code of torch.compile.
 
-    A custom operator keeps the compiled code apart from ZeRO-3's hooks and from the dispatch modes of activation
-    checkpointing: both see one operation. The operator has no gradient of its own. The caller is an autograd function
-    whose backward pass calls another `CompiledOp`.
+    The hooks of ZeRO-3 and the dispatch modes of activation checkpointing see a custom operator as one operation, and
+    never the compiled code inside. The operator has no gradient. Call it in an autograd function whose backward pass calls
+    another `CompiledOp`.
 
     Args:
-        function: pure function of tensors, numbers and dtypes. Its results must be new tensors.
+        function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
+            no argument.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -32,7 +33,6 @@ class CompiledOp:
                         torch._dynamo.maybe_mark_dynamic(x, dim)
             return compiled(*args, **kwargs)
 
-        self.function = function
         schema = torch.library.infer_schema(function, mutates_args=())
         self.operator = torch.library.custom_op(
             f"wands::{function.__name__}", run, mutates_args=(), schema=schema

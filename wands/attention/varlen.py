@@ -129,8 +129,8 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        options = ctx.segments, ctx.scale, _piece_len(dout)
-        grads = backward_in_pieces(ctx.backend, dout, *ctx.saved_tensors, *options)
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, ctx.segments, ctx.scale)
         return *grads, None, None, None
 
 
@@ -158,8 +158,7 @@ class _PaddedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
-        options = ctx.padded.segments, ctx.scale, _piece_len(dout)
-        dq, dk, dv = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, *options)
+        dq, dk, dv = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, ctx.padded.segments, ctx.scale)
         merge = _MERGE_PADS_BACKWARD if ctx.compiled else merge_pads_backward
         dq, dpad_k, dpad_v = merge(dout, dq, q, pad_k, pad_v, out, lse, ctx.padded.log_num_pads, ctx.scale)
         return dq, dk, dv, dpad_k, dpad_v, None, None, None, None
@@ -248,14 +247,14 @@ def backward_in_pieces(
     lse: Tensor,
     segments: Segments,
     scale: float,
-    piece_len: int | None,
 ) -> Grads:
-    """Run `backend.backward` on pieces of the segments with at most `piece_len` rows of q each.
+    """Run `backend.backward`, on a GPU on pieces of the segments with few rows of q each.
 
     On a GPU, the backward pass of flash attention runs one program for each head and each block of about 128 keys. A text has
     few keys, so most of the GPU would be idle. Each piece of a segment gets a copy of the segment's keys, and the
-    gradients of the copies are summed in fp32. `piece_len` None does not cut the segments.
+    gradients of the copies are summed in fp32.
     """
+    piece_len = _piece_len(dout)
     if piece_len is None or segments.max_seqlen_q <= piece_len:
         return backend.backward(dout, q, k, v, out, lse, segments, scale)
     pieces, rows = _cut_queries(segments.lens_q, segments.lens_k, piece_len, q.device)

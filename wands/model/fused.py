@@ -8,6 +8,7 @@ Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -72,7 +73,7 @@ def norm_rotate(x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) 
     return _NormRotate.apply(x, weight, None if rotation is None else torch.view_as_real(rotation), eps)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which tokens belong to which timestep. All blocks share the cached result.
 
@@ -134,14 +135,12 @@ def add_norm_backward(
     update: Tensor | None,
     gate: Tensor | None,
     factor: Tensor,
-    ids: Tensor,
-    rows: Tensor,
-    valid: Tensor,
-    chunks: Tensor,
+    timesteps: Sequence[Tensor],
     needs_gate: bool,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of (hidden, update, gate, factor, shift). Gradients that nothing needs are empty."""
+    ids, rows, *masks = timesteps
     unit, dunit = (total - mean) * rstd, dnormed * factor[ids]
     dhidden = rstd * (dunit - dunit.mean(1, keepdim=True) - unit * (dunit * unit).mean(1, keepdim=True))
     if dtotal is not None:
@@ -150,11 +149,11 @@ def add_norm_backward(
     if update is not None:
         dupdate = (dhidden if gate is None else dhidden * gate[ids]).to(update.dtype, copy=True)
         if needs_gate:
-            dgate = _sum_timesteps(dhidden[rows] * update[rows], valid, chunks)
+            dgate = _sum_timesteps(dhidden[rows] * update[rows], *masks)
     if needs_table:
         dnormed = dnormed[rows].to(total.dtype)
-        dfactor = _sum_timesteps(dnormed * ((total[rows] - mean[rows]) * rstd[rows]), valid, chunks)
-        dshift = _sum_timesteps(dnormed, valid, chunks)
+        dfactor = _sum_timesteps(dnormed * ((total[rows] - mean[rows]) * rstd[rows]), *masks)
+        dshift = _sum_timesteps(dnormed, *masks)
     return dhidden, dupdate, dgate, dfactor, dshift
 
 
@@ -164,19 +163,11 @@ def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor)
 
 
 def gated_add_backward(
-    dout: Tensor,
-    update: Tensor,
-    gate: Tensor,
-    ids: Tensor,
-    rows: Tensor,
-    valid: Tensor,
-    chunks: Tensor,
-    needs_gate: bool,
+    dout: Tensor, update: Tensor, gate: Tensor, timesteps: Sequence[Tensor], needs_gate: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of (update, gate). The gate's gradient is empty if nothing needs it."""
-    dgate = dout.new_empty(0)
-    if needs_gate:
-        dgate = _sum_timesteps(dout[rows] * update[rows], valid, chunks)
+    ids, rows, *masks = timesteps
+    dgate = _sum_timesteps(dout[rows] * update[rows], *masks) if needs_gate else dout.new_empty(0)
     return (dout * gate[ids]).to(update.dtype, copy=True), dgate
 
 
@@ -227,17 +218,20 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        rows = _timestep_rows(lens, hidden.device)
-        total, normed, mean, rstd = _ADD_NORM(hidden, update, gate, factor, shift, rows[0], eps, dtype)
+        ctx.timesteps = _timestep_rows(lens, hidden.device)
+        total, normed, mean, rstd = _ADD_NORM(
+            hidden, update, gate, factor, shift, ctx.timesteps[0], eps, dtype
+        )
         total = hidden if update is None else total
-        ctx.save_for_backward(total, mean, rstd, update, gate, factor, *rows)
+        ctx.save_for_backward(total, mean, rstd, update, gate, factor)
         ctx.set_materialize_grads(False)
         return total, normed
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor | None, dnormed: Tensor) -> tuple[Tensor | None, ...]:
         _, needs_update, needs_gate, *needs_table = ctx.needs_input_grad[:5]
-        grads = _ADD_NORM_BACKWARD(dtotal, dnormed, *ctx.saved_tensors, needs_gate, any(needs_table))
+        needs = needs_gate, any(needs_table)
+        grads = _ADD_NORM_BACKWARD(dtotal, dnormed, *ctx.saved_tensors, ctx.timesteps, *needs)
         needed = True, needs_update, needs_gate, *needs_table
         return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), None, None, None
 
@@ -245,14 +239,14 @@ class _AddNorm(torch.autograd.Function):
 class _GatedAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
-        rows = _timestep_rows(lens, hidden.device)
-        ctx.save_for_backward(update, gate, *rows)
-        return _GATED_ADD(hidden, update, gate, rows[0])
+        ctx.timesteps = _timestep_rows(lens, hidden.device)
+        ctx.save_for_backward(update, gate)
+        return _GATED_ADD(hidden, update, gate, ctx.timesteps[0])
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         needs_gate = ctx.needs_input_grad[2]
-        dupdate, dgate = _GATED_ADD_BACKWARD(dout, *ctx.saved_tensors, needs_gate)
+        dupdate, dgate = _GATED_ADD_BACKWARD(dout, *ctx.saved_tensors, ctx.timesteps, needs_gate)
         return dout, dupdate, dgate if needs_gate else None, None
 
 

@@ -6,6 +6,7 @@ DeepSpeed is not aware of context parallelism: for DeepSpeed, all ranks are data
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,6 +22,7 @@ from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
 from wands.errors import ConfigError, one_line
+from wands.model import fused
 from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
@@ -30,6 +32,8 @@ from wands.train.optimizers import build_optimizer, split_by_decay
 from wands.train.precision import split_by_dtype, weight_dtype_policy
 from wands.train.run import TrainingRun
 from wands.variants import Expert
+
+logger = logging.getLogger(__name__)
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -88,6 +92,32 @@ def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 
 
+def use_compile(setting: bool | str, device: torch.device) -> bool:
+    """Return whether to compile the pointwise parts of the blocks.
+
+    Args:
+        setting: value of `model.compile`.
+        device: device of this rank.
+
+    Raises:
+        ConfigError: if the recipe requires compiled code, and torch.compile does not work on this machine.
+    """
+    if setting is False or (setting == "auto" and device.type != "cuda"):
+        return False
+    try:
+        fused.norm_rotate(torch.ones(2, 8, device=device), torch.ones(8, device=device), None, 1e-6)
+    except Exception as error:  # missing compilers, headers and packages raise errors of many classes
+        reason = f"torch.compile does not work on this machine ({one_line(error, 300)})"
+        if setting != "auto":
+            raise ConfigError(f"model.compile=true: {reason}. Set model.compile=false.") from error
+        logger.warning(
+            f"{reason}. The norms of the blocks run as plain PyTorch, and a step takes longer. Install a C++ compiler "
+            "and the headers of Python, or set model.compile=false to turn off this warning."
+        )
+        return False
+    return True
+
+
 def build_model(
     run: TrainingRun,
     groups: ProcessGroups,
@@ -129,11 +159,10 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=weight_dtype_policy(recipe),
     )
-    fused = recipe.parallel.fused_all_to_all
-    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
+    all_to_all = recipe.parallel.fused_all_to_all
+    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=all_to_all)
     model.set_attention(attention, backend)
-    compiled = recipe.model.compile
-    model.set_compile(device.type == "cuda" if compiled == "auto" else compiled)
+    model.set_compile(use_compile(recipe.model.compile, device))
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:

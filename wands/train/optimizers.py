@@ -91,6 +91,7 @@ def _whole_shape(parameter: Any) -> tuple[int, ...]:
 
 def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fused: bool) -> Any:
     import torch
+    from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     shapes: dict[tuple[int, ...], list[Any]] = {}
@@ -121,8 +122,9 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
             }
         )
     if not fused:
-        # DeepSpeed compiles the orthogonalisation, which takes longer on a CPU than any run there.
-        torch.compiler.set_stance("force_eager")
+        # DeepSpeed compiles Muon's update, which takes longer on a CPU than any run there. Use the plain functions.
+        for name, function in list(vars(original_muon).items()):
+            setattr(original_muon, name, getattr(function, "_torchdynamo_orig_callable", function))
     return MuonWithAuxAdam(
         groups, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": True} if fused else None
     )

@@ -14,6 +14,7 @@ from tests.support.plain import (
     make_inputs,
     plain_attention,
 )
+from wands.attention import varlen
 from wands.attention.varlen import (
     Backend,
     PaddedSegments,
@@ -45,14 +46,21 @@ PADDED = pytest.mark.parametrize(("lens_k", "padded_len"), [((4, 2, 1), 512), ((
 
 
 def check_padded(
-    backend: Backend, lens_k, padded_len: int, dtype, device: str = "cpu", dim: int = 16
+    backend: Backend,
+    lens_k,
+    padded_len: int,
+    dtype,
+    device: str = "cpu",
+    dim: int = 16,
+    compiled: bool = False,
 ) -> None:
     """Merged copies against copies that are really there."""
     lens_q, num_pads = (5, 4, 3), [padded_len - length for length in lens_k]
     q, k, v, dout = make_inputs(lens_q, lens_k, dtype, device, dim)
     pad_k, pad_v = make_inputs((1,), (1,), dtype, device, dim)[:2]
     leaves = [x.requires_grad_() for x in (q, k, v, pad_k[0], pad_v[0])]
-    out = padded_attention(*leaves, PaddedSegments.build(lens_q, lens_k, padded_len, device), backend)
+    padded = PaddedSegments.build(lens_q, lens_k, padded_len, device)
+    out = padded_attention(*leaves, padded, backend, compiled=compiled)
     found = torch.autograd.grad(out, leaves, dout)
 
     wide = [x.detach().double().requires_grad_() for x in leaves]
@@ -76,6 +84,27 @@ def test_padded_attention_is_attention_to_the_long_rows(
     name: str, dtype: torch.dtype, lens_k, padded_len: int
 ):
     check_padded(choose_backend(name, "cpu", dtype), lens_k, padded_len, dtype)
+
+
+@PADDED
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_compiled_operator_is_attention_to_the_long_rows(dtype: torch.dtype, lens_k, padded_len: int):
+    with torch.compiler.set_stance("force_eager"):
+        check_padded(choose_backend("cpu", "cpu", dtype), lens_k, padded_len, dtype, compiled=True)
+
+
+@PADDED
+def test_pieces_of_the_queries_give_the_same_gradients(
+    lens_k, padded_len: int, monkeypatch: pytest.MonkeyPatch
+):
+    """On a GPU, the backward pass of attention to texts cuts the queries into pieces."""
+    backend, seen = choose_backend("cpu", "cpu", torch.float64), []
+    monkeypatch.setattr(varlen, "_piece_len", lambda dout: 2)
+    monkeypatch.setattr(
+        Backend, "backward", lambda *args, run=Backend.backward: seen.append(args[7].lens_q) or run(*args)
+    )
+    check_padded(backend, lens_k, padded_len, torch.float64)
+    assert seen == [(2, 2, 1, 2, 2, 2, 1)]
 
 
 def check_short_text(backend: Backend, device: str = "cpu", dim: int = 128) -> None:
