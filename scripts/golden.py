@@ -254,6 +254,13 @@ def differing(ours: Any, theirs: Any) -> list[str]:
     return sorted(name for name in names if ours.get(name) != theirs.get(name))
 
 
+def largest_difference(ours: list[str], theirs: list[str]) -> float:
+    """Largest difference between the numbers of two series, relative to the reference."""
+    pairs = zip(" ".join(ours).split(), " ".join(theirs).split(), strict=True)
+    numbers = [(float.fromhex(a), float.fromhex(b)) for a, b in pairs]
+    return max(abs(a - b) / abs(b) for a, b in numbers)
+
+
 def main() -> int:
     """Run both, print one line a case."""
     parser = argparse.ArgumentParser(
@@ -270,6 +277,8 @@ def main() -> int:
         names = differing(ours[name], theirs[name])
         wrong += bool(names)
         verdict = f"{len(names)} of {len(theirs[name])} differ, first {names[0]}" if names else "equal"
+        if names and "losses" in name:
+            verdict += f", at most by {largest_difference(ours[name], theirs[name]):.1e}"
         print(f"{name:<28} {len(theirs[name]):>5} values  {verdict}")
     print(f"{len(theirs) - wrong} of {len(theirs)} cases are bitwise equal to {args.against}")
     return 1 if wrong or not theirs else 0

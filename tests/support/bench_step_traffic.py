@@ -1,7 +1,12 @@
 """Work that `bench_step.py --device cuda` gives a GPU, counted without one: `python -m tests.support.bench_step_traffic LIBRARY`.
 
 Of each way, how many operators a forward and backward are, and how many bytes those read and write that are neither matrix
-products nor attention, which are the same work in every way that does not pad.
+products nor attention, which are the same work in every way that does not pad. "compiled" is the packed way with `model.compile`:
+each compiled operator is counted as one operator that reads its arguments and writes its results once
+(`tests/unit/model/test_fused.py` compares this with the kernels that torch.compile makes of it).
+
+With a second argument, only the packed ways are counted, on 21 clips: the work of one block on tensors with a row for each token,
+from the difference between two and three blocks. `traffic` is then in parts of tokens x width bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +19,8 @@ from typing import Any
 
 from tests.support.fake_cuda import fake_cuda, load, move
 
+CLIPS = [(5, 12, 26)] * 21  # 32,760 tokens, as one clip of 81 frames of 480 x 832
+NUM_TOKENS, WIDTH = 32_760, 1536
 PRODUCTS = ("mm", "addmm", "bmm", "convolution", "flash_attention", "ring")
 FREE = ("prim", "sym_", "is_contiguous", "detach", "empty")  # no work, or no more than a pointer
 
@@ -32,6 +39,8 @@ def main() -> None:
 
     found: dict[str, dict[str, int]] = {}
 
+    one_block, compiled = len(sys.argv) > 2, False
+
     class Count(TorchDispatchMode):
         operators = traffic = 0
 
@@ -41,7 +50,11 @@ def main() -> None:
             result = func(*args, **kwargs or {})
             tensors = [one for one in tree_leaves((args, kwargs, result)) if isinstance(one, torch.Tensor)]
             on_gpu = [one for one in tensors if one.device.type == "cuda"]
-            if on_gpu and not func.is_view and not any(name in str(func) for name in FREE):
+            rows = max((one.numel() // one.shape[-1] for one in on_gpu if one.dim() > 1), default=0)
+            counts = rows >= NUM_TOKENS // len(CLIPS) if one_block else bool(on_gpu)
+            if counts and not func.is_view and not any(name in str(func) for name in FREE):
+                if one_block and any(name in str(func) for name in PRODUCTS):
+                    return result
                 self.operators += 1
                 if not any(name in str(func) for name in PRODUCTS):
                     self.traffic += sum(one.nbytes for one in on_gpu)
@@ -56,13 +69,16 @@ def main() -> None:
             models.append(move(model).train())
         backend = get_backend("torch")
         models[1].set_attention(bench_step.context_attention(backend), backend)
+        models[1].set_compile(compiled)
         return models[0], models[1]
 
     def seconds(step: Callable[[], None], model: Any, device: str, clock: Any) -> float:
+        if (compiled or one_block) and model.__class__ is WanTransformer3DModel:
+            return 1.0
         model.zero_grad(set_to_none=True)
         with torch.autocast(device, torch.bfloat16), Count() as count:
             step()
-        name = step.__qualname__.partition("_step")[0]
+        name = "compiled" if compiled else step.__qualname__.partition("_step")[0]
         found[name] = {"operators": count.operators, "traffic": count.traffic}
         return 1.0
 
@@ -71,14 +87,26 @@ def main() -> None:
         q, k, v = (one.to(torch.bfloat16) for one in (query, key, value))
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]
 
-    bench_step.GRIDS["cuda"] = [(5, 30, 52), (8, 35, 46), (3, 40, 40)]
-    bench_step.WIDTHS["cuda"]["num_layers"] = 2
+    bench_step.GRIDS["cuda"] = CLIPS if one_block else [(5, 30, 52), (8, 35, 46), (3, 40, 40)]
+    if one_block:
+        bench_step.TEXT_LENS = [60] * len(CLIPS)  # fewer rows in all than a clip has
     bench_step.build_models, bench_step.seconds = build_models, seconds
     bench_step.report = lambda *_: None
     torch.nn.functional.scaled_dot_product_attention = flash
     stdout, sys.stdout = sys.stdout, sys.stderr
-    with fake_cuda(may_wait=True):
-        bench_step.measure("cuda", 1, None, bench_step.CLOCKS["wall"])
+    counts = []
+    for num_layers in (2, 3) if one_block else (2,):
+        bench_step.WIDTHS["cuda"]["num_layers"] = num_layers
+        for compiled in (False, True):  # noqa: B007, read by the functions above
+            with fake_cuda(may_wait=True):
+                bench_step.measure("cuda", 1, None, bench_step.CLOCKS["wall"])
+        counts.append({name: dict(numbers) for name, numbers in found.items()})
+    if one_block:
+        unit = {"operators": 1, "traffic": NUM_TOKENS * WIDTH}
+        found = {
+            name: {key: (counts[1][name][key] - counts[0][name][key]) / unit[key] for key in unit}
+            for name in found
+        }
     json.dump(found, stdout)
 
 
