@@ -35,6 +35,7 @@ from wands.config.recipe import FlowConfig
 from wands.data.collate import PackingCollator, RankSlice, Sample
 from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
+from wands.transfer import to_device
 from wands.variants import TEXT_LEN, DiTShape
 
 # Tokens per (frame, row, column) axis.
@@ -135,7 +136,7 @@ def measure(device: str, rounds: int, text_len: int | None, clock: Callable[[], 
     shape = DiTShape.from_config(stock.config)
     collate = PackingCollator(shape, FlowConfig(cfg_dropout=0.0), 0, samples[0].text_embeds)
     batch = collate(samples, [0] * len(samples), 0)
-    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens)).to(device)
+    shard = to_device(batch.rank_slice(ContextLayout.build(batch.seq_lens)), device)
     samples = [Sample(s.sample_id, s.latents.to(device), s.text_embeds.to(device)) for s in samples]
     timesteps = torch.linspace(20, 980, len(samples), device=device)
     steps = {

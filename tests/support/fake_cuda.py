@@ -2,7 +2,8 @@
 
 What a GPU would refuse is refused here as well: tensors of two devices in one operator, and kernels that get a shape or dtype
 that they do not take. What a GPU would make the host wait for (`.item()`, `.tolist()`, a shape that depends on values, a copy to
-the CPU) has no answer here and raises. Autocast casts as it does for CUDA. Numbers are not computed.
+the CPU, a copy from memory that is not pinned) has no answer here and raises. With `reads = 0` the numbers that the host reads
+are counted instead. Autocast casts as it does for CUDA. Numbers are not computed.
 
 A process calls `load` before it imports torch. It needs a C++ compiler.
 """
@@ -63,12 +64,16 @@ def fake_cuda(may_wait: bool = False) -> Any:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    copy, copy_into = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+    aten = torch.ops.aten
+    copy, copy_into = aten._to_copy.default, aten.copy_.default
 
     class FakeCuda(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
             self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
+            self.pinned: dict[int, torch.Tensor] = {}
+            self.reads: int | None = None
+            """Number of times that the host has read the GPU; None refuses a read."""
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,8 +84,17 @@ def fake_cuda(may_wait: bool = False) -> Any:
                 isinstance(one, FakeTensor) or (isinstance(one, torch.device) and one.type == "cuda")
                 for one in leaves
             )
+            if func is aten._pin_memory.default:
+                copied = args[0].clone()
+                return self.pinned.setdefault(copied.data_ptr(), copied)
             if not on_gpu:
                 return func(*args, **kwargs)
+            if self.reads is not None and func is aten._local_scalar_dense.default:
+                self.reads += 1
+                return 0.0
+            if self.reads is not None and func is copy and str(kwargs.get("device")) == "cpu":
+                self.reads += 1
+                return torch.zeros(args[0].shape, dtype=args[0].dtype)
             with self.shapes:
                 result = func(*args, **kwargs)
             arrived = [one for one in tree_leaves(result) if isinstance(one, FakeTensor)]
@@ -92,6 +106,8 @@ def fake_cuda(may_wait: bool = False) -> Any:
                 assert may_wait or not waits, (
                     f"{func} copies to the GPU when that has done all it was told to do"
                 )
+                pageable = not isinstance(source, FakeTensor) and source.data_ptr() not in self.pinned
+                assert may_wait or not pageable, f"{func} copies to the GPU from pageable memory"
             return result
 
     return FakeCuda()

@@ -81,6 +81,7 @@ def run_step(
     from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
     from wands.distributed.layout import ContextLayout
+    from wands.flow.noise import add_noise
     from wands.flow.sigmas import sigma_weight
     from wands.model.files.loading import build_empty
     from wands.model.lora import add_lora
@@ -104,11 +105,12 @@ def run_step(
         batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
     )
     shard = batch.rank_slice(layout)
+    noisy = add_noise(shard.tokens, layout, shard.keys, recipe.flow, 0, shard.num_cond_tokens)
 
     model = build_empty(config)
     if recipe.lora:
         add_lora(model, recipe.lora, 0, None)
-    with fake_cuda():
+    with fake_cuda() as gpu:
         move(model)
         given: set[str] = set()
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
@@ -125,14 +127,19 @@ def run_step(
         run = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
         if mistake is not None:
             step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
-        step._sample_losses = lambda micro_losses, groups: micro_losses  # the original waits for the device
+        step.new_copy_stream = lambda device: CopyStream()
         try:
             with look_inside(torch.ops.wands) if cp else nullcontext():
-                result = step.train_step(engine, [shard, shard], run, None, torch.device("cuda"), 1.0)
+                batches = [(shard, noisy)] * 2
+                result = step.train_step(
+                    engine, batches, run, SimpleNamespace(cp=None), torch.device("cuda"), 1.0
+                )
         finally:
             step.sigma_weight = sigma_weight
+        gpu.reads = 0
+        losses = [result.grad_norm, *result.samples]
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    tensors = [result.loss, *(errors for _, _, errors in result.samples), *grads.values()]
+    tensors = [result.loss, result.errors, *grads.values()]
     return {
         "without gradient": [name for name, grad in grads.items() if grad is None],
         "gradients": len(grads),
@@ -140,6 +147,8 @@ def run_step(
         "dtypes": sorted({str(grad.dtype) for grad in grads.values()}),
         "given to attention": sorted(given),
         "steps": engine.steps,
+        "losses": len(losses),
+        "reads": gpu.reads,
     }
 
 
@@ -149,6 +158,7 @@ MISTAKES: dict[str, Any] = {
     "a choice by value": lambda weights: weights[weights > 0],
     "a copy to the host": lambda weights: weights + weights.cpu().sum(),
     "a copy that waits": lambda weights: weights + on_host(weights).to("cuda"),
+    "a pageable copy": lambda weights: weights + on_host(weights).to("cuda", non_blocking=True),
 }
 
 
@@ -275,8 +285,10 @@ class Engine:
     def step(self) -> None:
         self.steps += 1
 
-    def get_global_grad_norm(self) -> float:
-        return 1.0
+    def get_global_grad_norm(self) -> Any:
+        import torch
+
+        return torch.ones((), device="cuda")
 
 
 def make_samples(shape: Any, conditions: tuple[str, ...], grids: list[list[int]]) -> list[Any]:

@@ -27,7 +27,7 @@ from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, lora_tensors
 from wands.model.files.lora_update import LoraPair
 from wands.model.lora import find_targets
-from wands.train.batches import rank_slices
+from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
 from wands.train.run import TrainingRun
 from wands.train.step import train_step
@@ -143,9 +143,8 @@ def optimizer_step(
         engine.step = capture
         plan = run.sampler.step_plan(0)
         denominator = run.denominator(plan)
-        [expert] = run.experts
-        shards = rank_slices(run, plan, groups.dims)
-        result = train_step(engine, shards, run, groups, device, denominator, expert.sigma_range)
+        [batches] = noisy_batches(run, plan, groups.dims)
+        result = train_step(engine, batches, run, groups, device, denominator)
         loss = result.loss.double()
         dist.all_reduce(loss)
         return Step(

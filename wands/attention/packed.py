@@ -9,11 +9,13 @@ Letters: T tokens of a bin, L local tokens of a rank with padding, S samples, R 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from wands.transfer import to_device
 
 ChunkLens = tuple[tuple[int, ...], ...]
 """Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
@@ -54,9 +56,9 @@ class Segments:
         queries = tuple(lens_q)
         keys = queries if lens_k is None else tuple(lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
-        cu_q = torch.tensor([0, *accumulate(queries)], dtype=torch.int32).to(device, non_blocking=True)
-        cu_k = torch.tensor([0, *accumulate(keys)], dtype=torch.int32).to(device, non_blocking=True)
-        return cls(queries, keys, cu_q, cu_k)
+        cu_q = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
+        cu_k = torch.tensor([0, *accumulate(keys)], dtype=torch.int32)
+        return to_device(cls(queries, keys, cu_q, cu_k), device)
 
     @property
     def max_seqlen_q(self) -> int:
@@ -70,8 +72,7 @@ class Segments:
 
     def to(self, device: torch.device | str) -> Segments:
         """Return a copy of the segments with `cu_seqlens_q` and `cu_seqlens_k` on `device`."""
-        cu_q, cu_k = (x.to(device, non_blocking=True) for x in (self.cu_seqlens_q, self.cu_seqlens_k))
-        return Segments(self.lens_q, self.lens_k, cu_q, cu_k)
+        return to_device(self, device)
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
         """Yield (slice of q, slice of k) for every segment that has rows of q and rows of k."""
@@ -175,11 +176,7 @@ class PackedMeta:
 
     def to(self, device: torch.device | str) -> PackedMeta:
         """Return a copy of the metadata with the tensors on `device`."""
-        return replace(
-            self,
-            positions=self.positions.to(device, non_blocking=True),
-            segment_ids=self.segment_ids.to(device, non_blocking=True),
-        )
+        return to_device(self, device)
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:

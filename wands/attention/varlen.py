@@ -20,6 +20,7 @@ from wands.attention.kernels.contract import Grads
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.attention.packed import Segments
 from wands.compiled import CompiledOp
+from wands.transfer import to_device
 
 __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
 
@@ -73,8 +74,7 @@ class PaddedSegments:
         assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len=}"
         num_rows = sum(lens_q)
         log_num_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
-        repeats = torch.tensor(lens_q).to(device, non_blocking=True)
-        log_num_pads = log_num_pads.to(device, non_blocking=True)
+        repeats, log_num_pads = (to_device(x, device) for x in (torch.tensor(lens_q), log_num_pads))
         log_num_pads = log_num_pads.repeat_interleave(repeats, output_size=num_rows)
         return cls(Segments.build(lens_q, lens_k, device), log_num_pads)
 
@@ -278,7 +278,7 @@ def _cut_queries(
     ]
     rows = [row for _, len_k, end_k in pieces for row in range(end_k - len_k, end_k)]
     segments = Segments.build([len_q for len_q, *_ in pieces], [len_k for _, len_k, _ in pieces], device)
-    return segments, torch.tensor(rows).to(device, non_blocking=True)
+    return segments, to_device(torch.tensor(rows), device)
 
 
 def _piece_len(dout: Tensor) -> int | None:

@@ -39,7 +39,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
     "bin": lambda one: f"{one.workload.recipe.packing.max_tokens:,}",
     "GiB/GPU": lambda one: f"{one.memory.needed / 2**30:.1f}",
-    "host GiB": lambda one: f"{one.host / 2**30:.0f}" if one.host else "",
+    "host GiB": lambda one: f"{one.host / 2**30:.0f}",
     "s/step": lambda one: f"{one.seconds:.2f}",
     "tokens/s": lambda one: f"{one.tokens_per_second:,.0f}",
     "MFU": lambda one: f"{one.prediction.mfu:.1%}",
@@ -236,7 +236,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(task.usable)} that a GPU has for tensors",
         f"        {parts}, fragmentation {margin}",
-        f"host    {host if best.host else 'nothing is offloaded'}",
+        f"host    {host}",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "

@@ -280,8 +280,8 @@ class DataConfig(StrictModel):
     whole sample. Set this key to false if reading is too slow with context parallelism. Each rank then reads only the
     frames that contain its tokens."""
     prefetch: int = Field(default=2, ge=0)
-    """Number of optimizer steps whose data a background thread reads in advance. 0 reads the data in the training loop.
-    Increase the number if the storage is slow."""
+    """Number of optimizer steps whose data and noise a background thread prepares in advance. 0 prepares them in the
+    training loop. Increase the number if the storage is slow."""
 
 
 class PackingConfig(StrictModel):

@@ -10,7 +10,7 @@ latent frames, rows and columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -97,15 +97,6 @@ class RankSlice:
         if self.condition_channels is None:
             return noisy_tokens
         return torch.cat([noisy_tokens, self.condition_channels], dim=1)
-
-    def to(self, device: torch.device | str) -> RankSlice:
-        """Return a copy with all tensors on `device`. The layout (token indices of this rank) stays in host memory."""
-        tensors = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return replace(self, meta=self.meta.to(device), **tensors)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wands.transfer import to_device
+
 
 def flow_matching_loss(
     pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor
@@ -62,4 +64,4 @@ def loss_weights(
     if reduction == "token":
         return weights
     assert reduction == "sample", f"reduction={reduction} must be sample or token"
-    return weights / torch.tensor(trained_lens, dtype=torch.float32).to(weights.device, non_blocking=True)
+    return weights / to_device(torch.tensor(trained_lens, dtype=torch.float32), weights.device)

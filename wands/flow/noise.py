@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """Noisy tokens and their targets, on the device of the clean tokens.
+    """Noisy tokens and their targets, in host memory.
 
     L is the number of local tokens, P the number of channels of a token, S the number of samples, and x0 are the clean
     tokens.
@@ -60,7 +59,8 @@ def add_noise(
     """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
     Noise and sigma depend only on the seed and the key of the sample, and not on the bin (the packed samples), the order
-    of the samples, the rank or the device.
+    of the samples, the rank or the device. All tensors are in host memory, so that a thread can draw the noise of the next
+    steps while the device computes.
 
     Args:
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
@@ -75,25 +75,23 @@ def add_noise(
     """
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
-    # Copies from the host are asynchronous, so that the host does not wait for the device.
-    to_device: dict[str, Any] = {"device": tokens.device, "non_blocking": True}
     pairs = zip(keys, layout.seq_lens, strict=True)
     host_sigmas = given_sigmas or [
         draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs
     ]
-    sigmas = torch.tensor(host_sigmas, dtype=torch.float32).to(**to_device)
-    noise = draw_noise(layout, keys, seed, tokens.shape[1]).to(**to_device)
+    sigmas = torch.tensor(host_sigmas, dtype=torch.float32)
+    noise = draw_noise(layout, keys, seed, tokens.shape[1])
     clean = tokens.to(torch.float32)
-    token_sigmas = sigmas[layout.segment_ids.to(**to_device)].unsqueeze(1)
+    token_sigmas = sigmas[layout.segment_ids].unsqueeze(1)
     timesteps, trained = sigmas * NUM_TRAIN_TIMESTEPS, slice(layout.num_valid)
     if any(num_cond_tokens):
-        is_cond = _cond_mask(layout, num_cond_tokens)  # on the host: nonzero would wait for the device
-        trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1).to(**to_device)
-        token_sigmas = token_sigmas.masked_fill(is_cond.to(**to_device).unsqueeze(1), 0.0)
+        is_cond = _cond_mask(layout, num_cond_tokens)
+        trained = (~is_cond[: layout.num_valid]).nonzero().squeeze(1)
+        token_sigmas = token_sigmas.masked_fill(is_cond.unsqueeze(1), 0.0)
         # A sample with conditioning tokens has a first timestep 0, even on ranks that hold none of these tokens.
         num_timesteps = torch.tensor(num_cond_tokens).gt(0).int() + 1
         index = num_timesteps.cumsum(0) - 1  # index of each sample's last timestep, 1000 * sigma
-        timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index.to(**to_device), timesteps)
+        timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index, timesteps)
     return NoisyBatch(
         tokens=(1.0 - token_sigmas) * clean + token_sigmas * noise,
         target=noise - clean,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wands.attention.packed import PackedMeta, segment_ids_of
+from wands.transfer import to_device
 
 _CHUNK = 2**24  # number of values hashed at a time, which limits temporary memory to about 100 MB
 _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
@@ -39,7 +40,7 @@ class RowKeys(dict[str, Tensor]):
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
         device = meta.segment_ids.device
-        samples = torch.tensor(meta.dropout_keys, dtype=torch.int64).to(device, non_blocking=True)
+        samples = to_device(torch.tensor(meta.dropout_keys, dtype=torch.int64), device)
         frame, row, column = meta.positions.unbind(1)
         timestep_samples = meta.timestep_samples or tuple(range(len(samples)))
         lens_of = {
@@ -52,8 +53,7 @@ class RowKeys(dict[str, Tensor]):
         for side, lens in lens_of.items():
             ids = segment_ids_of(lens)
             positions = torch.arange(len(ids)) - (torch.tensor(lens).cumsum(0) - torch.tensor(lens))[ids]
-            ids, positions = (x.to(device, non_blocking=True) for x in (ids, positions))
-            self[side] = _row_keys(samples, side, ids, positions)
+            self[side] = _row_keys(samples, side, to_device(ids, device), to_device(positions, device))
 
 
 class KeyedDropout(nn.Module):

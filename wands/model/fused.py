@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from wands.compiled import CompiledOp
+from wands.transfer import to_device
 
 CHUNK = 256
 """Number of tokens that are summed at once. The sums of the chunks of a timestep are then added."""
@@ -97,7 +98,7 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         (tokens < ends[:, None]).float()[:, :, None],
         (timesteps[:, None] == owners).float()[:, :, None],
     )
-    ids, rows, valid, chunks = (table.to(device, non_blocking=True) for table in tables)
+    ids, rows, valid, chunks = to_device(tables, device)
     return ids, rows, valid, chunks
 
 

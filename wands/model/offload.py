@@ -59,6 +59,11 @@ class _CudaCopyStream(CopyStream):
         torch.cuda.current_stream(self._device).wait_event(event)
 
 
+def new_copy_stream(device: torch.device) -> CopyStream:
+    """Return a new CUDA stream for copies, or for a device without streams an object that copies at once."""
+    return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+
+
 def detached(tensor: Tensor) -> Tensor:
     """Detach a tensor from its autograd graph.
 
@@ -90,8 +95,7 @@ class ActivationOffloader:
         self, device: torch.device, copy_stream: CopyStream | None = None, page_bytes: int = PAGE_BYTES
     ) -> None:
         self.device, self.page_bytes = device, page_bytes
-        default = partial(_CudaCopyStream, device) if device.type == "cuda" else CopyStream
-        self.copy_stream = copy_stream or default()
+        self.copy_stream = copy_stream or new_copy_stream(device)
         self.host_bytes = self.peak_host_bytes = self.reserved_bytes = 0
         self._free_pages: list[Tensor] = []
         self._groups: deque[_Group] = deque()

@@ -25,6 +25,8 @@ class Activations:
         self.video_tokens = workload.video_tokens / workload.cp_size
         self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
+        self.num_models = workload.num_models
+        self.num_batches = workload.micro_steps * self.recipe.data.prefetch
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
         self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
@@ -60,12 +62,16 @@ class Activations:
         return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of activations in host memory, as {"activations": bytes}.
+        """Return the bytes of offloaded activations and of the prefetched steps in host memory.
 
-        Return {} if the recipe offloads no activations.
+        Components without bytes are left out.
         """
         sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
-        return {"activations": sizes * self.shape.num_layers} if sizes else {}
+        # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
+        noisy = self.num_models * self.tokens * FP32 * 4 * (self.shape.in_channels + self.shape.out_channels)
+        ahead = self.num_batches * (noisy + BF16 * self.text_rows * self.shape.text_dim)
+        found = {"activations": sizes * self.shape.num_layers, "prefetched data": ahead}
+        return {name: size for name, size in found.items() if size}
 
     def _held_on_device(self, left: int) -> float:
         """Return the bytes of saved activations of all blocks on the device while one block is recomputed.

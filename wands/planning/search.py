@@ -30,6 +30,8 @@ from wands.planning.workload import Workload
 CHECKPOINTING = ("none", "selective", "offload", "full")
 SHIPPED = ("zero2", "zero3", "zero3_offload")
 """Names of the files in ds_configs/ that the search tries, from the fastest config to the config with the least GPU memory."""
+OFFLOADED = {"optimizer", "weights", "activations"}
+"""Components that a run can move from the device to host memory."""
 HOST_SHARE = 0.9
 """Fraction of a node's host memory that the ranks of the node may use for offloaded tensors."""
 
@@ -231,7 +233,7 @@ def _sort_key(candidate: Candidate) -> int:
     the search, from simple to complex. A combination with offloading counts as 15 % slower than predicted, because the
     speed of a busy host is the least certain part of the prediction.
     """
-    speed = candidate.tokens_per_second * (0.85 if candidate.memory.host else 1.0)
+    speed = candidate.tokens_per_second * (0.85 if candidate.memory.host.keys() & OFFLOADED else 1.0)
     return -round(float(np.log(speed)) * 50)
 
 

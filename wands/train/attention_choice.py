@@ -11,6 +11,7 @@ from wands.attention.packed import Segments
 from wands.distributed.bootstrap import gather_objects
 from wands.train.engine import attention_backend
 from wands.train.run import Log, TrainingRun
+from wands.transfer import to_device
 
 Choice = tuple[Backend, dict[str, str] | None]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -48,7 +49,7 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
         For each kernel, and each length of the segments in `LENGTHS`, milliseconds for a fixed number of rows.
     """
     rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
-    q, k, v, dout = rows.to(device, non_blocking=True).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)
+    q, k, v, dout = to_device(rows, device).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)
     times: dict[str, dict[int, float]] = {name: {} for name in names}
     for name, length in product(names, LENGTHS):
         backend, scale = get_backend("cudnn:1:torch" if name == "cudnn" else name), shape[-1] ** -0.5

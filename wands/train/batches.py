@@ -1,4 +1,4 @@
-"""Load the data of the next steps while the device computes the current step.
+"""Load the data of the next steps, and draw their noise, while the device computes the current step.
 
 Each rank loads only its rank slice, the part of a packed batch that the rank trains on.
 """
@@ -9,6 +9,9 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from torch import Tensor
 
 from wands.data.collate import PackingCollator, RankSlice
 from wands.data.datasets import Dataset
@@ -17,7 +20,12 @@ from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.distributed.layout import ContextLayout
+from wands.flow.noise import NoisyBatch, add_noise
 from wands.train.run import TrainingRun
+from wands.transfer import map_tensors
+
+MicroBatch = tuple[RankSlice, NoisyBatch]
+"""Type of the data of one micro step: (rank slice without its clean tokens, noisy tokens and targets)."""
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
@@ -42,6 +50,21 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
         bins = [(i,) for bin in bins for i in bin]
         bins += [()] * (num_forwards - len(bins))
     return [read_slice(run, bin, plan, grid) for bin in bins]
+
+
+def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
+    """Return the result of `rank_slices` with noise: for each trained DiT, the data of each micro step.
+
+    Noise and noise levels are functions of (seed, sample, repeat, epoch), independent of the rank and the bin.
+    """
+    flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
+    without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
+    of_experts = []
+    for expert in run.experts:
+        inputs = [(part.tokens, part.layout, part.keys, flow, seed, part.num_cond_tokens) for part in slices]
+        noisy = [add_noise(*args, expert.sigma_range) for args in inputs]
+        of_experts.append([*zip(without_tokens, noisy, strict=True)])
+    return of_experts
 
 
 def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
@@ -112,18 +135,26 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 
 
 def prefetched(
-    run: TrainingRun, grid: ParallelDims, start_step: int
-) -> Generator[tuple[StepPlan, list[RankSlice]], None, None]:
-    """Yield (packing plan, data of this rank) for each step from `start_step` on.
+    run: TrainingRun, grid: ParallelDims, start_step: int, pins: bool = False
+) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
+    """Yield (packing plan, result of `noisy_batches` on this rank) for each step from `start_step` on.
 
-    The data are one rank slice (this rank's part of a packed batch) per micro step. A thread reads `data.prefetch`
-    steps ahead, so that the device does not wait for the disk.
+    A thread reads and draws noise for `data.prefetch` steps ahead, so that the device does not wait for the disk or the host.
+
+    Args:
+        run: the checked training run.
+        grid: parallel dimensions of the rank.
+        start_step: number of optimizer steps that the run has made.
+        pins: whether to pin the memory of the data, which a GPU copies from while it computes.
     """
     plans = run.sampler.iterate(start_step)
 
-    def read_next() -> tuple[StepPlan, list[RankSlice]] | None:
+    def read_next() -> tuple[StepPlan, list[list[MicroBatch]]] | None:
         plan = next(plans, None)
-        return None if plan is None else (plan, rank_slices(run, plan, grid))
+        if plan is None:
+            return None
+        batches = noisy_batches(run, plan, grid)
+        return plan, map_tensors(batches, Tensor.pin_memory) if pins else batches
 
     if run.recipe.data.prefetch == 0:
         yield from iter(read_next, None)

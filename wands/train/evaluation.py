@@ -40,6 +40,7 @@ from wands.train.metrics import StepLog
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
+from wands.transfer import to_device
 
 EPOCH = -1
 """Epoch number from which the noise of evaluations is drawn. Training uses the epochs 0, 1, 2 and so on."""
@@ -219,10 +220,10 @@ def measure(
         host_slice = read_rows_of_bin(collator, rows, repeat_indices=quantiles, epoch=EPOCH, grid=groups.dims)
         if not proceed():
             return None
-        batch = host_slice.to(device)
-        inputs = batch.tokens, batch.layout, batch.keys, run.recipe.flow, seed, batch.num_cond_tokens
-        # An empty bin has one padding token.
-        noisy = add_noise(*inputs, given_sigmas=[sample.sigma for sample in used] or [0.5])
+        inputs = host_slice.tokens, host_slice.layout, host_slice.keys, run.recipe.flow, seed
+        sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
+        noisy = add_noise(*inputs, host_slice.num_cond_tokens, given_sigmas=sigmas)
+        batch, noisy = to_device((host_slice, noisy), device)
         tokens = batch.model_input(noisy.tokens)
         pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
         pair = pred[noisy.trained].double(), noisy.target[noisy.trained].double()

@@ -72,30 +72,31 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
     compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
 
-    prefetcher = contextlib.closing(prefetched(run, groups.dims, start_step))
-    with events, contextlib.closing(saver), prefetcher as batches, memory_snapshots(trainer):
+    batches = prefetched(run, groups.dims, start_step, pins=device.type == "cuda")
+    prefetcher = contextlib.closing(batches)
+    with events, contextlib.closing(saver), prefetcher, memory_snapshots(trainer):
         if evaluator and evaluator.is_missing(start_step):
             evaluator.evaluate(start_step)
         if samples and start_step == 0:
             samples.write(0)
         watchdog.begin_work("the first step")
         started = time.perf_counter()
-        for (plan, slices), own_wait in profiled_steps(trainer, _timed(batches), start_step):
+        for (plan, of_experts), own_wait in profiled_steps(trainer, _timed(batches), start_step):
             lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
-            step, inputs = plan.step + 1, (slices, run, groups, device, run.denominator(plan))
+            step, shared = plan.step + 1, (run, groups, device, run.denominator(plan))
             events.step = step
-            trained = zip(run.experts, engines.values(), bad_steps.judges(plan), strict=True)
+            trained = zip(engines.values(), of_experts, bad_steps.judges(plan), strict=True)
             blocks_every = recipe.logging.blocks_every
             measures = bool(blocks_every and step % blocks_every == 0)
             results = [
-                train_step(engine, *inputs, expert.sigma_range, is_bad, measures)
-                for expert, engine, is_bad in trained
+                train_step(engine, micro_batches, *shared, is_bad, measures)
+                for engine, micro_batches, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
             own_request = requests.poll(rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
-            sums = torch.cat([own_losses.double(), sigma_sums(results, groups.dims).to(device)])
+            sums = torch.cat([own_losses.double(), sigma_sums(results, groups.dims)])
             numbers = (own_wait, float(saver.is_writing), *memory_peaks(device), *own_request)
             maxima = torch.tensor(numbers, dtype=torch.float64, device=device)
             dist.all_reduce(sums)

@@ -21,6 +21,7 @@ from wands.train.run import TrainingRun
 from wands.train.step import StepResult
 from wands.train.terminal import Terminal
 from wands.train.trainer import Trainer
+from wands.transfer import to_device
 
 NUM_SIGMAS = 10
 """Number of equal ranges of the noise level for which the loss is reported."""
@@ -113,17 +114,19 @@ class StepLog:
 def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tensor:
     """Return (sum of the losses, number of clips) of this rank's clips for each of the 10 ranges of the noise level.
 
-    The pairs are flattened: float64 [20].
+    The pairs are flattened: float64 [20], on the device of the results.
 
     Args:
         results: result of each trained DiT on this rank.
         grid: parallel dimensions of this rank. All ranks of a context-parallel group have the same clips, so only the first
             rank of a group counts them. The other ranks return zeros.
     """
-    sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64)
-    for item in [item for result in results for item in result.samples if grid.cp_rank == 0]:
-        row = min(int(item.sigma * NUM_SIGMAS), NUM_SIGMAS - 1)
-        sums[row] += torch.tensor([item.loss, 1.0], dtype=torch.float64)
+    device = results[0].errors.device
+    sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64, device=device)
+    for result in results if grid.cp_rank == 0 else ():
+        rows = torch.tensor([min(int(sigma * NUM_SIGMAS), NUM_SIGMAS - 1) for _, sigma, _ in result.clips])
+        counts = to_device(torch.tensor([weight > 0 for *_, weight in result.clips]).double(), device)
+        sums.index_add_(0, to_device(rows, device), torch.stack([result.errors * counts, counts], dim=1))
     return sums.flatten()
 
 

@@ -25,7 +25,7 @@ from wands.files import write_text
 from wands.train.trainer import Trainer
 
 T = TypeVar("T")
-NAMED = ("projections", "ffn", "norm", "noise", "optimizer", "data wait")
+NAMED = ("projections", "ffn", "norm", "copies", "optimizer", "data wait")
 """Scopes (parts of a step) whose profiler events have the name of the scope."""
 SCOPES = {name: name for name in NAMED} | {
     "attention": "wands::ring_|_PaddedAttention|_VarlenAttention",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from wands.data.collate import RankSlice
 from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
-from wands.flow.noise import add_noise
+from wands.flow.rng import SampleKey
 from wands.flow.sigmas import sigma_weight
+from wands.model.offload import CopyStream, new_copy_stream
+from wands.train.batches import MicroBatch
 from wands.train.block_norms import measure_blocks
 from wands.train.run import TrainingRun
+from wands.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -43,30 +45,48 @@ class SampleLoss:
 class StepResult:
     """Result of one optimizer step on one rank.
 
+    The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
+
     Attributes:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks,
             divided by the result of `TrainingRun.count`.
-        samples: loss of each sample in the bins of this rank.
-        grad_norm: norm of the whole gradient before clipping, which is equal on every rank.
+        clips: (key of the random numbers, noise level, weight) of each sample in the bins of this rank. A padding sample,
+            which fills an empty bin, has the weight 0.
+        errors: fp64, for each of `clips` the mean squared error over the trained tokens.
+        norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
         blocks: result of `measure_blocks`; empty if the blocks were not measured.
     """
 
     loss: torch.Tensor
-    samples: list[SampleLoss]
-    grad_norm: float
+    clips: Sequence[tuple[SampleKey, float, float]]
+    errors: torch.Tensor
+    norm: torch.Tensor | float
     skipped: bool
     blocks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @cached_property
+    def grad_norm(self) -> float:
+        """`norm` as a number."""
+        return float(self.norm)
+
+    @cached_property
+    def samples(self) -> list[SampleLoss]:
+        """Loss of each sample in the bins of this rank, without padding samples."""
+        return [
+            SampleLoss(key.sample_id, key.repeat_index, key.epoch, sigma, loss)
+            for (key, sigma, weight), loss in zip(self.clips, self.errors.tolist(), strict=True)
+            if weight > 0
+        ]
 
 
 def train_step(
     engine: Any,
-    slices: list[RankSlice],
+    batches: Sequence[MicroBatch],
     run: TrainingRun,
     groups: ProcessGroups,
     device: torch.device,
     denominator: float,
-    sigma_range: tuple[float, float] = (0.0, 1.0),
     is_bad: Callable[[torch.Tensor, float], bool] | None = None,
     measures_blocks: bool = False,
 ) -> StepResult:
@@ -74,27 +94,20 @@ def train_step(
 
     Args:
         engine: DeepSpeed engine of a DiT.
-        slices: for each micro step, the part of the packed batch that this rank trains on. All ranks have the same
-            number of micro steps.
+        batches: for each micro step, the part of the packed batch that this rank trains on, in host memory. All ranks have
+            the same number of micro steps.
         run: the checked training run.
         groups: process groups of this rank.
         device: device of the engine.
         denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided.
-        sigma_range: (lowest, highest) noise level of the expert that the engine trains.
         is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
             norm of the whole gradient. Its result must be equal on all ranks. None keeps every update.
         measures_blocks: whether to measure the gradient and the update of each block.
     """
     recipe = run.recipe
-    total, micro_losses = torch.zeros((), device=device), []
-    for number, host_slice in enumerate(slices, start=1):
-        batch = host_slice.to(device)
-        # A function of (seed, sample, repeat, epoch), independent of the rank and the bin.
-        noise_args = (batch.keys, recipe.flow, recipe.train.seed, batch.num_cond_tokens, sigma_range)
-        with record_function("noise"):
-            noisy = add_noise(batch.tokens, batch.layout, *noise_args)
-
-        engine.set_gradient_accumulation_boundary(number == len(slices))
+    total, micro_errors = torch.zeros((), device=device), []
+    for number, (batch, noisy) in enumerate(_on_device(batches, device), start=1):
+        engine.set_gradient_accumulation_boundary(number == len(batches))
         tokens = batch.model_input(noisy.tokens)
         pred = engine(tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
 
@@ -108,16 +121,24 @@ def train_step(
         engine.backward(loss * (run.world_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
-        micro_losses.append((host_slice, noisy.sigmas, errors))
+        micro_errors.append(errors)
     unpartitioned = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
     finish = measure_blocks(engine) if measures_blocks else None
-    skipped, grad_norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
-    # The losses are read after the step, because a read makes the host wait for the device.
+    skipped, norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
+    sums = torch.cat(micro_errors)
+    if groups.cp is not None:  # each rank has the sums over its local tokens
+        dist.all_reduce(sums, group=groups.cp)
+    lens = torch.tensor([n for part, _ in batches for n in part.trained_lens], dtype=torch.float64)
+    clips = [
+        clip
+        for part, noisy in batches
+        for clip in zip(part.keys, noisy.sigmas.tolist(), part.weights.tolist(), strict=True)
+    ]
     blocks = finish() if finish else {}
-    return StepResult(total, _sample_losses(micro_losses, groups), grad_norm, skipped, blocks)
+    return StepResult(total, clips, sums.double() / to_device(lens, device), norm, skipped, blocks)
 
 
-def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
+def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
     """Update the weights. If `is_bad` returns True for the gradient norm, discard the update instead.
 
     ZeRO computes the norm inside `engine.step`, where it also discards updates whose gradients overflow. This function marks
@@ -129,13 +150,13 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
         is_bad: function that takes the gradient norm as a float. None keeps every update.
 
     Returns:
-        (whether the update was discarded, gradient norm).
+        (whether the update was discarded, gradient norm as a float or as a tensor on the device).
     """
     from deepspeed.runtime.utils import combine_grad_norm_groups
 
     if is_bad is None:
         engine.step()
-        return False, float(engine.get_global_grad_norm() if norm is None else norm)
+        return False, engine.get_global_grad_norm() if norm is None else norm
     optimizer, stage, bad = engine.optimizer, engine.zero_optimization_stage(), False
 
     def judge(**_: Any) -> Any:
@@ -159,31 +180,27 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, float]:
     return bad, float(norm)
 
 
-def _sample_losses(
-    micro_losses: list[tuple[RankSlice, torch.Tensor, torch.Tensor]], groups: ProcessGroups
-) -> list[SampleLoss]:
-    """Return the loss of each sample of a step. Padding samples, which have weight 0 and fill empty bins, are left out.
+def _on_device(batches: Sequence[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
+    """Yield each batch on the device. While the device computes, a copy stream copies the next batch."""
+    copies = _copy_stream(device)
 
-    Args:
-        micro_losses: for each micro step, the tuple (this rank's part of the packed batch, noise level of each sample, sum
-            of squared errors of each sample over this rank's tokens).
-        groups: process groups of this rank.
-    """
-    sums = torch.cat([errors for _, _, errors in micro_losses])
-    if groups.cp is not None:  # each rank has the sum over its local tokens
-        dist.all_reduce(sums, group=groups.cp)
-    losses = []
-    for host_slice, sigmas, errors in micro_losses:
-        sample_sums, sums = sums[: len(errors)].tolist(), sums[len(errors) :]
-        lens, weights = host_slice.trained_lens, host_slice.weights.tolist()
-        losses += [
-            SampleLoss(key.sample_id, key.repeat_index, key.epoch, sigma, error / num_tokens)
-            for key, sigma, error, num_tokens, weight in zip(
-                host_slice.keys, sigmas.tolist(), sample_sums, lens, weights, strict=True
-            )
-            if weight > 0
-        ]
-    return losses
+    def start(batch: MicroBatch) -> tuple[list[MicroBatch], Any]:
+        copied: list[MicroBatch] = []
+        with record_function("copies"):
+            return copied, copies.run(lambda: copied.append(to_device(batch, device)))
+
+    ahead = start(batches[0])
+    for following in (*batches[1:], None):
+        [batch], event = ahead
+        copies.wait(event)
+        ahead = start(following) if following else ahead
+        yield batch
+
+
+@cache
+def _copy_stream(device: torch.device) -> CopyStream:
+    """Return the copy stream of all steps. PyTorch's allocator keeps separate memory for each stream."""
+    return new_copy_stream(device)
 
 
 def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:

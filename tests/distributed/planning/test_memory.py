@@ -116,7 +116,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
 
                 average = WeightAverage(engine, run.recipe.ema, 0)
             for step in range(5):
-                plan, mine = next(batches)
+                plan, [mine] = next(batches)
                 if step > 1:
                     peak.mark()
                 train_step(engine, mine, run, groups, device, run.denominator(plan))

@@ -24,7 +24,7 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.loading import build_empty
 from wands.train import loop
-from wands.train.batches import rank_slices
+from wands.train.batches import noisy_batches
 from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.engine import build_engine, build_model, build_schedule
 from wands.train.engine_state import Fragment
@@ -94,7 +94,7 @@ def record(
         plan = training_run.sampler.step_plan(step)
         train_step(
             engine,
-            rank_slices(training_run, plan, groups.dims),
+            *noisy_batches(training_run, plan, groups.dims),
             training_run,
             groups,
             device,

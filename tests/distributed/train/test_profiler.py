@@ -20,7 +20,17 @@ from wands.variants import TEXT_LEN
 
 STEPS = ("train.max_steps=3", "train.bins_per_step=1", "data.prefetch=0")
 WINDOW = "profile={start: 2, steps: 1}"
-ALWAYS = {"attention", "projections", "ffn", "norm", "modulation", "noise", "optimizer", "data wait", "other"}
+ALWAYS = {
+    "attention",
+    "projections",
+    "ffn",
+    "norm",
+    "modulation",
+    "copies",
+    "optimizer",
+    "data wait",
+    "other",
+}
 Rows = dict[str, list[float]]
 
 
@@ -73,14 +83,14 @@ def test_a_profiled_run_is_the_run(
     names = {path.name for path in (watched / "profile").iterdir()}
     assert names == {"rank0_step_000002.json.gz", "rank0_step_000002.txt"}
     trace = json.loads(gzip.decompress((watched / "profile" / "rank0_step_000002.json.gz").read_bytes()))
-    named = {"ffn", "noise", "wands::ring_forward"} | scopes & {"ZeRO gather", "ring hop"}
+    named = {"ffn", "copies", "wands::ring_forward"} | scopes & {"ZeRO gather", "ring hop"}
     assert named <= {event.get("name") for event in trace["traceEvents"]}
     text = (watched / "profile" / "rank0_step_000002.txt").read_text()
     assert text.startswith("profile of rank 0, steps 2 to 2: ")
     assert text.splitlines()[-1].startswith("one step: ")
     # Two blocks run once in each micro step, and again in the backward pass under checkpointing.
     again = 1 if more.endswith("none") else 2
-    micro_steps = tables[0]["noise"][0]
+    micro_steps = tables[0]["copies"][0]
     assert tables[0]["ffn"][0] == 2 * micro_steps * again
     assert tables[0]["optimizer"][0] == tables[0]["data wait"][0] == 1
 

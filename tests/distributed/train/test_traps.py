@@ -16,9 +16,8 @@ from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
-from wands.flow.noise import add_noise
 from wands.model.files.checkpoint_files import find_checkpoint, load_state
-from wands.train.batches import rank_slices
+from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 
@@ -37,7 +36,7 @@ def run_with_a_resume_bug(
 
     if bug == "data":
         right = loop.prefetched
-        loop.prefetched = lambda run, grid, step: right(run, grid, 0)
+        loop.prefetched = lambda run, grid, step, pins: right(run, grid, 0, pins)
     elif bug == "optimizer":
 
         def weights_only(engines: dict[str, Any], path: Path) -> None:
@@ -146,7 +145,9 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     plan = run.sampler.step_plan(0)
     assert all(plan.bins)
     groups = ProcessGroups(run.grid(0))
-    train_step(engine, rank_slices(run, plan, groups.dims), run, groups, device, plan.denominators["sample"])
+    train_step(
+        engine, *noisy_batches(run, plan, groups.dims), run, groups, device, plan.denominators["sample"]
+    )
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()
@@ -179,8 +180,7 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
         run = make_run(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
         plan = run.sampler.step_plan(0)
-        for shard in rank_slices(run, plan, run.grid(0)):
-            add_noise(shard.tokens, shard.layout, shard.keys, run.recipe.flow, run.recipe.train.seed)
+        noisy_batches(run, plan, run.grid(0))
     return asked
 
 

@@ -22,7 +22,7 @@ from wands.distributed.layout import ContextLayout
 from wands.flow import sigmas as sigmas_module
 from wands.flow.noise import NoisyBatch, add_noise
 from wands.flow.rng import philox
-from wands.train import step as step_module
+from wands.train import batches
 from wands.variants import Variant
 
 # ---- experts: the range in another space, the wrong one, the boundary on the wrong side
@@ -130,7 +130,7 @@ def _with_noisy(change: Callable[[NoisyBatch, ContextLayout], NoisyBatch]) -> An
     def bent(tokens: Any, layout: ContextLayout, *args: Any) -> NoisyBatch:
         return change(add_noise(tokens, layout, *args), layout)
 
-    return mock.patch.object(step_module, "add_noise", bent)
+    return mock.patch.object(batches, "add_noise", bent)
 
 
 def loss_on_the_first_frame() -> Any:
@@ -191,12 +191,12 @@ def mask_left_out() -> Any:
 
 
 def picture_of_another_sample() -> Any:
-    right = RankSlice.to
+    right = PackedBatch.rank_slice
     return mock.patch.object(
-        RankSlice,
-        "to",
-        lambda self, device: (lambda s: replace(s, image_embeds=s.image_embeds.roll(1, 0)))(
-            right(self, device)
+        PackedBatch,
+        "rank_slice",
+        lambda self, layout: (lambda s: replace(s, image_embeds=s.image_embeds.roll(1, 0)))(
+            right(self, layout)
         ),
     )
 

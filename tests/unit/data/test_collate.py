@@ -70,7 +70,7 @@ def test_an_empty_bin_is_one_zero_token_of_no_weight():
 
 def test_the_shard_of_a_lone_rank_is_the_whole_batch():
     batch = collator()(THREE, [0, 0, 0], 0)
-    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens)).to("cpu")
+    shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
     assert torch.equal(shard.tokens, batch.tokens)
     assert shard.meta.local_seq_lens == (2, 12, 2)
     assert shard.meta.text_lens == (3, 1, 5)

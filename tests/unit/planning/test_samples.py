@@ -117,7 +117,7 @@ def test_a_plan_counts_samples() -> None:
     """The VAE that decodes a large video needs more memory than the training on small clips."""
     options = {"gpus": 8, "hardware": "h100", "clips": 100, "frames": 5}
     keys, sample = (
-        ("packing.max_tokens=3120",),
+        ("packing.max_tokens=3120", "data.prefetch=0"),
         "sample={every: 100, prompts: [a], height: 1280, width: 1280}",
     )
     without, report = (

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.runs import make_run
 from wands.data import collate
+from wands.flow.noise import NoisyBatch, add_noise
 from wands.train import batches
 from wands.train.batches import rank_slices
 from wands.train.run import TrainingRun
@@ -98,3 +101,36 @@ def test_a_mistake_on_the_way_is_noticed(
     with pytest.raises(AssertionError) as caught:
         shards_of(run)
     assert caught.traceback[-1].name == where
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_noise_is_drawn_and_pinned_ahead(
+    prefetch: int, monkeypatch: pytest.MonkeyPatch, tiny_pipeline: Path, tmp_path: Path
+):
+    run = make_run(
+        tiny_pipeline, tmp_path, ("train.bins_per_step=2", f"data.prefetch={prefetch}"), world_size=1
+    )
+    threads, pinned = set[str](), set[int]()
+
+    def draw(*args: Any) -> NoisyBatch:
+        threads.add(threading.current_thread().name)
+        return add_noise(*args)
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.add(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(batches, "add_noise", draw)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    steps = batches.prefetched(run, run.grid(0), 1, pins=True)
+    plan, [found] = next(steps)
+    steps.close()
+    assert threads == {"wands-prefetch_0" if prefetch else "MainThread"}
+    flow = run.recipe.flow
+    for (part, noisy), clean in zip(found, rank_slices(run, plan, run.grid(0)), strict=True):
+        assert len(part.tokens) == 0
+        wanted = add_noise(clean.tokens, clean.layout, clean.keys, flow, run.recipe.train.seed)
+        for name in ("tokens", "target", "sigmas", "timesteps"):
+            assert torch.equal(getattr(noisy, name), getattr(wanted, name))
+            assert id(getattr(noisy, name)) in pinned
+        assert {id(part.text_embeds), id(part.weights), id(part.meta.positions)} <= pinned

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.fake_wandb import SOURCE
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
+from wands.flow.rng import SampleKey
 from wands.train import trackers
 from wands.train.metrics import StepLog, curves, sigma_sums
-from wands.train.step import SampleLoss
 from wands.train.trackers import Trackers, check_trackers
 
 
@@ -102,8 +103,9 @@ def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_clips_of_a_context_parallel_group_count_once():
-    samples = [SampleLoss("a", 0, 0, sigma, loss) for sigma, loss in ((0.0, 0.1), (0.05, 0.2), (1.0, 4.0))]
-    results = [SimpleNamespace(samples=samples), SimpleNamespace(samples=samples[:1])]
+    key, errors = SampleKey("a", 0, 0), torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
+    clips = [(key, sigma, weight) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))]
+    results = [SimpleNamespace(clips=clips[:n], errors=errors[:n]) for n in (4, 1)]
     first, second = (sigma_sums(results, SimpleNamespace(cp_rank=rank)) for rank in (0, 1))
     assert first.tolist() == [0.1 + 0.2 + 0.1, 3, *[0] * 16, 4.0, 1]
     assert not second.any()

@@ -38,6 +38,7 @@ from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
+from wands.transfer import to_device
 
 GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
 TEXT_LENS = [9, 40, 1]
@@ -176,10 +177,11 @@ class PackedSamples:
             Velocities and gradients, equal on all ranks that share the bin.
         """
         device, mine = self.setup.device, layout or self.whole
-        shard = self.batch.rank_slice(mine).to(device)
+        shard = self.batch.rank_slice(mine)
         noisy = add_noise(
             shard.tokens, mine, shard.keys, self.flow, SEED, shard.num_cond_tokens, self.sigma_range
         )
+        shard, noisy = to_device((shard, noisy), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             tokens = shard.model_input(noisy.tokens)
             out = model(tokens, shard.meta, noisy.timesteps, shard.text_embeds, shard.image_embeds)

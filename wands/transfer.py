@@ -1,0 +1,36 @@
+"""Copies of tensors from the host to a device that the host does not wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(value: Any, device: torch.device | str) -> Any:
+    """Copy a tensor, or all tensors in dataclasses, lists and tuples, to a device. The host does not wait for the copies.
+
+    CUDA copies without waiting only from pinned host memory. So this function pins tensors that are not pinned.
+    """
+    return map_tensors(value, partial(_copy, device=torch.device(device)))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a copy of `value` in which `change` has replaced every tensor, also in dataclasses, lists and tuples."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{name: map_tensors(item, change) for name, item in vars(value).items()})
+    return value
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
