@@ -1,6 +1,7 @@
 # Sourced by demo.sh, test.sh, gpu.sh and .ci/run: `source scripts/setup.sh EXTRA`. Makes .venv with wands[EXTRA] in it, activates it and sets the
 # variables that a run on this machine needs. A second call finds everything in place and takes no time.
 # WANDS_VENV=DIR puts the environment elsewhere; WANDS_VENV=none takes the Python that is there, with what is installed in it.
+# With WANDS_VENV=none, WANDS_WHEELS=DIR adds the wheels of a folder, without a network (scripts/wheelhouse.sh fills the folder).
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${WANDS_VENV:-$ROOT/.venv}"
 SETUP="$ROOT/.setup"
@@ -28,6 +29,16 @@ has_this_wands() {
 
 stamp="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints.txt" | cksum | cut -d' ' -f1)"
 if [ "$VENV" = none ]; then
+  if [ -n "${WANDS_WHEELS:-}" ]; then
+    site="$SETUP/site" # not into the environment, which may be read-only or belong to the system
+    wheels="$(cksum "$WANDS_WHEELS"/*.whl | cksum)"
+    if [ "$(cat "$site/.wheels" 2>/dev/null)" != "$wheels" ]; then
+      rm -rf "$site"
+      python -m pip install --quiet --disable-pip-version-check --no-index --no-deps --no-compile --target "$site" "$WANDS_WHEELS"/*.whl
+      echo "$wheels" >"$site/.wheels"
+    fi
+    export PATH="$site/bin:$PATH" PYTHONPATH="$ROOT:$site${PYTHONPATH:+:$PYTHONPATH}"
+  fi
   for needed in python wands deepspeed; do
     command -v "$needed" >/dev/null || { echo "WANDS_VENV=none: no $needed on the PATH; pip install -e '$ROOT[$extra]' first" >&2; exit 2; }
   done

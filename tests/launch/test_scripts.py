@@ -82,40 +82,80 @@ esac
 """
 
 
-def run_gpu(folder: Path, gpus: int, failing: str = "nothing") -> subprocess.CompletedProcess[str]:
+def run_gpu(
+    folder: Path, gpus: int, *options: str, failing: str = "nothing", end: str = "exit 3"
+) -> subprocess.CompletedProcess[str]:
     for name in ("python", "wands", "deepspeed", "nvidia-smi"):
-        (folder / name).write_text(PYTHON.format(gpus=gpus, failing=failing, root=ROOT))
+        text = PYTHON.format(gpus=gpus, failing=failing, root=ROOT)
+        (folder / name).write_text(text.replace("exit 3", end))
         (folder / name).chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
-    environment |= {"PATH": f"{folder}:/usr/bin:/bin", "WANDS_VENV": "none"}
-    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(folder / "out")]
+    environment |= {"PATH": f"{folder}:/usr/bin:/bin", "WANDS_VENV": "none", "WANDS_CLIPS": "clips"}
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), "--out", str(folder / "out"), *options]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+STAGES = ("attention", "block", "step", "tests", "memory", "infer", "compare")
 
 
 def test_gpu_runs_everything_and_sums_up(tmp_path: Path):
     done = run_gpu(tmp_path, 1)
     assert done.returncode == 0, done.stderr
     assert "results on 1 x NVIDIA Test" in done.stdout
-    assert done.stdout.splitlines()[-3:] == [
-        f"{name:18} passed" for name in ("tests", "bench_step", "bench_memory")
-    ]
-    assert (tmp_path / "out" / "tests.log").read_text() == "ran -m pytest -m gpu\n"
+    assert done.stdout.splitlines()[-7:] == [f"{name:18} passed" for name in STAGES]
+    ran = (tmp_path / "out" / "block.log").read_text()
+    assert ran == f"ran scripts/gpu_stages.py block --device cuda --out {tmp_path}/out\n"
 
 
-def test_gpu_goes_on_after_a_failure_and_says_so(tmp_path: Path):
-    done = run_gpu(tmp_path, 4, failing="bench_step.py")
+def test_gpu_continues_after_a_failure_and_runs_only_the_named_stages(tmp_path: Path):
+    chosen = ("--only", "attention", "--only", "step", "--set", "model.dropout=0.1")
+    done = run_gpu(tmp_path, 4, *chosen, failing="stages.py attention")
     assert done.returncode == 1
-    ends = ["passed", "failed (3)", "passed", "passed"]
-    names = ("tests", "bench_step", "bench_memory", "bench_attention")
-    assert done.stdout.splitlines()[-4:] == [
-        f"{name:18} {end}" for name, end in zip(names, ends, strict=True)
-    ]
+    ends = {"attention": "failed (3)", "bench_attention": "passed", "step": "passed"}
+    assert done.stdout.splitlines()[-3:] == [f"{name:18} {end}" for name, end in ends.items()]
+    assert (tmp_path / "out" / "step.log").read_text().endswith("--set model.dropout=0.1\n")
 
 
-def test_gpu_needs_one(tmp_path: Path):
+def test_gpu_ends_a_stage_after_its_limit(tmp_path: Path):
+    options = ("--only", "block", "--only", "step", "--limit", "1")
+    done = run_gpu(tmp_path, 1, *options, failing="stages.py block", end="exec sleep 60")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-2:] == [f"{'block':18} ended after 1 s", f"{'step':18} passed"]
+
+
+def test_gpu_refuses_what_it_cannot_run(tmp_path: Path):
     done = run_gpu(tmp_path, 0)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "finds no GPU here" in done.stderr
+    done = run_gpu(tmp_path, 1, "--only", "blocks")
+    assert done.returncode == 2
+    assert "--only blocks is not a stage; use one of attention block" in done.stderr
+    done = run_gpu(tmp_path, 0, "--only", "block", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "block --device cpu" in done.stdout
+
+
+def test_wheels_of_a_folder_are_installed_once(tmp_path: Path):
+    """WANDS_WHEELS: packages go into .setup/site, and the wands of this checkout is imported before the installed one."""
+    (tmp_path / "a.whl").write_text("wheel")
+    (tmp_path / "root" / "scripts").mkdir(parents=True)
+    for name in ("pyproject.toml", "scripts/setup.sh", "scripts/constraints.txt"):
+        (tmp_path / "root" / name).write_text((ROOT / name).read_text())
+    for name in ("python", "wands", "deepspeed"):
+        text = PYTHON.format(gpus=0, failing="nothing", root=tmp_path / "root")
+        # "pip install --target SITE" makes the folder.
+        (tmp_path / name).write_text(
+            text.replace("echo ran", f"mkdir -p {tmp_path}/root/.setup/site; echo ran")
+        )
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "root" / "wands").mkdir()
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "WANDS_VENV": "none", "WANDS_WHEELS": str(tmp_path)}
+    command = f"source {tmp_path}/root/scripts/setup.sh dev && echo path $PYTHONPATH"
+    for installs in (True, False):
+        done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert (f"--target {tmp_path}/root/.setup/site {tmp_path}/a.whl" in done.stdout) == installs
+        assert f"path {tmp_path}/root:{tmp_path}/root/.setup/site\n" in done.stdout
 
 
 def test_setup_takes_only_a_whole_environment(tmp_path: Path):

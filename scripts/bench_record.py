@@ -1,0 +1,165 @@
+"""Append results of the benchmarks to a record, one line for each commit, and print what has changed.
+
+    bash scripts/gpu.sh --only compare --out gpu_out
+    python scripts/bench_record.py record.jsonl gpu_out/compare.json gpu_out/memory.json
+
+The arguments are the JSON files of scripts/gpu.sh. Every number is compared with the newest line of the record that has the
+same stage, machine and overrides. Counts, sizes and ratios repeat on the same machine and are compared exactly, within
+--tolerance. Times vary from run to run, so a time is printed only if it changes by more than 10 times the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Rows = list[dict[str, Any]]
+TIMES = ("s", "ms", "/s")
+"""Last words of the names of numbers that are a time or a speed."""
+
+
+class Results:
+    """Results of one stage: DIR/STAGE.json and DIR/STAGE.txt, written again after every part.
+
+    Args:
+        folder: DIR.
+        stage: STAGE.
+        device: "cuda" or "cpu".
+        overrides: recipe overrides of the run.
+
+    Attributes:
+        failed: whether a part has raised an error.
+    """
+
+    def __init__(self, folder: Path, stage: str, device: str, overrides: Sequence[str] = ()) -> None:
+        self.failed, self._path, self._device = False, folder / f"{stage}.json", device
+        self._data: dict[str, Any] = {
+            "stage": stage,
+            "commit": commit(),
+            "machine": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+            "torch": torch.__version__,
+            "overrides": list(overrides),
+            "parts": {},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write(f"{stage} on {self._data['machine']}, torch {torch.__version__}, {self._data['commit']}")
+
+    def run(self, name: str, measure: Callable[[], Rows]) -> None:
+        """Run a part, print its table, and write all results. An error of the part is a result, too."""
+        started = time.perf_counter()
+        try:
+            part: dict[str, Any] = {"rows": measure()}
+            text = format_rows(part["rows"])
+        except Exception as error:  # one kernel or size that fails must not lose the others
+            self.failed, text = True, f"error: {type(error).__name__}: {error}"
+            part = {"error": text}
+        part["seconds"] = round(time.perf_counter() - started, 1)
+        self._data["parts"][name] = part
+        gc.collect()
+        if self._device == "cuda":
+            torch.cuda.empty_cache()
+        self._write(f"\n{name} ({part['seconds']} s)\n{text}", mode="a")
+
+    def _write(self, text: str, mode: str = "w") -> None:
+        print(text, flush=True)
+        with open(self._path.with_suffix(".txt"), mode) as table:
+            table.write(text + "\n")
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._data, indent=1))
+        os.replace(temporary, self._path)
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with "+" if files have changed; "unknown" outside of a checkout."""
+    folder = Path(__file__).parent
+    texts = []
+    for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return "unknown"
+        texts.append(done.stdout.strip())
+    return texts[0] + "+" * bool(texts[1])
+
+
+def format_rows(rows: Rows) -> str:
+    """Return rows as a table. A column is as wide as its longest cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield (part / row / column, number) of the JSON of a stage. The first column of a row is its name."""
+    for part, content in result["parts"].items():
+        for row in content.get("rows", ()):
+            title = next((str(value) for value in row.values() if isinstance(value, str)), "")
+            for column, value in row.items():
+                if isinstance(value, int | float):
+                    yield f"{part} / {title} / {column}", float(value)
+
+
+def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> list[str]:
+    """Return a line for each number that has changed by more than the tolerance, and for each part that now fails."""
+    old, lines = dict(numbers_of(before)), []
+    for name, value in numbers_of(after):
+        allowed = tolerance * (
+            10 if name.endswith(tuple(f" {unit}" for unit in TIMES)) or name.endswith("/s") else 1
+        )
+        if name in old and abs(value - old[name]) > allowed * abs(old[name]):
+            lines.append(f"{name}: {_cell(old[name])} -> {_cell(value)}")
+    for part, content in after["parts"].items():
+        if "error" in content and "error" not in before["parts"].get(part, {}):
+            lines.append(f"{part}: {content['error']}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("record", type=Path, help="file to append to; it is created if it does not exist")
+    parser.add_argument("results", type=Path, nargs="+", help="JSON files of scripts/gpu.sh")
+    parser.add_argument("--tolerance", type=float, default=0.02, help="largest change that is not printed")
+    args = parser.parse_args()
+    lines = args.record.read_text().splitlines() if args.record.is_file() else []
+    earlier = [json.loads(line) for line in lines]
+    with open(args.record, "a") as record:
+        for path in args.results:
+            result = json.loads(path.read_text())
+            same = [
+                row
+                for row in earlier
+                if all(row[key] == result[key] for key in ("stage", "machine", "overrides"))
+            ]
+            record.write(json.dumps(result) + "\n")
+            if not same:
+                print(f"{result['stage']}: the first line for {result['machine']}")
+                continue
+            found = changes(same[-1], result, args.tolerance)
+            print(f"{result['stage']}, {same[-1]['commit']} -> {result['commit']}: {len(found)} changes")
+            print("\n".join(f"  {line}" for line in found))
+
+
+if __name__ == "__main__":
+    main()

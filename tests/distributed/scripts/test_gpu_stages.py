@@ -1,0 +1,116 @@
+"""Every stage of scripts/gpu.sh, rehearsed on the CPU with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import gpu_stages
+import pytest
+from bench_peers import KINDS
+from bench_record import Results
+
+STEP = ["attention.backend=cpu", "model.checkpointing=full"]
+
+
+def rehearse(
+    stages: Sequence[str], out: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = KINDS
+) -> dict[str, Any]:
+    """Run stages in this process, with commands of wands in the same process. Return the parts of each stage."""
+    from click.testing import CliRunner
+
+    from wands.cli import main
+
+    def run_wands(arguments: Sequence[str]) -> None:
+        done = CliRunner().invoke(main, arguments)
+        assert done.exit_code == 0, done.output
+
+    gpu_stages.run_wands, gpu_stages.bench_peers.KINDS = run_wands, kinds
+    gpu_stages.time_calls = lambda work, device, rounds=5: (work(), (2.0, 1.0))[1]
+    parts = {}
+    for stage in stages:
+        sys.argv = ["gpu_stages.py", stage, "--device", "cpu", "--out", str(out)]
+        sys.argv += [part for text in overrides for part in ("--set", text)]
+        gpu_stages.main()
+        parts[stage] = json.loads((out / f"{stage}.json").read_text())["parts"]
+    return parts
+
+
+def rows_of(parts: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    assert "rows" in parts[name], parts[name]
+    return parts[name]["rows"]
+
+
+def check_comparison(parts: dict[str, Any], kind: str) -> None:
+    table = {row["variant"]: row for row in rows_of(parts, kind)}
+    assert table.keys() == {f"{kind}, {name}" for name in ("wands", "one at a time", "padded")}
+    losses = [row["loss"] for row in table.values()]
+    assert losses == pytest.approx([2.0] * 3, rel=0.2)  # E[(noise - latents)^2], as the head is zero
+
+
+def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
+    stages = ("attention", "block", "step", "memory", "infer", "compare")
+    (found,) = new_world(1, rehearse, stages, tmp_path, STEP, ("lora",))
+    for stage in stages:
+        errors = {name: part["error"] for name, part in found[stage].items() if "error" in part}
+        assert not errors
+    attention = rows_of(found["attention"], "2 heads, 1 x 96 tokens")
+    flops = 4 * 2 * 128 * 96**2
+    assert attention[0]["forward TFLOP/s"] == pytest.approx(
+        flops / 1e12
+    )  # the patched clock: one second per call
+    assert attention[0]["backward TFLOP/s"] == pytest.approx(2.5 * flops / 1e12)
+    names = {row["kernel"] for row in rows_of(found["attention"], "cross-attention, 2 heads")}
+    assert names == {"cpu"}
+    step = rows_of(found["step"], "wan2.1-t2v-1.3b, 3 clips")[0]
+    assert step["s"] > 0
+    assert step["estimated GiB"] > 0
+    parts = [row["part"] for row in rows_of(found["infer"], "tiny")]
+    assert parts == ["load", "text", "decode", "write mp4", "denoising", "one denoising step"]
+    check_comparison(found["compare"], "lora")
+    assert len(rows_of(found["memory"], "tiny")) == 6
+    assert rows_of(found["block"], "wan2.1-t2v-1.3b, 1 clip")[0]["U"] > 100
+
+
+def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same block with other recipe settings does other work."""
+    args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])
+    monkeypatch.setattr(gpu_stages, "time_calls", lambda work, device, rounds=5: (work(), (2.0, 1.0))[1])
+    counts = {}
+    for mode in ("none", "full"):
+        args.overrides = [f"model.checkpointing={mode}"]
+        counts[mode] = gpu_stages.block(args, "wan2.1-t2v-1.3b", ((2, 8, 8),))[0]
+    assert counts["none"]["operators"] < counts["full"]["operators"]
+    assert counts["none"]["GB"] < counts["full"]["GB"]
+
+
+def test_the_tests_of_a_folder_become_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    xml = '<testsuites><testsuite tests="3" skipped="1"><testcase name="a"/>{}</testsuite></testsuites>'
+    case = ['<testcase name="b"><failure/></testcase>', '<testcase name="b"/>']
+
+    def pytest_run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[2:5] == ["pytest", "-m", "gpu"]
+        text = case.pop()
+        Path(command[5].partition("=")[2]).write_text(xml.format(text))
+        return subprocess.CompletedProcess(command, int("failure" in text), "printed\n", "")
+
+    args = gpu_stages.argparse.Namespace(device="cuda", out=tmp_path)
+    monkeypatch.setattr(gpu_stages, "TESTS", ("gpu", "launch"))
+    results = Results(tmp_path, "tests", "cpu")
+    monkeypatch.setattr(gpu_stages.subprocess, "run", pytest_run)
+    gpu_stages.tests_stage(args, results)
+    parts = json.loads((tmp_path / "tests.json").read_text())["parts"]
+    assert parts["gpu"]["rows"] == [{"tests": 3, "skipped": 1, "failed": 0}]
+    assert "b; see" in parts["launch"]["error"]
+    assert (tmp_path / "tests.log").read_text() == "printed\n" * 2
+
+
+@pytest.mark.slow
+def test_a_full_finetune_is_compared(tmp_path: Path, new_world: Callable[..., list[Any]]):
+    (found,) = new_world(1, rehearse, ("compare",), tmp_path)
+    check_comparison(found["compare"], "full")
+    check_comparison(found["compare"], "lora")
