@@ -358,7 +358,7 @@ def run_wands(arguments: Sequence[str]) -> None:
     """
     done = subprocess.run([sys.executable, "-m", "wands", *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError((done.stderr or done.stdout)[-2000:])
+        raise RuntimeError((done.stdout + done.stderr)[-2000:])
 
 
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:

@@ -21,7 +21,7 @@ get "$(grep -m1 -oE 'pydantic-core==[0-9.]+' <(unzip -p "$folder"/pydantic-2*.wh
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build deepspeed -c "$root/scripts/constraints.txt"
 source_copy="$(mktemp -d)" # a build leaves folders in its source
 trap 'rm -rf "$source_copy"' EXIT
-cp -r "$root"/{wands,data_tools,pyproject.toml,README.md,LICENSE} "$source_copy"
+cp -rL "$root"/{wands,data_tools,pyproject.toml,README.md,LICENSE} "$source_copy"
 build "$source_copy"
 while [ $# -gt 0 ]; do
   case "$1 ${2:-}" in
