@@ -258,8 +258,9 @@ def fill_exactly(
 
 
 class _Sums:
-    """Table of the numbers of tokens that a bin of at most `max_tokens` tokens can have if it contains samples of the given
-    lengths. A bin may contain several samples of the same length.
+    """Table of the token counts, up to `max_tokens`, that are sums of the given sample lengths.
+
+    A sum may use each length any number of times.
     """
 
     def __init__(self, lengths: np.ndarray, max_tokens: int) -> None:

@@ -159,7 +159,7 @@ def add_norm_backward(
 
 
 def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
-    """Return hidden + update * gate."""
+    """Return hidden + update * gate[ids], where `ids` is the timestep of each token."""
     return hidden + update * gate[ids]
 
 

@@ -168,16 +168,15 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
     """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set.
 
     Raises:
-        ConfigError: if the file also changes parameters in full, without lora_A and lora_B. A LoRA run cannot train such
-            changes.
+        ConfigError: if the file also contains full-size updates of parameters, which a LoRA run cannot train.
     """
     if lora.init_from is None:
         return None
     update = load_lora(lora.init_from, expert, "lora.init_from")
     if update.differences:
         raise ConfigError(
-            f"lora.init_from={lora.init_from} changes {len(update.differences)} parameters in full "
-            f"({shorten(update.differences, 3)}), which a LoRA run does not train. Move the file to model.merge_loras."
+            f"lora.init_from={lora.init_from} contains full-size updates of {len(update.differences)} parameters "
+            f"({shorten(update.differences, 3)}), which a LoRA run cannot train. Name the file in model.merge_loras instead."
         )
     return update.pairs
 

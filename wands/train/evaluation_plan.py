@@ -101,8 +101,8 @@ class EvaluationSample(NamedTuple):
 def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
     """Return the samples of an evaluation: each clip at each noise level, in each DiT.
 
-    Clips that are no longer in the data are left out. A clip of a single image is not evaluated with its first frame
-    as a condition.
+    Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are
+    left out as well.
 
     Args:
         run: the checked training run.

@@ -91,8 +91,8 @@ class StepLog:
     def _eta(self, seconds: float, steps_left: int) -> float:
         """Return the expected seconds to the end of the run.
 
-        Each remaining step is expected to take the median duration of the last steps, plus the mean time between two steps
-        for saves and evaluations.
+        Each remaining step is expected to take the median duration of the last steps, plus the mean time per step that saves
+        and evaluations take.
 
         Args:
             seconds: duration of the step that has just ended.

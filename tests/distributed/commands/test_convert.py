@@ -541,7 +541,7 @@ def test_full_differences_there_and_back(tmp_path: Path):
     assert_same_bits(tensors(back.out / "mine.safetensors"), keys)
     for to in ("diffusers", "musubi"):
         with pytest.raises(
-            CheckpointError, match=rf"changes 3 parameters in full \(.*--to {to} cannot contain\. Use"
+            CheckpointError, match=rf"full-size updates of 3 parameters \(.*--to {to} cannot contain\. Use"
         ):
             convert(str(tmp_path / "mine.safetensors"), tmp_path / to, to=to)
     save_file(

@@ -114,7 +114,7 @@ def test_full_differences_are_merged_too(tmp_path: Path):
     lora = LoraConfig(rank=3, init_from=str(tmp_path / "distilled.safetensors"))
     with pytest.raises(
         ConfigError,
-        match=r"changes 4 parameters in full \(blocks\.0\.attn1\.to_q\.bias, .* model\.merge_loras",
+        match=r"full-size updates of 4 parameters \(blocks\.0\.attn1\.to_q\.bias, .* model\.merge_loras",
     ):
         load_start(lora, Expert("", "transformer", (0.0, 1.0)))
 

@@ -90,8 +90,8 @@ def convert_lora(
         pairs, differences = update.pairs, update.differences
         if differences and to not in ("official", "comfyui"):
             raise CheckpointError(
-                f"SOURCE {source} changes {len(differences)} parameters in full ({shorten(differences, 3)}), which a LoRA file "
-                f"of --to {to} cannot contain. Use --to comfyui."
+                f"SOURCE {source} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
+                f"which a LoRA file of --to {to} cannot contain. Use --to comfyui."
             )
         state = sorted(lora_tensors(pairs, to, differences).items())
         # alpha stays fp32

@@ -99,8 +99,8 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         folder: folder with the pickles of one DiT.
         state: training state of the checkpoint.
         rank: rank whose pickles are read.
-        starts: maps a parameter to the number of its values that lower ranks store. Used at ZeRO-1 and ZeRO-2. The
-            function adds the values of this rank.
+        starts: maps each parameter to the number of its values that lower ranks store. The function increases this number
+            by the number of values that this rank stores. Used only at ZeRO-1 and ZeRO-2.
     """
     stage = state.zero_stage
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
