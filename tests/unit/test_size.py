@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_709
+TOTAL = 20_707
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,7 +18,7 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 763,
-    "attention": 931,
+    "attention": 929,
     "commands": 4170,
     "config": 1171,
     "data": 3921,
