@@ -124,7 +124,7 @@ hosts() { sed -nE 's/^[[:space:]]*([^#[:space:]]+)[[:space:]]+slots=([0-9]+).*/\
 # What DeepSpeed carries over ssh by itself is NCCL_* (only if the starting node has a GPU) and PYTHON*. No token is among these:
 # they show in the process list of every node.
 carried() {
-  env | grep -E '^(NCCL_|GLOO_|TORCH_|TRITON_|(DS_ACCELERATOR|OMP_NUM_THREADS|CUDA_HOME|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE)=)' || true
+  env | grep -E '^(NCCL_|GLOO_|PYTORCH_|TORCH_|TRITON_|(CUDA_DEVICE_MAX_CONNECTIONS|DS_ACCELERATOR|OMP_NUM_THREADS|CUDA_HOME|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE)=)' || true
   grep -hs . "${DS_ENV_FILE:-$HOME/.deepspeed_env}" .deepspeed_env || true # where DeepSpeed looks without us; the last one counts
 }
 

@@ -30,6 +30,19 @@ from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
 
 
+GPU_SETTINGS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+"""Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
+
+Segments of the allocator grow, so that packs of different lengths leave no gaps. Ring, ring gradients, Ulysses and ZeRO have streams of their
+own, more than the 8 hardware queues of CUDA's default, and streams in one queue wait for each other. NCCL orders kernels of different
+communicators as the program calls them, because two ranks that run them in different orders hang.
+"""
+
+
 class _CommandGroup(click.Group):
     """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added.
 
@@ -83,6 +96,11 @@ def main(local_rank: int | None, verbose: bool) -> None:
         # DeepSpeed sets the level of its logger when it is imported, but keeps the filters.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging.getLogger("wands").setLevel(level)
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the earlier name; PyTorch reads the later name first
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+    for name, value in GPU_SETTINGS.items():
+        os.environ.setdefault(name, value)
+        logging.getLogger(__name__).debug("%s=%s", name, os.environ[name])
     # diffusers imports bitsandbytes if it is installed; on some CPUs that warns about a kernel which wands does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

@@ -191,10 +191,12 @@ def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake
     if [ "$1" = true ]; then exit; fi
     line="$*"
     line="${{line/"{python} -u -m deepspeed.launcher.launch"/printf "'%s\\n'"}}"
-    line+="; echo NCCL=\\$NCCL_SOCKET_IFNAME MORE=\\$MORE"
-    for node in 0 1; do env -u NCCL_SOCKET_IFNAME bash -c "${{line//%n/$node}}"; done
+    line+="; echo NCCL=\\$NCCL_SOCKET_IFNAME MORE=\\$MORE QUEUES=\\$CUDA_DEVICE_MAX_CONNECTIONS ALLOC=\\$PYTORCH_ALLOC_CONF"
+    own=(-u NCCL_SOCKET_IFNAME -u CUDA_DEVICE_MAX_CONNECTIONS -u PYTORCH_ALLOC_CONF)
+    for node in 0 1; do env "${{own[@]}}" bash -c "${{line//%n/$node}}"; done
     """
-    env = {**fake(real=True, pdsh=pdsh), "HOME": str(tmp_path)}
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_ALLOC_CONF": "backend:native"}
+    env = {**fake(real=True, pdsh=pdsh), "HOME": str(tmp_path), **own}
     (tmp_path / "hosts").write_text("n0 slots=2\nn1 slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("\nMORE=of mine")
     hard = ["a.b={c: [1,2], d: 'x y'}", "{e,f}", "$HOME", 'say "hi"', "tab\there", "*"]
@@ -211,7 +213,7 @@ def test_deepspeed_over_ssh_brings_every_argument_and_variable_to_the_nodes(fake
             "train",
             "r",
             *hard,
-            "NCCL=ib0 MORE=of mine",
+            "NCCL=ib0 MORE=of mine QUEUES=8 ALLOC=backend:native",
         ]
 
 

@@ -430,3 +430,23 @@ def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
     )
     assert "height=100" in text
     assert "8" in text
+
+
+def test_settings_of_the_gpu_libraries_are_the_users_or_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for name in (*cli.GPU_SETTINGS, "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # undoes what the command sets
+        monkeypatch.delenv(name)
+    invoke("-v", "recipes")
+    assert {name: os.environ[name] for name in cli.GPU_SETTINGS} == cli.GPU_SETTINGS
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.messages
+    for name in cli.GPU_SETTINGS:
+        monkeypatch.setenv(name, "mine")
+    invoke("-v", "recipes")
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT=mine" in caplog.messages
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "earlier")
+    invoke("recipes")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "earlier"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "mine"
