@@ -29,7 +29,6 @@ from wands.errors import WandsError
 from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
 
-
 GPU_SETTINGS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -37,9 +36,9 @@ GPU_SETTINGS = {
 }
 """Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
 
-Segments of the allocator grow, so that packs of different lengths leave no gaps. Ring, ring gradients, Ulysses and ZeRO have streams of their
-own, more than the 8 hardware queues of CUDA's default, and streams in one queue wait for each other. NCCL orders kernels of different
-communicators as the program calls them, because two ranks that run them in different orders hang.
+The allocator's segments grow, so that packs of different sizes leave fewer gaps. ZeRO, Ulysses, the ring and its gradients use
+separate CUDA streams. CUDA has 8 hardware queues by default, and streams that share a queue wait for each other. NCCL
+starts the kernels of different communicators in the order of the program, because ranks with different orders hang.
 """
 
 

@@ -232,8 +232,8 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
         block_out: [N, H, D], attention output over the new block of keys.
         block_lse: [H, N], log-sum-exp of the scores over the new block of keys.
     """
-    # The two weights add up to 1 exactly. exp(lse - merged) would carry the rounding error of a large log-sum-exp into `out`, but not
-    # into the probabilities of the backward pass, and the gradients of large scores would be several times less accurate.
+    # The two weights add up to 1. exp(lse - merged) would bring the rounding error of a large log-sum-exp to `out`, but not to
+    # the probabilities of the backward pass, and the gradients of large scores would be several times less accurate.
     weight = torch.sigmoid(block_lse - lse).nan_to_num(0.0)  # the output of rows without a key so far stays 0
     out.lerp_(block_out.to(out.dtype), weight.mT.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)
