@@ -56,6 +56,7 @@ from attention_variants import HEAD_DIM, Variant, make_inputs, variants_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from wands.attention.kernels.flash import FLASH_BACKENDS
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.errors import ConfigError
 
@@ -66,7 +67,7 @@ PACKS = {
 }
 HEADS = {"cpu": 4, "cuda": 24}
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-KERNELS = {"cpu": ("cpu",), "cuda": ("torch", "cudnn", "flash2", "flash3", "flash4")}
+KERNELS = {"cpu": ("cpu",), "cuda": tuple(backend.name for backend in FLASH_BACKENDS)}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the largest value
 
 

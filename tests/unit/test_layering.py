@@ -20,6 +20,8 @@ LAYERS = {
     "wands.texts": 0,
     "wands.variants": 0,
     "wands.recipes": 0,
+    "wands.compiled": 1,
+    "wands.transfer": 1,
     "wands.attention": 1,
     "wands.flow": 1,
     "wands.data.bins": 1,

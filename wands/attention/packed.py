@@ -1,7 +1,8 @@
 """Packed sequences: segment boundaries for attention, and the metadata that the model needs for each token.
 
 A bin is the list of samples that are packed into one sequence for one forward pass. A ring row is the part of a bin that
-one Ulysses group (the ranks that share attention heads) holds. Without ring attention, the whole bin is one ring row.
+one Ulysses group (the ranks that divide the attention heads among themselves) holds. Without ring attention, the whole
+bin is one ring row.
 
 Letters: T tokens of a bin, L local tokens of a rank with padding, S samples, R ring degree.
 """
@@ -20,7 +21,8 @@ from wands.transfer import to_device
 ChunkLens = tuple[tuple[int, ...], ...]
 """Type of a table of lengths: entry [r][s] is the number of tokens of sample s in ring row r.
 
-A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
+A ring row is the part of the packed samples that one Ulysses group (the ranks that divide the attention heads among
+themselves) holds.
 """
 
 
@@ -124,8 +126,8 @@ class PackedMeta:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
         chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r. A ring row is the part of the packed
-            samples that one Ulysses group (the ranks that share attention heads) holds. Without ring attention, there is
-            one ring row.
+            samples that one Ulysses group (the ranks that divide the attention heads among themselves) holds. Without
+            ring attention, there is one ring row.
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.

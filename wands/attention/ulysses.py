@@ -38,7 +38,7 @@ def context_attention(
 
     Args:
         backend: attention kernel of every rank.
-        ulysses: ranks that share heads; None if the Ulysses degree is 1.
+        ulysses: ranks that divide the heads among themselves; None if the Ulysses degree is 1.
         ring: ranks that exchange keys and values in a ring; None if the ring degree is 1.
         ring_grad: a second communicator over the ranks of `ring`, for the gradients of k and v. With a single
             communicator, transfers of k and v would wait for transfers of gradients.
@@ -59,7 +59,7 @@ class UlyssesAttention(DistributedAttention):
 
     Args:
         local_attention: attention of all tokens of the Ulysses group for some of the heads.
-        group: ranks that share heads. The number of ranks must divide the number of heads.
+        group: ranks that divide the heads among themselves. The number of ranks must divide the number of heads.
         fused: send q, k and v in one all-to-all instead of three.
     """
 

@@ -148,7 +148,7 @@ class _Plan:
         source: files from which the pipeline is loaded, with the DiTs and LoRAs that the options add.
         requests: requests to sample.
         images: first and last image of each request.
-        dims: number of ranks that share the attention heads and the tokens, and the position of this rank.
+        dims: number of ranks that divide the attention heads and the tokens among themselves, and the position of this rank.
         device: device to sample on.
         dtype: dtype of the DiTs and the text encoder.
         origin: facts about the model and its weights, which are written to `samples.jsonl`.

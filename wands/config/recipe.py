@@ -195,8 +195,8 @@ class ParallelConfig(StrictModel):
     cp_size / ulysses_degree. If this key is unset, the number is ulysses_degree x ring_degree."""
     ulysses_degree: int | None = Field(default=None, ge=1)
     """Number of ranks that divide the attention heads among themselves. The number of heads must be a multiple of this
-    degree. For speed, the degree should not exceed the number of GPUs in a node. If this key is unset, wands derives the
-    degree from `cp_size` and `ring_degree`, or takes 1 if `cp_size` is unset too."""
+    degree. For speed, the degree should divide the number of GPUs in a node. If this key is unset, wands derives the degree
+    from `cp_size` and `ring_degree`, or takes 1 if `cp_size` is unset too."""
     ring_degree: int | None = Field(default=None, ge=1)
     """Degree of ring attention: number of ranks that divide the tokens of each sample and pass keys and values around a
     ring. Set this key if a context-parallel group spans several nodes, or if the model has too few heads for a larger

@@ -1,6 +1,7 @@
 """Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses.
 
-Ulysses is the innermost dimension, so that the all-to-all of Ulysses stays inside a node.
+Ulysses is the innermost dimension: the ranks of a Ulysses group are consecutive. The all-to-all of Ulysses therefore stays
+inside a node if the Ulysses degree divides the number of ranks of a node.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class ParallelDims:
     Attributes:
         world_size: number of ranks.
         rank: global rank.
-        ulysses_degree: number of consecutive ranks that share attention heads.
+        ulysses_degree: number of consecutive ranks that divide the attention heads among themselves.
         ring_degree: number of ranks in a ring, which exchange keys and values.
     """
 
@@ -57,7 +58,8 @@ class ParallelDims:
 class ContextDegrees(NamedTuple):
     """Degrees of context parallelism.
 
-    `ulysses` is the number of ranks that share attention heads. `ring` is the number of ranks that exchange keys and values.
+    `ulysses` is the number of ranks that divide the attention heads among themselves. `ring` is the number of ranks that
+    exchange keys and values.
     """
 
     ulysses: int
@@ -121,7 +123,7 @@ class ProcessGroups:
 
     Attributes:
         dims: parallel dimensions of this rank.
-        ulysses: ranks that share attention heads, for the all-to-all.
+        ulysses: ranks that divide the attention heads among themselves, for the all-to-all.
         ring: ranks that exchange keys and values, for send and receive.
         ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single
             communicator, transfers of keys and values would wait for transfers of gradients.

@@ -41,11 +41,12 @@ class CommBytes(NamedTuple):
 class ContextPlan:
     """Split of a bin (the samples packed into one sequence) over all ranks of a context-parallel group.
 
-    A ring row is the part of the bin that one Ulysses group (the ranks that share attention heads) holds.
+    A ring row is the part of the bin that one Ulysses group (the ranks that divide the attention heads among themselves)
+    holds.
 
     Attributes:
         seq_lens: number of tokens of each sample, in packed order.
-        ulysses_degree: number of ranks that share attention heads.
+        ulysses_degree: number of ranks that divide the attention heads among themselves.
         ring_degree: number of ring rows.
         chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r.
         row_len: number of tokens of every ring row, with padding at the end; a multiple of `ulysses_degree`.
@@ -63,7 +64,7 @@ class ContextPlan:
 
         Args:
             seq_lens: number of tokens of each sample, in packed order. Every number must be positive.
-            ulysses_degree: number of ranks that share attention heads.
+            ulysses_degree: number of ranks that divide the attention heads among themselves.
             ring_degree: number of ranks in a ring.
         """
         assert min(seq_lens, default=0) > 0, (
@@ -137,7 +138,7 @@ class ContextLayout:
 
         Args:
             seq_lens: number of tokens of each sample, in packed order.
-            ulysses_degree: number of ranks that share attention heads.
+            ulysses_degree: number of ranks that divide the attention heads among themselves.
             ring_degree: number of ranks in a ring.
             cp_rank: index of the rank in the context-parallel group: ring rank * ulysses_degree + Ulysses rank.
         """
@@ -183,9 +184,9 @@ class ContextLayout:
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
-    A ring row is the part of the packed samples that one Ulysses group (the ranks that share attention heads) holds.
-    The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is not split, but goes
-    to one ring row.
+    A ring row is the part of the packed samples that one Ulysses group (the ranks that divide the attention heads among
+    themselves) holds. The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is
+    not split, but goes to one ring row.
 
     Args:
         seq_lens: number of tokens of each sample.

@@ -1,7 +1,8 @@
 """Pointwise parts of a transformer block in few passes over memory: add, normalise, modulate, rotate and cast.
 
 Each part is an autograd function with a hand-written backward pass. The forward pass and the backward pass are
-`CompiledOp`s. The plain modules that compute the same values stay the reference (modules.py).
+`CompiledOp`s. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and `NormRotate` in
+transformer.py, and `gated_add` in modulation.py.
 
 Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
 """

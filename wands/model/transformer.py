@@ -1,7 +1,7 @@
 """Wan's DiT for packed tokens, with the modules and parameter names of diffusers.
 
-Letters: L local tokens, S samples, M timesteps, P channels of a token, D width of the residual stream, T text tokens, I
-CLIP tokens of a sample's images, H heads.
+Letters: L local tokens, S samples, M timesteps, P noisy channels of a token, P' conditioning channels of a token, D width
+of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
 
 The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module
 hooks. A module that needs a different `forward` method therefore gets a different class, and keeps its parameters.
@@ -34,7 +34,9 @@ from wands.model.rope import rotate, rotations_of
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
-"""Type of a callable that maps (q, k, v, meta) to the attention output. All four tensors are [local tokens, heads, head dim].
+"""Type of a callable that maps (q, k, v, meta) to the attention output.
+
+q, k, v and the output are [local tokens, heads, head dim].
 
 Every token attends to all tokens of its sample, including the tokens on other ranks.
 """
@@ -145,8 +147,9 @@ class PackedWanTransformer(WanTransformer3DModel):
         """Predict the velocity of every token.
 
         Args:
-            tokens: [L, P] for L tokens of P channels. The first channels are the noisy channels of the token's patch in
-                the order (latent channel, frame, row, column). The conditioning channels follow.
+            tokens: [L, P + P'], for L tokens of P noisy channels and P' conditioning channels. The first P channels are
+                the noisy channels of the token's patch in the order (latent channel, frame, row, column). The P'
+                conditioning channels follow; P' is 0 for models without conditioning channels.
             meta: positions, samples and lengths of the tokens.
             timesteps: fp32 [M] for M timesteps, 1000 * sigma. There is one timestep for each entry of
                 `meta.timestep_lens`, or one for each sample if `meta.timestep_lens` is empty.
@@ -155,8 +158,7 @@ class PackedWanTransformer(WanTransformer3DModel):
                 CLIP.
 
         Returns:
-            [L, noisy channels of a token] in the dtype of the residual stream, with the channels in the order of
-            `tokens`.
+            [L, P] in the dtype of the residual stream, in the order of the noisy channels in `tokens`.
         """
         assert timesteps.dtype == torch.float32, (
             f"timesteps must be fp32, not {timesteps.dtype}: bf16 represents only 294 of 1000 timesteps"

@@ -48,8 +48,9 @@ class StepResult:
     The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks,
-            divided by the result of `TrainingRun.count`.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks, divided by
+            `TrainingRun.count`, the number of samples or trained tokens of this step. The gradient uses the mean number
+            per step of the epoch instead (`TrainingRun.denominator`).
         clips: (key of the random numbers, noise level, weight) of each sample in the bins of this rank. A padding sample,
             which fills an empty bin, has the weight 0.
         errors: fp64, for each of `clips` the mean squared error over the trained tokens.
@@ -99,7 +100,8 @@ def train_step(
         run: the checked training run.
         groups: process groups of this rank.
         device: device of the engine.
-        denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided.
+        denominator: result of `TrainingRun.denominator`: the number by which the summed loss of the step is divided before
+            the backward pass.
         is_bad: function that decides whether the update is discarded. Its arguments are this rank's weighted loss and the
             norm of the whole gradient. Its result must be equal on all ranks. None keeps every update.
         measures_blocks: whether to measure the gradient and the update of each block.

@@ -24,7 +24,9 @@ ONE_REQUEST = 2.0
 """Seconds in which several signals count as one, because a worker receives Ctrl-C from the terminal and from the launcher."""
 
 STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
-"""The limit of a step is STEP_FACTOR times the longest of the last 50 steps, and at least STEP_FLOOR seconds."""
+"""If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest of
+the last 50 steps, and STEP_FLOOR seconds.
+"""
 
 _TICK = 1.0
 _HANG_WAIT, _LOSS_WAIT = 15.0, 3.0

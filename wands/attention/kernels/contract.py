@@ -19,8 +19,8 @@ How to add a kernel:
    use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
    publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
-   skips a kernel that fails the check of its results in the run's dtype or head dim. Training measures the other kernels
-   and uses the fastest kernel. Other commands use the first kernel of the list.
+   skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the other
+   kernels and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes the check.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
    `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
@@ -34,9 +34,10 @@ How to add a kernel:
 4. Add a CUDA kernel to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
    tests/unit/attention/test_kernels.py. For a CUDA kernel from a package, add a fake module with the package's
    signatures, so that machines without a GPU test the two functions, and add the name to the tests of `auto`. For a CPU
-   kernel, add the name to the tests of padding rows, autocast and self-check.
-5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. In a
-   training run, `choose_backend` checks a `FlashBackend` once per process with self_check.py and rejects a kernel whose
+   kernel, add the name to the tests of padding rows, autocast and self-check. Add a CUDA kernel to the table of kernels
+   in docs/performance.md. scripts/bench_attention.py measures every `FlashBackend` of `FLASH_BACKENDS`.
+5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. Once
+   per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
    results are wrong.
 
 What the two functions receive:
@@ -50,10 +51,10 @@ What the two functions receive:
   contiguous.
 - `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
 - There can be more rows than the segments contain. The rows after the last segment are padding.
-- A segment can have no rows of q, no rows of k, or a single row of k (the padding of a text). The functions are not
-  called if no row of q has a key.
-- In the backward pass, `lse` can be +inf for a row of q. This row must add nothing to any gradient. In varlen.py,
-  `padded_attention` passes +inf for a text that needs no padding.
+- A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
+  are not called if no row of q has a key.
+- In the backward pass, `lse` can be +inf for a row of q (self_check.py tests this). This row must add nothing to any
+  gradient.
 
 What the two functions return:
 

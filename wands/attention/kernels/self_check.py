@@ -100,7 +100,7 @@ def check_backend(
     grads = backend.backward(dout, q, k, v, out, closed, whole.to(device), scale)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         compare(f"{name} of rows whose lse is +inf", grad, torch.zeros(grad.shape))
-    single = Segments.build((len(q),), (1,))  # all rows and one key, as in attention to text padding
+    single = Segments.build((len(q),), (1,))  # all rows and one key
     pad, pad64 = ((a[:1], b[:1]) for a, b in ((k, v), (k64, v64)))
     out, lse = backend.forward(q, *pad, single.to(device), scale)
     exact_out, exact_lse = REFERENCE.forward(q64, *pad64, single, scale)
