@@ -200,7 +200,8 @@ def copies(device: str) -> Rows:
     for size in COPY_BYTES[device]:
         for name, pinned in (("pageable", False), ("pinned", True)):
             source = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned and device == "cuda")
-            source.to(device, non_blocking=True)  # the first copy allocates memory
+            busy @ busy  # the first matmul loads its library, and the first copy allocates memory
+            source.to(device, non_blocking=True)
             wait(device)
             started = time.perf_counter()
             for _ in range(40):
@@ -278,17 +279,18 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
     Returns:
         (function that runs the passes, number of tokens, width of the model).
     """
-    from wands.data.collate import RankSlice
     from wands.distributed.dims import ProcessGroups
     from wands.train.batches import read_rows_of_bin
     from wands.train.engine import build_model
     from wands.train.prepare import load_run
+    from wands.transfer import to_device
 
     options: dict[str, Any] = {"world_size": 1, "device_type": device, "encoders": lambda path: {}}
     run = load_run(None, None, overrides, ignore_output_dir=True, **options)
     model = build_model(run, ProcessGroups(run.grid(0)), torch.device(device)).to(device)
     samples = [(run.data, i) for i in range(len(run.data.keys))]
-    batch: RankSlice = read_rows_of_bin(run.collator, samples, [0] * len(samples), 0, run.grid(0)).to(device)
+    batch = read_rows_of_bin(run.collator, samples, [0] * len(samples), 0, run.grid(0))
+    batch = to_device(batch, device)
     torch.set_autocast_cache_enabled(False)  # as the trainer does
     autocast = torch.autocast(device, torch.bfloat16, enabled=run.recipe.precision.compute == "bf16")
     inputs: list[Any] = []
