@@ -34,7 +34,7 @@ from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
 from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
 from wands.distributed.consistency import check_agreement
-from wands.distributed.dims import ParallelDims
+from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
@@ -42,15 +42,18 @@ from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
-from wands.sampling.pipeline import DiTSource, PipelineSource, find_pipeline, load_pipeline
+from wands.sampling.pipeline import DiTSource, PipelineSource, apply_options, find_pipeline, load_pipeline
 from wands.sampling.requests import SampleRequest, build_requests, read_prompts
-from wands.sampling.sample import decode_latents, pipeline_for, sample_latents, shift_key
-from wands.sampling.sharing import plan_ranks, public_config, share_pipeline
+from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
+from wands.sampling.schedulers import shift_key
+from wands.sampling.sharing import plan_ranks, public_config, set_attention, share_pipeline
 
 log = logging.getLogger(__name__)
 
 RECORD_FILE = "samples.jsonl"
 SHEET_FRAMES = 4
+SPEED_OPTIONS = {"attention_backend", "guidance_mode", "scheduler", "vae_dtype", "vae_tiling", "compile"}
+"""Options of `InferOptions` that change how a video is computed. `samples.jsonl` records values other than the default."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +112,27 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
     log.info("sampling %d videos on %s with %s", len(plan.requests), plan.device, label)
     with start_together():
         pipeline = load_pipeline(source, dtype=plan.dtype, device=plan.device, offload=options.offload)
+    apply_options(pipeline, options)
+    guidance: Any = "batched" if options.guidance_mode == "batched" else None
     if dims.world_size > 1:
-        share_pipeline(pipeline, dims)
+        guidance = share_pipeline(pipeline, dims, options.attention_backend) or guidance
+    else:
+        set_attention(pipeline, torch.device(plan.device), ProcessGroups(dims), options.attention_backend)
     number = _next_number(options.out_dir)
     results, rows = [], []
     for i, (request, request_images) in enumerate(zip(plan.requests, plan.images, strict=True)):
         view = pipeline_for(pipeline, request, request_images)
         view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
-        started = time.perf_counter()
-        latents = sample_latents(view, request, request_images)
+        times = [time.perf_counter()]
+        texts = encode_texts(view, request)
+        texts[0].sum().item()  # waits for the GPU
+        times.append(time.perf_counter())
+        latents = sample_latents(view, request, request_images, texts, guidance)
+        times.append(time.perf_counter())
         if dims.rank > 0:
             continue
-        frames = decode_latents(view, latents)
+        frames = decode_latents(view, latents, tiled=options.vae_tiling)
+        times.append(time.perf_counter())
         stem = f"{number + i:03d}_{_slug(request.prompt)}"
         result = InferResult(
             request=request,
@@ -129,10 +141,11 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
             fps=options.fps or source.variant.fps,
             flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
-            seconds=time.perf_counter() - started,
+            seconds=times[-1] - times[0],
         )
         _write(result, frames, latents, plan.origin)
-        log.info("sample %d of %d in %.1f s: %s", i + 1, len(plan.requests), result.seconds, result.video)
+        values = i + 1, len(plan.requests), result.seconds, *np.diff(times), result.video
+        log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
         results.append(result)
         rows.append(SheetRow(_label(request), [pick_frames(frames, SHEET_FRAMES)]))
     if results:
@@ -170,7 +183,8 @@ def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Pla
         prompts += read_prompts(options.prompts_file) if options.prompts_file else []
         fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
         requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
-        dims, degree_problems = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree)
+        split = options.guidance_mode == "auto" and all(r.guidance_scale > 1 for r in requests)
+        dims, degree_problems = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree, split)
         device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         if dims.world_size > 1:
             device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -259,6 +273,8 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
         problems.append(
             f"--offload={options.offload} needs an accelerator, and sampling runs on the CPU; use --offload=none."
         )
+    if options.compile and options.offload == "sequential":
+        problems.append("--compile needs whole blocks on the GPU; use --offload=model or --offload=none.")
     if options.fps is not None and options.fps <= 0:
         problems.append(f"--fps={options.fps} must be above 0; leave --fps out for the model's frame rate.")
     return problems + (_out_problems(options.out_dir) if dims.rank == 0 else [])
@@ -282,6 +298,7 @@ def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str)
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     if options.ema:
         origin["ema"] = True
+    origin |= options.model_dump(include=SPEED_OPTIONS, exclude_defaults=True)
     if source.loras:
         origin["loras"] = [lora.record() for lora in source.loras]
     return origin

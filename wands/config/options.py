@@ -392,6 +392,21 @@ class InferOptions(Options):
     ring_degree: Annotated[int | None, Field(ge=1)] = None
     """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
     number of processes / Ulysses degree]."""
+    attention_backend: Literal["auto", "native"] = "auto"
+    """Self-attention in bf16, if processes do not divide the tokens. On a GPU, auto uses the first of flash3, flash4, cudnn,
+    flash2 and torch that is installed and passes a test. native uses the attention of diffusers."""
+    guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
+    """Order of the two predictions of guidance. auto divides them between two halves of the processes if a launcher is
+    used and all prompts use guidance. sequential computes them one after the other. batched computes them as one batch,
+    which needs more memory."""
+    scheduler: Literal["model", "euler"] = "model"
+    """Scheduler: the model's own, or euler for LoRAs that sample in 4 steps."""
+    vae_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
+    vae_tiling: bool = False
+    """Decode each frame in overlapping tiles. Tiles need less memory, but change the video slightly."""
+    compile: bool = False
+    """Compile the transformer blocks with torch.compile. The first step takes longer, and later steps are faster."""
 
 
 class EvaluateOptions(Options):

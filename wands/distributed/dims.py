@@ -153,14 +153,20 @@ class ProcessGroups:
         rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
         return cls(
             dims,
-            ulysses=_new_group(ulysses_groups, device),
-            ring=_new_group(rings, device),
-            ring_grad=_new_group(rings, device),
-            cp=_new_group(cp_groups, device),
+            ulysses=new_group(ulysses_groups, device),
+            ring=new_group(rings, device),
+            ring_grad=new_group(rings, device),
+            cp=new_group(cp_groups, device),
         )
 
 
-def _new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
+def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
+    """Create one process group for each range of ranks, and return this rank's group. Return None if a range has one rank.
+
+    Args:
+        partition: ranks of each group. The ranges have equal lengths and contain every rank once.
+        device: device of the tensors that the group sends.
+    """
     if len(partition[0]) == 1:
         return None
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])

@@ -11,6 +11,7 @@ import diffusers
 import torch
 from diffusers import WanTransformer3DModel
 
+from wands.config.options import InferOptions
 from wands.encoders.components import WEIGHT_STEMS, quiet_loading
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.files import read_json_object
@@ -20,6 +21,7 @@ from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import find_weights
 from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
+from wands.sampling.schedulers import EulerScheduler, shift_key
 from wands.variants import Variant, variant_of
 
 if TYPE_CHECKING:
@@ -213,6 +215,24 @@ def load_pipeline(
     else:
         pipeline.to(device)
     return pipeline
+
+
+def apply_options(pipeline: AnyPipeline, options: InferOptions) -> None:
+    """Change a pipeline in place: the scheduler, the dtype of the VAE's decoder, and whether the DiTs are compiled.
+
+    Args:
+        pipeline: result of `load_pipeline`.
+        options: options of the command. The VAE's encoder stays fp32.
+    """
+    if options.scheduler == "euler":
+        shift = pipeline.scheduler.config[shift_key(pipeline.scheduler)]
+        pipeline.register_modules(scheduler=EulerScheduler(shift=shift))
+    if options.vae_dtype == "bf16":
+        pipeline.vae.decoder.bfloat16()
+        pipeline.vae.post_quant_conv.bfloat16()
+    for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
+        if options.compile:
+            transformer.compile_repeated_blocks()
 
 
 def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:

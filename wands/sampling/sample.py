@@ -1,22 +1,28 @@
-"""Sample one video with a diffusers pipeline: prepare the pipeline, run the denoising loop, decode the latents."""
+"""Sample one video with a diffusers pipeline: encode the text, run the denoising loop, decode the latents."""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Literal, TypeAlias
 
 import diffusers
 import numpy as np
 import torch
+import torch.distributed as dist
 from diffusers import WanPipeline
 
 from wands.errors import WandsError
+from wands.sampling.guidance import predict_together
 from wands.sampling.images import ConditionImages
 from wands.sampling.pipeline import AnyPipeline
 from wands.sampling.requests import SampleRequest
+from wands.sampling.schedulers import with_shift
 from wands.variants import TEXT_LEN
 
 NO_IMAGES = ConditionImages()
+Texts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. None without guidance."""
 
 
 def takes_images(pipeline: AnyPipeline) -> bool:
@@ -50,8 +56,25 @@ def pipeline_for(
     return view
 
 
+@torch.no_grad()
+def encode_texts(pipeline: AnyPipeline, request: SampleRequest) -> Texts:
+    """Encode the prompt of a request, and its negative prompt if the request uses guidance.
+
+    Args:
+        pipeline: result of `pipeline_for` for this request.
+        request: request to sample.
+    """
+    both = request.prompt, request.negative_prompt
+    texts: Texts = pipeline.encode_prompt(*both, request.guidance_scale > 1, max_sequence_length=TEXT_LEN)
+    return texts
+
+
 def sample_latents(
-    pipeline: AnyPipeline, request: SampleRequest, images: ConditionImages = NO_IMAGES
+    pipeline: AnyPipeline,
+    request: SampleRequest,
+    images: ConditionImages = NO_IMAGES,
+    texts: Texts | None = None,
+    guidance: dist.ProcessGroup | Literal["batched"] | None = None,
 ) -> torch.Tensor:
     """Run the denoising loop of a pipeline for one request.
 
@@ -59,6 +82,9 @@ def sample_latents(
         pipeline: result of `pipeline_for` for this request.
         request: request to sample.
         images: images of the request.
+        texts: result of `encode_texts`; None encodes the texts.
+        guidance: how to compute the two predictions of a step with guidance, see `predict_together`. None computes them one
+            after the other, as diffusers does.
 
     Returns:
         The final normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
@@ -66,16 +92,20 @@ def sample_latents(
     Raises:
         WandsError: if the latents are not finite.
     """
-    others = {"seed", "flow_shift", "image", "last_image"}
+    others = {"seed", "flow_shift", "image", "last_image", "prompt", "negative_prompt"}
     options = request.model_dump(exclude=others, exclude_none=True)
     options |= {key: image for key, image in vars(images).items() if image is not None}
-    latents: torch.Tensor = pipeline(
-        max_sequence_length=TEXT_LEN,
-        # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
-        generator=torch.Generator("cpu").manual_seed(request.seed),
-        output_type="latent",
-        **options,
-    ).frames[0]
+    prompt, negative = texts or encode_texts(pipeline, request)
+    together = guidance is not None and negative is not None
+    with predict_together(pipeline, (prompt, negative), guidance) if together else nullcontext():
+        latents: torch.Tensor = pipeline(
+            prompt_embeds=prompt,
+            negative_prompt_embeds=negative,
+            # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
+            generator=torch.Generator("cpu").manual_seed(request.seed),
+            output_type="latent",
+            **options,
+        ).frames[0]
     if not torch.isfinite(latents).all():
         raise WandsError(
             f"--prompt={request.prompt!r}: the sample has values that are not finite. Use --dtype=fp32. If the error remains, "
@@ -86,12 +116,13 @@ def sample_latents(
 
 
 @torch.no_grad()
-def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
+def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
     """Decode latents to frames with exactly the operations of diffusers' Wan pipelines.
 
     Args:
         pipeline: pipeline whose VAE decodes the latents.
         latents: normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns].
+        tiled: decode overlapping tiles of each frame, with diffusers' tile sizes.
 
     Returns:
         Frames of the video, uint8 [frames, rows, columns, 3].
@@ -103,24 +134,10 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor) -> np.ndarray:
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     inverse_std = 1.0 / std.to(latents.device, latents.dtype)
-    video = vae.decode(latents / inverse_std + mean.to(latents.device, latents.dtype), return_dict=False)[0]
+    latents = latents / inverse_std + mean.to(latents.device, latents.dtype)
+    vae.use_tiling = tiled
+    video = vae.decode(latents.to(vae.post_quant_conv.weight.dtype), return_dict=False)[0].float()
+    vae.use_tiling = False  # images are encoded without tiles
     frames = pipeline.video_processor.postprocess_video(video, output_type="np")[0]
     pipeline.maybe_free_model_hooks()
     return (frames * 255).round().astype(np.uint8)
-
-
-def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Return a copy of a scheduler with a new shift of the noise schedule. The copy has no state of earlier samples.
-
-    Args:
-        scheduler: flow-matching scheduler of diffusers.
-        flow_shift: shift of the new scheduler; None keeps the shift of `scheduler`.
-    """
-    change = {} if flow_shift is None else {shift_key(scheduler): flow_shift}
-    return type(scheduler).from_config(scheduler.config, **change)
-
-
-def shift_key(scheduler: Any) -> str:
-    """Return the key for the shift of the noise schedule in a scheduler's config: "flow_shift" or "shift"."""
-    # Solvers with flow sigmas, such as UniPC, call the shift flow_shift. FlowMatchEuler calls it shift.
-    return "flow_shift" if "use_flow_sigmas" in scheduler.config else "shift"

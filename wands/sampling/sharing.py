@@ -23,13 +23,14 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 
+from wands.attention.kernels.registry import choose_backend, usable_backends
 from wands.attention.packed import PackedMeta
-from wands.attention.varlen import choose_backend
+from wands.attention.ring import RingAttention
 from wands.config.recipe import ParallelConfig
 from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group, ranks_per_node
 from wands.distributed.consistency import check_agreement, tensor_checksum
-from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees
+from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees, new_group
 from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def plan_ranks(
-    variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None
+    variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None, split: bool = False
 ) -> tuple[ParallelDims, list[str]]:
     """Choose the Ulysses degree and the ring degree for sampling. All ranks of a launcher sample each video together.
 
@@ -52,6 +53,8 @@ def plan_ranks(
         ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
         ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
             degree.
+        split: whether one half of an even number of ranks may compute the predictions for the prompt, and the other
+            half the predictions for the negative prompt. Degrees whose product is the number of all ranks have precedence.
 
     Returns:
         (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
@@ -63,26 +66,29 @@ def plan_ranks(
     given = {flag: value for flag, value in options.items() if value is not None}
     product = (ulysses_degree or 1) * (ring_degree or 1)
     assert product > 0, options
-    if world_size % product or (len(given) == 2 and product != world_size):
+    size = world_size // 2 if split and world_size % (2 * product) == 0 else world_size
+    if size % product or (len(given) == 2 and product != size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
         return dims, [
             f"{text}: the product of the degrees must be world_size={world_size}, because all processes share each video. Start "
             f"{product} processes with a launcher, or leave the options out."
         ]
-    parallel = ParallelConfig(cp_size=world_size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
+    parallel = ParallelConfig(cp_size=size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     try:
         degrees = choose_degrees(
             parallel, num_heads=variant.dit.num_heads, ranks_per_node=ranks_per_node(), model=variant.name
         )
     except ConfigError as error:
-        text = str(error).replace("parallel.cp_size", "world_size")
+        text = str(error).replace(f"parallel.cp_size={size}", f"world_size={world_size}")
         for flag in options:
             text = text.replace(f"parallel.{flag[2:].replace('-', '_')}", flag)
         return dims, [text]
     return ParallelDims(world_size, rank, *degrees), []
 
 
-def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
+def share_pipeline(
+    pipeline: AnyPipeline, dims: ParallelDims, kernel: str = "auto"
+) -> dist.ProcessGroup | None:
     """Join the process group, and change the pipeline of this rank so that all ranks sample each video together.
 
     After this call, all ranks must call the pipeline with the same arguments, and all ranks get the same latents.
@@ -90,25 +96,52 @@ def share_pipeline(pipeline: AnyPipeline, dims: ParallelDims) -> None:
     Args:
         pipeline: result of `load_pipeline`.
         dims: result of `plan_ranks`.
+        kernel: "auto" or "native", see `set_attention`.
+
+    Returns:
+        Process group for `sample_latents`: this rank, and the rank that computes the other prediction of guidance for the
+        same tokens. None if there is one group.
 
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.
     """
-    # Imported here because the module imports DeepSpeed, which one process does not need.
-    from wands.attention.ulysses import context_attention
-
-    assert dims.dp_size == 1, f"{dims.dp_size} groups would each sample the same video"
+    assert dims.dp_size <= 2, f"{dims.dp_size} groups, but guidance has only two predictions"
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
     groups = ProcessGroups.build(dims, device)
     log.info(
-        "sampling on %d ranks: Ulysses %d x ring %d", dims.cp_size, dims.ulysses_degree, dims.ring_degree
+        "sampling on %d ranks: guidance %d x Ulysses %d x ring %d",
+        *(dims.world_size, dims.dp_size, dims.ulysses_degree, dims.ring_degree),
     )
-    for transformer in (pipeline.transformer, pipeline.transformer_2):
-        if transformer is not None:
-            backend = choose_backend("auto", device, transformer.dtype, transformer.config.attention_head_dim)
+    set_attention(pipeline, device, groups, kernel)
+    return new_group([range(i, dims.world_size, dims.cp_size) for i in range(dims.cp_size)], device)
+
+
+def set_attention(
+    pipeline: AnyPipeline, device: torch.device, groups: ProcessGroups, kernel: str = "auto"
+) -> None:
+    """Change the transformers of a pipeline in place, so that the fastest kernel of wands computes their self-attention.
+
+    If the ranks do not divide the tokens, diffusers' attention stays with the kernel "native", on a CPU, in fp32, and on a GPU
+    without a usable kernel.
+
+    Args:
+        pipeline: result of `load_pipeline`.
+        device: device of the pipeline.
+        groups: process groups of the ranks that divide the tokens of a video.
+        kernel: "auto" or "native".
+    """
+    for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
+        target = device, transformer.dtype, transformer.config.attention_head_dim
+        if not groups.cp and (kernel == "native" or not any(usable_backends(*target))):
+            continue
+        attention: SelfAttention = RingAttention(backend := choose_backend("auto", *target))
+        if groups.cp is not None:
+            # Imported here because the module imports DeepSpeed, which one process does not need.
+            from wands.attention.ulysses import context_attention
+
             attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad)
-            shard_transformer(transformer, attention, dims, groups.cp)
+        shard_transformer(transformer, attention, groups.dims, groups.cp)
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:

@@ -43,13 +43,13 @@ from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
-from wands.sampling.sample import decode_latents, pipeline_for, sample_latents
+from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.sharing import join_tokens, token_index
 from wands.train.append_log import continue_rows, to_line
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
-from wands.variants import TEXT_LEN, Expert, Variant
+from wands.variants import Expert, Variant
 
 _FRAMES = 3
 """Number of frames of each video on the contact sheet."""
@@ -152,9 +152,8 @@ def _encode(
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor | None] = {}
     for i, (request, given) in enumerate(zip(requests, images, strict=True)):
-        view, texts = pipeline_for(pipeline, request, given), (request.prompt, request.negative_prompt)
-        embeds = view.encode_prompt(*texts, request.guidance_scale > 1, max_sequence_length=TEXT_LEN)
-        tensors[f"{i}.prompt_embeds"], tensors[f"{i}.negative_prompt_embeds"] = embeds
+        view = pipeline_for(pipeline, request, given)
+        tensors[f"{i}.prompt_embeds"], tensors[f"{i}.negative_prompt_embeds"] = encode_texts(view, request)
         if not (both := [image for image in vars(given).values() if image]):
             continue
         if getattr(view, "image_encoder", None) is not None:
@@ -353,7 +352,7 @@ class RunSamples:
         images = ConditionImages(blank if request.image else None, blank if request.last_image else None)
         view: Any = pipeline_for(self._pipeline, request, images)
         view.set_progress_bar_config(disable=True)
-        view.encode_prompt, view.encode_image = lambda **_: texts, lambda *_: embeds
+        view.encode_prompt, view.encode_image = lambda *_, **__: texts, lambda *_: embeds
         view.vae = _StoredVae(self._vae.config, device, latents)
         return view, images
 

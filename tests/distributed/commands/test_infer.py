@@ -458,8 +458,8 @@ def as_one_of(monkeypatch: pytest.MonkeyPatch):
     [
         (1, {"ring_degree": 2}, "--ring-degree=2: the product of the degrees must be world_size=1, because"),
         (4, {"ring_degree": 3}, "--ring-degree=3: the product of the degrees must be world_size=4, because"),
-        (8, {"ring_degree": 2, "ulysses_degree": 2},
-         "--ulysses-degree=2, --ring-degree=2: the product of the degrees must be world_size=8"),
+        (8, {"ring_degree": 1, "ulysses_degree": 2},
+         "--ulysses-degree=2, --ring-degree=1: the product of the degrees must be world_size=8"),
         (8, {"ulysses_degree": 8}, "--ulysses-degree=8 must divide num_heads=4 of wan2.1-t2v-"),
         (6, {"ring_degree": 2}, "world_size=6, --ring-degree=2 leads to --ulysses-degree=3, which must divide num_heads=4"),
         (2, {"device": "cpu"}, "--device=cpu is one device for several processes; leave --device out to"),
@@ -652,7 +652,7 @@ def launch(*options: object, rank_1: str = "") -> subprocess.CompletedProcess[st
 def test_torchrun_samples_one_video_and_tells_once(tiny_pipeline: Path, tmp_path: Path) -> None:
     done = launch("--model", tiny_pipeline, "--out", tmp_path / "out", "--save-latents")
     assert done.returncode == 0, done.stderr
-    assert "sampling on 2 ranks: Ulysses 2 x ring 1" in done.stderr
+    assert "sampling on 2 ranks: guidance 2 x Ulysses 1 x ring 1" in done.stderr
     names = ["000_a-dog.mp4", "000_a-dog.safetensors", "contact_sheet_000.png", "samples.jsonl"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert [done.stdout.count(words) for words in ("000_a-dog.mp4", "contact sheet ")] == [1, 1]

@@ -1,0 +1,58 @@
+"""Compute the two predictions of classifier-free guidance together: as one batch, or on different ranks.
+
+In every denoising step, the pipelines of diffusers call the transformer twice: first with the prompt, then with the negative
+prompt. Inside `predict_together`, the first call computes both predictions, and the second call only returns the prediction
+for the negative prompt. The pipelines of diffusers stay unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wands.sampling.pipeline import AnyPipeline
+
+
+@contextmanager
+def predict_together(
+    pipeline: AnyPipeline, texts: Sequence[Tensor], guidance: dist.ProcessGroup | Literal["batched"]
+) -> Iterator[None]:
+    """Make the transformers of a pipeline compute both predictions of a step in the step's first call.
+
+    Args:
+        pipeline: pipeline that samples with guidance inside this context.
+        texts: embeddings of the prompt and of the negative prompt, each [1, tokens, channels].
+        guidance: "batched" computes both predictions on this rank, with batch size 2. Of a process group with two ranks, the
+            first rank computes the prediction for the prompt, the second rank computes the prediction for the negative
+            prompt, and both ranks get both predictions.
+    """
+    waiting: list[Tensor] = []
+
+    def forward(own_forward: Callable[..., tuple[Tensor]], **inputs: Any) -> tuple[Tensor]:
+        if waiting:
+            return (waiting.pop(),)
+        text = torch.cat([*texts]).to(inputs["encoder_hidden_states"].dtype)
+        if guidance == "batched":
+            inputs = {key: torch.cat([x, x]) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+            both = list(own_forward(**inputs | {"encoder_hidden_states": text})[0].chunk(2))
+        else:
+            own = own_forward(**inputs | {"encoder_hidden_states": text[guidance.rank()][None]})[0]
+            both = [torch.empty_like(own) for _ in texts]
+            dist.all_gather(both, own, group=guidance)
+        waiting.append(both[1])
+        return (both[0],)
+
+    forwards = {model: model.forward for model in (pipeline.transformer, pipeline.transformer_2) if model}
+    for model, own_forward in forwards.items():
+        vars(model)["forward"] = partial(forward, own_forward)
+    try:
+        yield
+    finally:
+        for model, own_forward in forwards.items():
+            vars(model)["forward"] = own_forward
