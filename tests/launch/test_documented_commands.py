@@ -112,7 +112,7 @@ def test_the_readme_from_clips_to_the_hub(home: FakeHub, tiny_variant, monkeypat
             run(command, home, monkeypatch, dry=False)
     assert "pytorch_lora_weights.safetensors" in home.files("you/my-lora")
     assert list(Path("my-lora/samples").glob("*.mp4"))
-    assert Path("report.html").is_file()
+    assert Path("clips.html").is_file()
 
     Path("demo_out").mkdir()
     for name, target in (("model", tiny_variant("wan2.1-t2v-1.3b")), ("cache", Path("cache").resolve())):

@@ -105,7 +105,7 @@ class CheckOptions(ClipOptions):
 
     Examples:
         wands check clips/
-        wands check clips/ --max-frames 121 --html report.html
+        wands check clips/ --max-frames 121 --html clips.html
     """
 
     model: str | None = None
@@ -200,7 +200,8 @@ class PlanOptions(RecipeOptions):
     """Plan for this published model, such as wan2.1-t2v-14b. The files of the model are not needed [default: the model of
     RECIPE]."""
     hardware: str = "h100"
-    """Name of the GPU type, such as h100 or rtx4090. For an unknown name, the error message lists all known names."""
+    """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090 or rtx3090. For another
+    GPU, use the name of a similar GPU together with --gpu-memory."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Total number of GPUs in all nodes together."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None

@@ -85,7 +85,7 @@ class ModelConfig(StrictModel):
     compile: Literal["auto"] | bool = "auto"
     """Compile the pointwise parts of the transformer blocks with torch.compile: norms, modulation, rotary embedding and
     residual additions. Compiled parts read and write less GPU memory, so that a step is faster. Results differ by rounding
-    errors only. The first step takes longer. `auto` compiles on GPUs, and not on CPUs. `on` always compiles, `off` never."""
+    errors only. The first step takes longer. `auto` compiles on GPUs, and not on CPUs. `true` always compiles, `false` never."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability in training, for the attention outputs and the hidden activations of the feed-forward layers. 0
     disables dropout. The dropped values of a clip do not depend on packing or on the number of GPUs. Try 0.1 if a small
