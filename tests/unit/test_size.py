@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_826
+TOTAL = 20_835
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -26,8 +26,8 @@ FOLDERS = {
     "encoders": 340,
     "export": 393,
     "flow": 210,
-    "model": 2447,
-    "planning": 645,
+    "model": 2449,
+    "planning": 652,
     "recipes": 0,
     "report": 266,
     "sampling": 987,

@@ -202,6 +202,11 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
     return (pairs * cos + pairs.flip(-1) * (sin * signs)).flatten(1)
 
 
+def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
+    """Return the update if the gate's gradient needs it, or an empty tensor that keeps only the dtype."""
+    return update if needs_gate or update is None else update.new_empty(0)
+
+
 _ADD_NORM, _ADD_NORM_BACKWARD = CompiledOp(add_norm_forward), CompiledOp(add_norm_backward)
 _GATED_ADD, _GATED_ADD_BACKWARD = CompiledOp(gated_add_forward), CompiledOp(gated_add_backward)
 _NORM_ROTATE, _NORM_ROTATE_BACKWARD = CompiledOp(norm_rotate_forward), CompiledOp(norm_rotate_backward)
@@ -225,7 +230,7 @@ class _AddNorm(torch.autograd.Function):
             hidden, update, gate, factor, shift, ctx.timesteps[0], eps, dtype
         )
         total = hidden if update is None else total
-        ctx.save_for_backward(total, mean, rstd, update, gate, factor)
+        ctx.save_for_backward(total, mean, rstd, _kept(update, ctx.needs_input_grad[2]), gate, factor)
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -242,7 +247,7 @@ class _GatedAdd(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
         ctx.timesteps = _timestep_rows(lens, hidden.device)
-        ctx.save_for_backward(update, gate)
+        ctx.save_for_backward(_kept(update, ctx.needs_input_grad[2]), gate)
         return _GATED_ADD(hidden, update, gate, ctx.timesteps[0])
 
     @staticmethod

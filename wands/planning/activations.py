@@ -28,6 +28,7 @@ class Activations:
         self.num_models = workload.num_models
         self.num_batches = workload.micro_steps * self.recipe.data.prefetch
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
+        self._compiled = workload.compiled
         self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
     def moments(self) -> Iterator[tuple[int, float]]:
@@ -114,6 +115,8 @@ class Activations:
         ffn, table = not attention_only or always, self._table_learns()
         # Rows of D in fp32, rows of D and of F in the compute dtype, and rows of the LoRA's rank.
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
+        if self._compiled:  # queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept
+            wide, narrow_rows = 3, narrow_rows + 3
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:
             # With dropout, every LoRA layer has a separate input. Then only ZeRO-3's linear layer keeps the shared input.

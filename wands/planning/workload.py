@@ -88,6 +88,12 @@ class Workload:
         return self.max_tokens / self.cp_size
 
     @property
+    def compiled(self) -> bool:
+        """Whether the run compiles the pointwise parts of the blocks (`model.compile`)."""
+        setting = self.recipe.model.compile
+        return self.device_type == "cuda" if setting == "auto" else setting
+
+    @property
     def zero_stage(self) -> int:
         """ZeRO stage of the DeepSpeed config."""
         return int(self.ds_config["zero_optimization"].get("stage", 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,12 +11,19 @@ import torch
 from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor
 
-from tests.support.packs import KINDS, build_pair, make_pack, run_packed, run_stock
+from tests.support.packs import KINDS, build_pair, make_meta, make_pack, run_packed, run_stock
 from wands.attention import varlen
-from wands.attention.ulysses import OPERATORS
+from wands.attention.ulysses import OPERATORS, context_attention
+from wands.attention.varlen import choose_backend
+from wands.config.recipe import LoraConfig
+from wands.config.recipe_loading import load_recipe
 from wands.model import fused
+from wands.model.lora import add_lora
 from wands.model.modulation import gated_add
 from wands.model.transformer import AddNorm, NormRotate, PackedWanTransformer
+from wands.planning.activations import Activations
+from wands.planning.workload import Workload
+from wands.variants import DiTShape
 
 WIDTH, HEAD_DIM = 12, 6
 
@@ -150,6 +158,50 @@ def test_gradients_that_nothing_needs_are_not_computed(monkeypatch: pytest.Monke
         sums.clear()
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.usefixtures("eager")
+def test_a_block_keeps_what_the_memory_estimate_says(compiled: bool, lora: bool):
+    """Bytes that autograd keeps of the tokens of a block, from models of two and of three blocks."""
+    config = {
+        "attention_head_dim": 64,
+        "num_attention_heads": 2,
+        "ffn_dim": 512,
+        "text_dim": 16,
+        "freq_dim": 16,
+    }
+    grid, kept = (4, 8, 8), []
+    num_tokens = math.prod(grid)
+    backend = choose_backend("cpu", "cpu", torch.bfloat16)
+    for num_layers in (2, 3):
+        model = PackedWanTransformer(**config, num_layers=num_layers)
+        model.set_attention(context_attention(backend), backend)
+        model.set_compile(compiled)
+        if lora:
+            add_lora(model, LoraConfig(rank=4, targets="attention"), seed=0)
+        sizes = {}
+
+        def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            if x.numel() and num_tokens in x.shape:
+                sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            inputs = torch.randn(num_tokens, 64), make_meta([grid], [5]), torch.tensor([500.0])
+            model(*inputs, torch.randn(5, 16))
+        kept.append(sum(sizes.values()))
+    settings = [f"model.compile={str(compiled).lower()}", *["lora={rank: 4, targets: attention}"] * lora]
+    recipe = load_recipe(None, [*settings, "precision.compute=bf16"])
+    shape = DiTShape.from_config(model.config)
+    ds_config = {"zero_optimization": {"stage": 2}}
+    workload = Workload(recipe, shape, (), 1, 1, "cpu", 0, ds_config, max_tokens=num_tokens, max_samples=0)
+    activations = Activations(workload)
+    assert kept[1] - kept[0] == pytest.approx(activations._block() - activations._copies(), rel=0.02)
 
 
 def compiled_and_plain(dtype: torch.dtype, packs: list) -> Iterator[tuple[Tensor, Tensor]]:
