@@ -1,6 +1,7 @@
-"""Speed of `wands preprocess` with one and with two processes, and how long its encoder waits for decoding.
+"""Speed of `wands preprocess` with one and with two processes, or with batches, and how long its encoder waits for decoding.
 
     python scripts/bench_preprocess.py CLIPS                      # the clips of the demo, minutes on 2 cores
+    python scripts/bench_preprocess.py CLIPS --workers 1 --vae-batch 1 8 --max-pixels 6144 --max-frames 17 --copies 8
     python scripts/bench_preprocess.py CLIPS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 1 2 4 8 --device cuda
 
 CLIPS is a folder of clips, with or without captions; each is copied --copies times, so that the end of a run, when one
@@ -14,6 +15,7 @@ that encoders stood still. On CPU each process has cores / processes threads. Wi
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("clips", type=Path)
     parser.add_argument("--model", help="pipeline folder or Hub id [default: a tiny one]")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--vae-batch", type=int, nargs="+", default=[1])
     parser.add_argument("--copies", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-pixels", type=int, default=480 * 832)
@@ -91,10 +94,11 @@ def main() -> None:
             build_tiny_pipeline(Path(model), size="demo")
         (work / "clips").mkdir()
         num_clips = fill(work / "clips", args.clips, args.copies)
-        results: dict[int, list[tuple[float, float, float]]] = {workers: [] for workers in args.workers}
+        settings = list(itertools.product(args.workers, args.vae_batch))
+        results: dict[tuple[int, int], list[tuple[float, float, float]]] = {pair: [] for pair in settings}
         for turn in range(args.rounds):
-            for workers in args.workers:
-                out = work / f"cache-{turn}-{workers}"
+            for workers, vae_batch in settings:
+                out = work / f"cache-{turn}-{workers}-{vae_batch}"
                 options = {
                     "source": str(work / "clips"),
                     "out": str(out),
@@ -103,17 +107,18 @@ def main() -> None:
                     "max_frames": args.max_frames,
                     "device": args.device,
                     "workers": workers,
+                    "vae_batch": vae_batch,
                 }
-                results[workers].append(run_once(options, cores))
+                results[workers, vae_batch].append(run_once(options, cores))
                 shutil.rmtree(out)
     print(f"{num_clips} clips, up to {args.max_pixels:,} pixels and {args.max_frames} frames, {cores} cores")
-    print("processes  seconds  clips/s   encoding  clips/s  speed-up   waited")
+    print("processes  batch  seconds  clips/s   encoding  clips/s  speed-up   waited")
     base = None
-    for workers, runs in results.items():
+    for (workers, vae_batch), runs in results.items():
         seconds, encoding, waited = (statistics.median(column) for column in zip(*runs, strict=True))
         base = base or encoding
         print(
-            f"{workers:9d} {seconds:8.1f} {num_clips / seconds:8.2f} {encoding:10.1f} {num_clips / encoding:8.2f}"
+            f"{workers:9d} {vae_batch:6d} {seconds:8.1f} {num_clips / seconds:8.2f} {encoding:10.1f} {num_clips / encoding:8.2f}"
             f" {base / encoding:8.2f}x {waited:8.1%}"
         )
 

@@ -53,7 +53,19 @@ MISTAKES = {
     "a pageable copy": "from pageable memory",
 }
 KERNELS = ["torch", "cudnn"]
-DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "a pageable copy", "measure"}
+VAE = {"base_dim": 8, "z_dim": 16, "num_res_blocks": 1}
+VAES = {
+    "vae of wan2.1": VAE,
+    "vae of wan2.2": VAE
+    | {
+        "is_residual": True,
+        "in_channels": 12,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+    },
+}
+DEFAULT_TIER = {"one rank in bf16", "a copy that waits", "a pageable copy", "measure", "vae of wan2.1"}
 
 
 def in_tiers(names: Iterable[str]) -> list[Any]:
@@ -77,6 +89,7 @@ def step_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[st
         for name, cp in INSIDE.items()
     }
     cases["measure"] = {"kernels": KERNELS}
+    cases |= {name: {"vae": config} for name, config in VAES.items()}
     command = [sys.executable, "-m", "tests.support.fake_cuda_steps", str(library)]
 
     @cache
@@ -113,3 +126,15 @@ def test_kernels_are_measured_at_every_length(step_of: Callable[[str], dict[str,
     assert "error" not in found, found["error"]
     assert found["times"] == {kernel: {str(length): 1.0 for length in LENGTHS} for kernel in KERNELS}
     assert found["records"] == len(KERNELS) * len(LENGTHS) * 4 * 2
+
+
+@pytest.mark.parametrize("name", in_tiers(VAES))
+def test_windows_are_encoded_on_the_gpu(name: str, step_of: Callable[[str], dict[str, Any]]):
+    """Frames reach the GPU as bytes, without a wait; convolutions have the layout that cuDNN's fastest kernels take."""
+    found = step_of(name)
+    assert "error" not in found, found["error"]
+    assert found["given"] == ["torch.uint8 cuda"]
+    shape = [16, 3, 8, 12] if name == "vae of wan2.1" else [16, 3, 4, 6]
+    assert found["latents"] == [[f"cuda {shape}"] * 2] * 2
+    assert found["not channels last"] == 0
+    assert found["convolutions"] > 10

@@ -26,13 +26,13 @@ from tests.support.commands import preprocess
 from wands.commands import clip_rules
 from wands.commands import progress as progress_module
 from wands.commands.length_histogram import token_histogram
-from wands.commands.preprocess import decoding
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord, Rejection
 from wands.data.clips.video import decode_clip, save_video
+from wands.encoders import image
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
@@ -183,12 +183,8 @@ def test_a_gpu_encodes_what_a_cpu_does(made_of_one: Made, tiny_pipeline: Path, t
 @pytest.mark.parametrize(
     "bug",
     [
-        pytest.param(
-            lambda frames: torch.from_numpy(frames).permute(3, 0, 1, 2) / 255, id="pixels in [0, 1]"
-        ),
-        pytest.param(
-            lambda frames: torch.from_numpy(frames).permute(3, 0, 1, 2).flip(0) / 127.5 - 1, id="BGR"
-        ),
+        pytest.param(lambda frames: frames.movedim(-1, -4) / 255, id="pixels in [0, 1]"),
+        pytest.param(lambda frames: frames.flip(-1).movedim(-1, -4) / 127.5 - 1, id="BGR"),
     ],
 )
 def test_bug_in_the_pixels_is_caught(
@@ -196,9 +192,9 @@ def test_bug_in_the_pixels_is_caught(
     tiny_pipeline: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    bug: Callable[[np.ndarray], torch.Tensor],
+    bug: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    monkeypatch.setattr(decoding, "to_pixels", bug)
+    monkeypatch.setattr(image, "to_pixels", bug)
     preprocess(str(one_clip), tmp_path / "cache", tiny_pipeline, **SMALL)
     latents, _ = stock_sample(tiny_pipeline, one_clip / "man.mp4", "")
     assert differs(LatentCache(tmp_path / "cache").read(0).latents, latents) > 10
@@ -512,7 +508,7 @@ def test_out_of_memory_rejects_the_clip_alone(
     encode = WanVideoEncoder.encode
 
     def sometimes(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
-        if pixels.shape[2] < pixels.shape[3] / 2:  # bikes is the widest
+        if pixels.shape[-2] < pixels.shape[-1] / 2:  # bikes is the widest
             raise torch.OutOfMemoryError("CUDA out of memory")
         return encode(self, pixels)
 

@@ -22,7 +22,8 @@ def main() -> None:
     found = {}
     for name, case in json.load(sys.stdin).items():
         try:
-            found[name] = measure(case["kernels"]) if "kernels" in case else run_step(**case)
+            call = measure if "kernels" in case else encode_windows if "vae" in case else run_step
+            found[name] = call(**case)
         except Exception:
             found[name] = {"error": traceback.format_exc()}
     json.dump(found, sys.stdout)
@@ -52,6 +53,48 @@ def measure(kernels: list[str]) -> dict[str, Any]:
     torch.cuda.Event = Event
     with fake_cuda():
         return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "records": Event.now}
+
+
+def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
+    """Two windows through the encoder of `wands preprocess`, with a VAE of this config.
+
+    The host may wait in two places, which are left out: the check of the pixels and the copy of the latents to the CPU.
+    """
+    import torch
+    from diffusers import AutoencoderKLWan
+
+    from wands.encoders import image
+    from wands.encoders.vae import WanVideoEncoder
+
+    to_pixels, given = image.to_pixels, []
+
+    def watched(frames: Any) -> Any:
+        given.append(f"{frames.dtype} {frames.device.type}")
+        return to_pixels(frames)
+
+    model = AutoencoderKLWan(**vae)
+    image.to_pixels, aminmax, cpu = watched, torch.Tensor.aminmax, torch.Tensor.cpu
+    torch.Tensor.aminmax, torch.Tensor.cpu = lambda _: (-1.0, 1.0), lambda tensor: tensor
+    try:
+        with fake_cuda(may_wait=True):
+            encoder = WanVideoEncoder(move(model))
+        with fake_cuda():
+            windows = [torch.zeros(9, 64, 96, 3, dtype=torch.uint8).pin_memory() for _ in range(2)]
+            encoded = image.WindowEncoder(encoder, None, ("text", "image")).encode(windows)
+    finally:
+        image.to_pixels, torch.Tensor.aminmax, torch.Tensor.cpu = to_pixels, aminmax, cpu
+    convs = [
+        module.weight for module in model.modules() if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d)
+    ]
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return {
+        "given": given,
+        "latents": [
+            [f"{one.device.type} {list(one.shape)}" for one in window.values()] for window in encoded
+        ],
+        "not channels last": sum(not one.is_contiguous(memory_format=formats[one.ndim]) for one in convs),
+        "convolutions": len(convs),
+    }
 
 
 def run_step(

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 from transformers import CLIPVisionModel
 
-from wands.data.clips.video import to_frames
+from wands.data.clips.video import to_pixels
 from wands.encoders.components import find_part, loading_part
 from wands.encoders.vae import WanVideoEncoder
 from wands.model.files.loading import load_index
@@ -28,7 +28,7 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
     The conditioning frames are the first frame and, if `last_image` is true, the last frame.
 
     Args:
-        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns.
+        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns. A batch dimension may precede.
         last_image: whether to keep the last frame in addition to the first frame.
 
     Returns:
@@ -37,9 +37,9 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
     video = torch.zeros_like(pixels)
-    video[:, 0] = pixels[:, 0]
+    video[..., 0, :, :] = pixels[..., 0, :, :]
     if last_image:
-        video[:, -1] = pixels[:, -1]
+        video[..., -1, :, :] = pixels[..., -1, :, :]
     return video
 
 
@@ -111,23 +111,28 @@ class WindowEncoder:
         assert (clip is not None) == ("clip" in conditions), conditions
         self.vae, self.clip, self.conditions = vae, clip, conditions
 
-    def encode(self, pixels: Tensor) -> dict[str, Tensor]:
-        """Encode the pixels of a window (a range of frames of a clip), and the conditioning frames of the window.
+    def encode(self, windows: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Encode windows (ranges of frames of a clip) of one shape together, and the conditioning frames of each window.
 
         Args:
-            pixels: float32 [3, frames, rows, columns] in [-1, 1]. `WanVideoEncoder.encode` explains the valid sizes.
+            windows: frames of each window, uint8 [frames, rows, columns, 3] on the CPU. `WanVideoEncoder.encode` explains
+                the valid sizes.
 
         Returns:
-            bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the
+            For each window, bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the
             latents. The condition "image" adds "image_latents" [C, f, h, w]. The condition "clip" adds "image_embeds"
             [CLIP tokens, CLIP width].
         """
+        device = self.vae.vae.device  # uint8 has a quarter of the bytes of pixels
+        pixels = to_pixels(torch.stack([frames.to(device, non_blocking=True) for frames in windows]))
         encoded = {"latents": self.vae.encode(pixels)}
         last_image = "last_image" in self.conditions
         if "image" in self.conditions:
-            assert pixels.shape[1] > 1, "a still image has no frames after the first frame"
+            assert len(windows[0]) > 1, "a still image has no frames after the first frame"
             encoded["image_latents"] = self.vae.encode(given_frames(pixels, last_image))
         if self.clip is not None:
-            frames = to_frames(pixels[:, [0, -1] if last_image else [0]])
-            encoded["image_embeds"] = self.clip.encode(list(frames))
-        return {name: tensor.to(torch.bfloat16) for name, tensor in encoded.items()}
+            kept = [0, -1] if last_image else [0]
+            encoded["image_embeds"] = torch.stack([self.clip.encode([*f[kept].numpy()]) for f in windows])
+        names = encoded.keys()
+        rows = zip(*(tensor.to(torch.bfloat16) for tensor in encoded.values()), strict=True)
+        return [dict(zip(names, row, strict=True)) for row in rows]

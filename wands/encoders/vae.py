@@ -39,10 +39,14 @@ class WanVideoEncoder:
         self.vae = vae.eval().requires_grad_(False)
         if tiling:
             vae.enable_tiling(TILE, TILE, TILE_STRIDE, TILE_STRIDE)
+        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+        for weight in vae.parameters() if vae.device.type == "cuda" else ():
+            # Activations then have this layout, too. cuDNN would otherwise convert them around each convolution.
+            if weight.ndim in layouts:
+                weight.data = weight.data.contiguous(memory_format=layouts[weight.ndim])
         self.stride = (vae.config.scale_factor_temporal, *[vae.config.scale_factor_spatial] * 2)
-        per_channel = {"dtype": torch.float32, "device": vae.device}
-        self._mean = torch.tensor(vae.config.latents_mean, **per_channel).view(-1, 1, 1, 1)
-        self._std = torch.tensor(vae.config.latents_std, **per_channel).view(-1, 1, 1, 1)
+        mean_and_std = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32)
+        self._mean, self._std = mean_and_std.to(vae.device).view(2, -1, 1, 1, 1)
 
     @classmethod
     def load(
@@ -78,23 +82,25 @@ class WanVideoEncoder:
         config.
 
         Args:
-            pixels: float32 [3, F, H, W] in [-1, 1], for F frames of H rows and W columns. F must be 1 + a multiple of
-                the temporal stride (4). H and W must be multiples of the spatial stride. The VAE would silently crop
-                pixels of any other size.
+            pixels: float32 [3, F, H, W] in [-1, 1], for F frames of H rows and W columns, or a batch [N, 3, F, H, W] of
+                N clips. F must be 1 + a multiple of the temporal stride (4). H and W must be multiples of the spatial
+                stride. The VAE would silently crop pixels of any other size.
 
         Returns:
-            float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents.
+            float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents. For a batch, [N, C, f, h, w].
         """
         assert pixels.dtype == torch.float32, f"pixels have dtype {pixels.dtype}, not torch.float32"
-        assert pixels.ndim == 4, f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
-        (time, rows, columns), (_, frames, height, width) = self.stride, pixels.shape
+        assert pixels.ndim in (4, 5), f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
+        (time, rows, columns), (frames, height, width) = self.stride, pixels.shape[-3:]
         assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the last frames"
         assert height % rows == 0, f"height {height} is not a multiple of {rows}: the VAE would crop it"
         assert width % columns == 0, f"width {width} is not a multiple of {columns}: the VAE would crop it"
         low, high = pixels.aminmax()
         assert -1 <= low <= high <= 1, f"pixels are in [{low}, {high}], not in [-1, 1]"
-        posterior = self.vae.encode(pixels[None].to(self.vae.device, self.vae.dtype)).latent_dist
-        return self.normalise(posterior.mode()[0].float()).cpu()
+        batch = pixels if pixels.ndim == 5 else pixels[None]
+        posterior = self.vae.encode(batch.to(self.vae.device, self.vae.dtype)).latent_dist
+        latents = self.normalise(posterior.mode().float()).cpu()
+        return latents if pixels.ndim == 5 else latents[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -224,9 +224,10 @@ def _zero_latents(patch: pytest.MonkeyPatch) -> None:
     """Zeros where the latents of grey frames belong."""
     encode = WindowEncoder.encode
 
-    def wrong(self: WindowEncoder, pixels: Tensor) -> dict[str, Tensor]:
-        found = encode(self, pixels)
-        found["image_latents"][:, 1:] = 0
+    def wrong(self: WindowEncoder, windows: Any) -> list[dict[str, Tensor]]:
+        found = encode(self, windows)
+        for encoded in found:
+            encoded["image_latents"][:, 1:] = 0
         return found
 
     patch.setattr(WindowEncoder, "encode", wrong)
@@ -235,7 +236,7 @@ def _zero_latents(patch: pytest.MonkeyPatch) -> None:
 def _black(patch: pytest.MonkeyPatch) -> None:
     def wrong(pixels: Tensor, last_image: bool) -> Tensor:
         video = torch.full_like(pixels, -1)
-        video[:, 0] = pixels[:, 0]
+        video[..., 0, :, :] = pixels[..., 0, :, :]
         return video
 
     patch.setattr(image, "given_frames", wrong)

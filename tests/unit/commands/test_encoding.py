@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,33 @@ import torch
 from tests.launch.test_preprocess import SMALL, contents
 from tests.launch.test_preprocess_workers import wait_for
 from tests.support.commands import preprocess
-from wands.commands.preprocess import decoding, workers
+from wands.commands.preprocess import decoding, encoding, workers
 from wands.commands.preprocess import preprocess as module
 from wands.commands.preprocess.decoding import NUM_DECODERS, NUM_READY
+from wands.commands.preprocess.encoding import NUM_WRITES
 from wands.commands.preprocess.workers import WorkerPool
+from wands.data.cache.reader import LatentCache
+from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import ConfigError, WandsError
+from wands.errors import CacheError, ConfigError, WandsError
 
 WINDOWS = SMALL | {"clip_mode": "slide", "max_frames": 5}
 
 
 @pytest.fixture
 def source(clips_dir: Path, tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
+    return make_source(clips_dir, tmp_path / "source")
+
+
+@pytest.fixture(scope="module")
+def whole(clips_dir: Path, tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    preprocess(str(make_source(clips_dir, folder / "source")), folder / "cache", tiny_pipeline, **WINDOWS)
+    return folder / "cache"
+
+
+def make_source(clips_dir: Path, folder: Path) -> Path:
     folder.mkdir()
     for stem in ("man", "woman"):
         shutil.copy(clips_dir / "carphone_pristine.mp4", folder / f"{stem}.mp4")
@@ -37,19 +53,20 @@ def source(clips_dir: Path, tmp_path: Path) -> Path:
 def test_decoding_runs_ahead_but_not_away(
     source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoded windows wait for the encoder, never more than the queue and the threads have room for."""
-    to_pixels, encode, mutex = decoding.to_pixels, WanVideoEncoder.encode, threading.Lock()
-    counts = {"decoded": 0, "encoded": 0}
+    """Decoded windows wait for the encoder, never more than the queue and the threads have room for. For a GPU, they wait in
+    pinned memory."""
+    meta, encode, mutex = decoding._meta, WanVideoEncoder.encode, threading.Lock()
+    counts = {"decoded": 0, "encoded": 0, "pinned": 0}
     ahead: list[int] = []
     full = threading.Event()
 
-    def decoded(frames: Any) -> torch.Tensor:
+    def decoded(*args: Any) -> dict[str, Any]:
         with mutex:
             counts["decoded"] += 1
             ahead.append(counts["decoded"] - counts["encoded"])
             if ahead[-1] == NUM_READY + NUM_DECODERS + 1:
                 full.set()
-        return to_pixels(frames)
+        return meta(*args)
 
     def encoded(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
         assert full.wait(60), "decoding waits for the encoder"
@@ -58,15 +75,107 @@ def test_decoding_runs_ahead_but_not_away(
             counts["encoded"] += 1
         return result
 
-    monkeypatch.setattr(decoding, "to_pixels", decoded)
+    def pinned(frames: torch.Tensor) -> torch.Tensor:
+        with mutex:
+            counts["pinned"] += 1
+        return frames
+
+    def decode_for_gpu(clips: Any, settings: Any, pin_memory: bool) -> Any:
+        assert not pin_memory  # this device is a CPU
+        return decoding.decode_clips(clips, settings, pin_memory=True)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(encoding, "decode_clips", decode_for_gpu)
+    monkeypatch.setattr(decoding, "_meta", decoded)
     monkeypatch.setattr(WanVideoEncoder, "encode", encoded)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     assert report is not None
-    assert report.num_accepted == counts["encoded"] > 20
+    assert report.num_accepted == counts["encoded"] == counts["pinned"] > 20
     # The encoder has one window, each thread has one, the queue has the others.
     assert max(ahead) == NUM_READY + NUM_DECODERS + 1
     assert report.waited is not None
     assert f"encoder waited {report.waited:.1%} of the time for decoding" in str(report)
+
+
+def test_the_encoder_does_not_wait_for_the_disk(
+    source: Path, whole: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first sample is written, the encoder encodes as many windows as may wait, and no more."""
+    add, encode = WriteAheadLog.add, WanVideoEncoder.encode
+    encoded, full = 0, threading.Event()
+    seen: list[int] = []
+
+    def counted(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
+        nonlocal encoded
+        encoded += 1
+        if encoded == NUM_WRITES + 1:
+            full.set()
+        return encode(self, pixels)
+
+    def slow(self: WriteAheadLog, *args: Any) -> None:
+        if self.path.name.startswith("samples") and not seen:
+            assert full.wait(60), "the encoder waits for the disk"
+            time.sleep(0.3)
+            seen.append(encoded)
+        add(self, *args)
+
+    monkeypatch.setattr(WriteAheadLog, "add", slow)
+    monkeypatch.setattr(WanVideoEncoder, "encode", counted)
+    preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
+    assert seen == [NUM_WRITES + 1]
+    assert contents(tmp_path / "cache") == contents(whole)
+
+
+def test_a_full_disk_ends_the_run(
+    source: Path, whole: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes reports it, at the first sample as at the last."""
+    add = WriteAheadLog.add
+    for last in (1, len(LatentCache(whole).keys)):
+        calls = iter(range(1, last))
+
+        def fill_up(self: WriteAheadLog, *args: Any, calls: Iterator[int] = calls) -> None:
+            if self.path.name.startswith("samples") and next(calls, None) is None:
+                raise CacheError("the disk is full.")
+            add(self, *args)
+
+        monkeypatch.setattr(WriteAheadLog, "add", fill_up)
+        with pytest.raises(CacheError, match=r"the disk is full\."):
+            preprocess(str(source), tmp_path / f"cache{last}", tiny_pipeline, **WINDOWS)
+
+
+@pytest.mark.parametrize("out_of_memory", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_windows_of_one_size_are_encoded_together(
+    source: Path,
+    whole: Path,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    out_of_memory: bool,
+) -> None:
+    """Up to --vae-batch windows; one by one, if the memory is too small for the batch."""
+    encode, sizes = WanVideoEncoder.encode, Counter[int]()
+
+    def counted(self: WanVideoEncoder, pixels: torch.Tensor) -> torch.Tensor:
+        if out_of_memory and len(pixels) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes[len(pixels)] += 1
+        return encode(self, pixels)
+
+    monkeypatch.setattr(WanVideoEncoder, "encode", counted)
+    report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS, vae_batch=4)
+    assert report is not None
+    assert not report.rejected
+    caches = LatentCache(tmp_path / "cache"), LatentCache(whole)
+    assert caches[0].keys == caches[1].keys
+    if out_of_memory:
+        assert set(sizes) == {1}
+        assert contents(tmp_path / "cache") == contents(whole)
+    else:
+        assert sizes[4] >= report.num_accepted // 4 - 2
+        for row in range(report.num_accepted):
+            batched, alone = (cache.read(row).latents.float() for cache in caches)
+            torch.testing.assert_close(batched, alone, rtol=1e-2, atol=1e-2)
 
 
 def test_a_failure_in_a_thread_ends_the_run(
@@ -75,7 +184,7 @@ def test_a_failure_in_a_thread_ends_the_run(
     for ending in ("mp4", "txt"):
         (source / f"woman.{ending}").unlink()
     with monkeypatch.context() as patch:
-        patch.setattr(decoding, "to_pixels", None)
+        patch.setattr(decoding, "_meta", None)
         with pytest.raises(TypeError, match="not callable"):
             preprocess(str(source), tmp_path / "cache", tiny_pipeline, **WINDOWS)
     wait_for(lambda: not any(thread.name == "run_in_threads" for thread in threading.enumerate()))

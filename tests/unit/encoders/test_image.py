@@ -54,9 +54,10 @@ def test_a_still_is_not_encoded(tiny_variant: Callable[[str], Path]) -> None:
     encoder = WindowEncoder(
         WanVideoEncoder.load(tiny_variant("wan2.2-i2v-a14b")), conditions=("text", "image")
     )
-    assert set(encoder.encode(torch.zeros(3, 5, 16, 16))) == {"latents", "image_latents"}
+    (encoded,) = encoder.encode([torch.zeros(5, 16, 16, 3, dtype=torch.uint8)])
+    assert set(encoded) == {"latents", "image_latents"}
     with pytest.raises(AssertionError, match="a still"):
-        encoder.encode(torch.zeros(3, 1, 16, 16))
+        encoder.encode([torch.zeros(1, 16, 16, 3, dtype=torch.uint8)])
 
 
 KINDS = {
@@ -86,3 +87,20 @@ def test_the_first_latent_frame_is_that_of_the_first_frame_alone(kind: str) -> N
 def test_a_model_without_its_image_encoder_is_one_sentence(tiny_variant: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError, match="has no image_processor folder"):
         ImageEncoder.load(tiny_variant("wan2.1-t2v-1.3b"))
+
+
+def test_windows_encoded_together_are_those_encoded_alone(tiny_variant: Callable[[str], Path]) -> None:
+    model = tiny_variant("wan2.1-flf2v-14b")
+    encoder = WindowEncoder(
+        WanVideoEncoder.load(model), ImageEncoder.load(model), VARIANTS["wan2.1-flf2v-14b"].conditions
+    )
+    windows = [torch.from_numpy(clip(5, 32, 48)).roll(turn, dims=2) for turn in (0, 16, 32)]
+    together = encoder.encode(windows)
+    for window, batched in zip(windows, together, strict=True):
+        (alone,) = encoder.encode([window])
+        assert {name: tensor.shape for name, tensor in alone.items()} == {
+            name: tensor.shape for name, tensor in batched.items()
+        }
+        for name, tensor in alone.items():
+            torch.testing.assert_close(batched[name], tensor, rtol=1e-2, atol=1e-2)
+    assert not torch.allclose(together[0]["latents"], together[1]["latents"], atol=0.1)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from wands.commands.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
@@ -24,7 +25,7 @@ from wands.data.cache.format import from_bits
 from wands.data.cache.shards import read_stored
 from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
 from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
-from wands.data.clips.video import DecodedClip, decode_clip, to_pixels
+from wands.data.clips.video import DecodedClip, decode_clip
 from wands.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -68,15 +69,15 @@ class Window:
         clip: clip that contains the window.
         suffix: end of the sample keys, which names the window and the size.
         meta: metadata of the samples, without the entries that differ between captions.
-        pixels: RGB values in [-1, 1], float32 [3, frames, height, width]; None if the cache already contains the
-            latents.
+        frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
+            already contains the latents.
         encoded: maps names to encoded arrays of the window, read from the cache; None if the window must be encoded.
     """
 
     clip: Clip
     suffix: str
     meta: dict[str, Any]
-    pixels: Tensor | None = None
+    frames: Tensor | None = None
     encoded: dict[str, Tensor] | None = None
 
 
@@ -95,22 +96,29 @@ class ClipEnd:
     deadly: bool = False
 
 
-def decode_clips(clips: Sequence[Clip], settings: EncodeSettings) -> Generator[Window | ClipEnd, None, None]:
+def decode_clips(
+    clips: Sequence[Clip], settings: EncodeSettings, pin_memory: bool = False
+) -> Generator[Window | ClipEnd, None, None]:
     """Decode clips in subprocesses. Yield each window (range of frames) when it is ready.
 
     A `ClipEnd` follows the windows of each clip. Windows of different clips may alternate. A window whose latents are in the
     cache is not decoded; it contains the cached arrays.
 
+    Args:
+        clips: clips to decode.
+        settings: settings of the run.
+        pin_memory: whether to copy the frames to pinned memory, from which copies to a GPU are fastest.
+
     Raises:
         CacheError: if latents in the cache are damaged.
     """
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
-    run = partial(_decode_next_clips, remaining, settings)
+    run = partial(_decode_next_clips, remaining, settings, pin_memory)
     return run_in_workers(run, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
 
 
 def _decode_next_clips(
-    remaining: Iterator[Clip], settings: EncodeSettings, worker: IsolatedWorker
+    remaining: Iterator[Clip], settings: EncodeSettings, pin_memory: bool, worker: IsolatedWorker
 ) -> Iterator[Window | ClipEnd]:
     for clip in remaining:
         end = ClipEnd(clip)
@@ -120,7 +128,7 @@ def _decode_next_clips(
                 encoded = {name: from_bits(array) for name, array in bits.items()}
                 yield Window(clip, suffix, meta, encoded=encoded)
             if clip.decode:
-                yield from _decoded_windows(clip, worker, settings)
+                yield from _decoded_windows(clip, worker, settings, pin_memory)
         except Crash as crash:
             end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
         except (DataError, MemoryError) as error:
@@ -128,7 +136,9 @@ def _decode_next_clips(
         yield end
 
 
-def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSettings) -> Iterator[Window]:
+def _decoded_windows(
+    clip: Clip, worker: IsolatedWorker, settings: EncodeSettings, pin_memory: bool
+) -> Iterator[Window]:
     """Decode a clip, and yield its windows (ranges of frames) whose samples are not all in the cache.
 
     A window has one sample for each caption of the clip. If the decoder crashes, decode the clip a second time.
@@ -145,8 +155,9 @@ def _decoded_windows(clip: Clip, worker: IsolatedWorker, settings: EncodeSetting
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)
                     if decoded.suffix not in finished and clip.lacks(decoded.suffix):
-                        pixels = to_pixels(decoded.frames)
-                        yield Window(clip, decoded.suffix, _meta(clip, decoded, last), pixels)
+                        frames = torch.from_numpy(decoded.frames)
+                        frames = frames.pin_memory() if pin_memory else frames
+                        yield Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
                     finished.add(decoded.suffix)
             return
         except Crash as crash:

@@ -6,24 +6,26 @@ files of worker 0 are:
 
     text-0.journal       write-ahead log of text embeddings
     samples-0.journal    write-ahead log of samples that no shard contains yet
-    encoding-0           digest of the clip that is being encoded, otherwise empty; if the worker process is killed, the
-                         digest names the clip that the process was encoding
+    encoding-0           digests of the clips that are being encoded, one per line, otherwise empty; if the worker process
+                         is killed, the digests name the clips that the process was encoding
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from wands.commands.clip_rules import NO_MEMORY
-from wands.commands.preprocess.decoding import EncodeSettings, Window, decode_clips
+from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
 from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
@@ -36,6 +38,8 @@ from wands.encoders.vae import WanVideoEncoder
 
 LOG_BYTES = 1 << 30
 """Size of a write-ahead log in bytes at which its samples are moved to a shard."""
+NUM_WRITES = 4
+"""Largest number of encoded windows (ranges of frames) that wait for the thread that writes them to the disk."""
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -140,45 +144,56 @@ def encode_clips(
         CacheError: if the disk is full, or stored latents are damaged.
         ConfigError: if the model cannot be loaded.
     """
-    with closing(WriteAheadLog(settings.work / f"samples-{slot}.journal")) as samples:
-        yield from _ClipEncoder(settings, slot, devices.vae, samples).run(clips)
+    log = WriteAheadLog(settings.work / f"samples-{slot}.journal")
+    with closing(log) as samples, ThreadPoolExecutor(1, "write_samples") as writer:
+        yield from _ClipEncoder(settings, slot, devices.vae, samples, writer).run(clips)
     clear_device_cache(garbage_collection=True)
 
 
 class _ClipEncoder:
-    """Encoder of the clips that are assigned to one worker. While a clip is encoded, threads decode the next clips."""
+    """Encoder of the clips that are assigned to one worker. While a clip is encoded, threads decode the next clips, and
+    one thread writes the previous samples. Only this thread uses the write-ahead log.
+    """
 
     def __init__(
-        self, settings: EncodeSettings, slot: int, device: torch.device, samples: WriteAheadLog
+        self,
+        settings: EncodeSettings,
+        slot: int,
+        device: torch.device,
+        samples: WriteAheadLog,
+        writer: ThreadPoolExecutor,
     ) -> None:
-        self.settings, self.device, self.samples = settings, device, samples
+        self.settings, self.device, self.samples, self.writer = settings, device, samples, writer
+        self.writes: deque[Future[None]] = deque()
         self.in_encoder = settings.work / f"encoding-{slot}"
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
         self.num_windows = 0
+        self.reasons: dict[str, str] = {}
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
         times, began = WorkerTimes(), time.monotonic()
-        reasons: dict[str, str] = {}
-        with closing(decode_clips(clips, self.settings)) as pieces:
+        batch: list[Window | ClipEnd] = []
+        with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
                 self.encoder = self._load_encoder()
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
                 times.waited += time.monotonic() - ready
+                if piece is not None:
+                    batch.append(piece)
+                    num_windows = sum(isinstance(item, Window) and item.frames is not None for item in batch)
+                    if 0 < num_windows < self.settings.options.vae_batch:
+                        continue
+                yield from self._finish(batch)
+                batch.clear()
                 if piece is None:
                     break
-                video = piece.clip.video
-                if isinstance(piece, Window):
-                    if video not in reasons and (reason := self._store(piece)):
-                        reasons[video] = reason
-                elif reason := reasons.pop(video, piece.reason):
-                    yield Done.rejected(piece.clip, reason, piece.deadly)
-                else:
-                    yield Done()
+        self._write(self._move_to_shard)
+        while self.writes:
+            self.writes.popleft().result()
         times.worked, times.num_windows = time.monotonic() - began - times.waited, self.num_windows
-        self._move_to_shard()
         yield times
 
     def _load_encoder(self) -> WindowEncoder:
@@ -189,28 +204,72 @@ class _ClipEncoder:
         clip = ImageEncoder.load(options.model, self.device) if "clip" in conditions else None
         return WindowEncoder(vae, clip, conditions)
 
+    def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
+        """Encode and store windows (ranges of frames), and yield an event for each clip that ends.
+
+        Windows of the same shape are encoded together.
+
+        Raises:
+            CacheError: if an earlier window could not be written.
+        """
+        groups: dict[torch.Size, list[Window]] = {}
+        for piece in pieces:
+            if (
+                isinstance(piece, Window)
+                and piece.frames is not None
+                and piece.clip.video not in self.reasons
+            ):
+                groups.setdefault(piece.frames.shape, []).append(piece)
+        for windows in groups.values():
+            self._encode(windows)
+        for piece in pieces:
+            video = piece.clip.video
+            if isinstance(piece, Window):
+                if video not in self.reasons and (reason := self._store(piece)):
+                    self.reasons[video] = reason
+            elif reason := self.reasons.pop(video, piece.reason):
+                yield Done.rejected(piece.clip, reason, piece.deadly)
+            else:
+                yield Done()
+
+    def _encode(self, windows: Sequence[Window]) -> None:
+        """Encode windows of one shape together; one by one, if the memory is too small for all windows together.
+
+        A window that needs more memory than there is keeps `encoded=None`.
+        """
+        assert self.encoder is not None
+        self._note("\n".join({window.clip.video for window in windows}))
+        try:
+            encoded = self.encoder.encode([window.frames for window in windows if window.frames is not None])
+        except (torch.OutOfMemoryError, MemoryError):
+            clear_device_cache(garbage_collection=True)
+            for window in windows if len(windows) > 1 else ():
+                self._encode([window])
+            return
+        finally:
+            self._note("")  # this process is alive: the clips have not crashed it
+        for window, tensors in zip(windows, encoded, strict=True):
+            window.encoded = tensors
+
     def _store(self, window: Window) -> str | None:
-        """Encode a window (range of frames of a clip), and append its samples to the write-ahead log.
+        """Let the writer append the samples of an encoded window (range of frames of a clip) to the write-ahead log.
 
         Returns:
-            None if the window was stored. Otherwise the reason why the window cannot be encoded.
+            None, or the reason why the window cannot be stored.
         """
-        encoded = window.encoded
-        if window.pixels is not None:
-            assert self.encoder is not None
-            self._note(window.clip.video)
-            try:
-                encoded = self.encoder.encode(window.pixels)
-            except (torch.OutOfMemoryError, MemoryError):
-                clear_device_cache(garbage_collection=True)
-                return NO_MEMORY
-            finally:
-                self._note("")  # this process is alive: the clip has not crashed it
-            if not all(tensor.isfinite().all() for tensor in encoded.values()):
-                return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
-        assert encoded is not None
-        self._append(window, encoded)
+        if window.encoded is None:
+            return NO_MEMORY
+        if not all(tensor.isfinite().all() for tensor in window.encoded.values()):
+            return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
+        self.num_windows += 1
+        self._write(self._append, window, window.encoded)
         return None
+
+    def _write(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run a function in the thread of the writer, after all earlier calls. Wait if `NUM_WRITES` calls are waiting."""
+        if len(self.writes) >= NUM_WRITES:
+            self.writes.popleft().result()
+        self.writes.append(self.writer.submit(function, *arguments))
 
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
         """Append one record with all missing samples of a window (range of frames of a clip) to the write-ahead log.
@@ -229,7 +288,6 @@ class _ClipEncoder:
             samples.append((row.key + window.suffix, window.meta | own | {"source": clip.path}))
         tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
         self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
-        self.num_windows += 1
         if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
             self._move_to_shard()
 
@@ -240,6 +298,6 @@ class _ClipEncoder:
         writer.finish_shard()
         self.samples.clear()
 
-    def _note(self, video: str) -> None:
+    def _note(self, videos: str) -> None:
         with suppress(OSError):  # if the disk is full, the next write to the log raises an error
-            self.in_encoder.write_text(video)
+            self.in_encoder.write_text(videos)

@@ -251,7 +251,7 @@ class PreprocessRun:
         """
         suspects = set()
         for path in self.settings.work.glob("encoding-*"):
-            suspects.add(path.read_text())
+            suspects.update(path.read_text().splitlines())
             path.unlink()
         suspected_clips = [clip for clip in clips if clip.video in suspects]
         for clip in suspected_clips:

@@ -248,13 +248,19 @@ def _damage_named(path: Path) -> Iterator[None]:
         raise DataError(f"video={path} cannot be read as a video ({reason}); replace the file") from error
 
 
-def to_pixels(frames: np.ndarray) -> torch.Tensor:
-    """Convert uint8 frames [F, H, W, 3] to the input of the VAE: float32 [3, F, H, W] in [-1, 1]."""
+def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """Convert uint8 frames [F, H, W, 3] to the input of the VAE: float32 [3, F, H, W] in [-1, 1], on the same device.
+
+    A batch dimension may precede.
+    """
     import torch
 
-    assert frames.dtype == np.uint8, frames.dtype
-    pixels = torch.from_numpy(np.ascontiguousarray(frames)).permute(3, 0, 1, 2)
-    return pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(127.5).sub_(1.0)
+    if isinstance(frames, np.ndarray):
+        frames = torch.from_numpy(np.ascontiguousarray(frames))
+    assert frames.dtype == torch.uint8, frames.dtype
+    pixels = frames.movedim(-1, -4).to(torch.float32, memory_format=torch.contiguous_format)
+    # CUDA replaces the division by a number by a product with its reciprocal, which gives other bits than the CPU.
+    return pixels.div_(torch.full((), 127.5, device=pixels.device)).sub_(1.0)
 
 
 def to_frames(pixels: torch.Tensor) -> np.ndarray:

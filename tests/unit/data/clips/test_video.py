@@ -847,6 +847,11 @@ def test_pixels_span_minus_one_to_one_and_come_back() -> None:
     assert pixels.is_contiguous()
     assert (pixels.min(), pixels.max()) == (-1.0, 1.0)
     assert float(pixels[1, 2, 3, 4]) == pytest.approx(frames[2, 3, 4, 1] / 127.5 - 1, abs=1e-6)
+    scaled = frames.transpose(3, 0, 1, 2).astype(np.float32) / np.float32(127.5) - np.float32(1)
+    np.testing.assert_array_equal(pixels, scaled)  # bit for bit, also on a GPU
+    batch = to_pixels(torch.from_numpy(np.stack([frames, 255 - frames])))
+    assert torch.equal(batch[0], pixels)
+    assert batch.shape == (2, *pixels.shape)
     np.testing.assert_array_equal(to_frames(pixels), frames)
     np.testing.assert_array_equal(to_frames(pixels.double()), frames)
     assert to_frames(torch.tensor([-1.7, 0.0, 1.7]).view(3, 1, 1, 1)).tolist() == [[[[0, 128, 255]]]]
