@@ -37,6 +37,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
     "ring x ulysses": lambda one: f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
     "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
+    "blocks": lambda one: str(one.workload.recipe.model.num_recomputed(one.workload.shape.num_layers)),
     "bin": lambda one: f"{one.workload.recipe.packing.max_tokens:,}",
     "GiB/GPU": lambda one: f"{one.memory.needed / 2**30:.1f}",
     "host GiB": lambda one: f"{one.host / 2**30:.0f}",

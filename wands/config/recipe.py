@@ -66,6 +66,10 @@ class ModelConfig(StrictModel):
       copies run at the same time as the computation.
 
     The default `none` suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
+    checkpoint_blocks: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Number of blocks whose activations `checkpointing` recomputes, counted from the first block. The other blocks keep all
+    activations. A smaller number is faster and needs more memory. `auto` recomputes all blocks. `wands plan` finds the
+    smallest number that fits. The key has no effect with `checkpointing: none`."""
     saved_tensors: list[SavedTensor] | None = None
     """List of the tensors of each block to keep in GPU memory. The key can be used only with `checkpointing: selective`
     or `offload`.
@@ -90,6 +94,11 @@ class ModelConfig(StrictModel):
     """Dropout probability in training, for the attention outputs and the hidden activations of the feed-forward layers. 0
     disables dropout. The dropped values of a clip do not depend on packing or on the number of GPUs. Try 0.1 if a small
     data set overfits."""
+
+    def num_recomputed(self, num_layers: int) -> int:
+        """Return the number of blocks that run again in the backward pass, for a model with `num_layers` blocks."""
+        blocks = num_layers if self.checkpoint_blocks == "auto" else min(self.checkpoint_blocks, num_layers)
+        return 0 if self.checkpointing == "none" else blocks
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:

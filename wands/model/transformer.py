@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ class PackedWanTransformer(WanTransformer3DModel):
     _repeated_blocks = ["PackedWanBlock"]  # noqa: RUF012
     selective_checkpoint: SelectiveCheckpoint | None = None
     """Activation checkpointing of the blocks, set by `set_checkpointing`; None without checkpointing."""
+    num_recomputed: float = math.inf
+    """Number of blocks, from the first on, that run again in the backward pass; see `set_checkpointing`."""
     row_keys: RowKeys | None = None
     """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
@@ -101,6 +104,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         offloaded: Sequence[str] = (),
         operators: Mapping[str, Sequence[OpOverload]] | None = None,
         offloader: ActivationOffloader | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         """Set the activation checkpointing of the blocks. `wands.model.checkpointing` lists the tensor names.
 
@@ -113,6 +117,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             operators: maps a tensor name to the operators that compute this tensor. An example is
                 `wands.attention.ulysses.OPERATORS`.
             offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
+            num_blocks: number of blocks, from the first on, to which `mode` applies. The other blocks keep all activations.
+                None means all blocks.
         """
         assert saved or mode != "selective", "selective checkpointing needs names of tensors to save"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"
@@ -123,7 +129,9 @@ class PackedWanTransformer(WanTransformer3DModel):
         if mode == "none":
             self.disable_gradient_checkpointing()
             return
-        self.selective_checkpoint = SelectiveCheckpoint(self.blocks, saved, offloaded, operators, offloader)
+        self.num_recomputed = len(self.blocks) if num_blocks is None else num_blocks
+        blocks = self.blocks[: self.num_recomputed]
+        self.selective_checkpoint = SelectiveCheckpoint(blocks, saved, offloaded, operators, offloader)
         self.enable_gradient_checkpointing(self.selective_checkpoint)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
@@ -177,9 +185,10 @@ class PackedWanTransformer(WanTransformer3DModel):
             PaddedSegments.build(meta.padded_seq_lens, meta.text_lens, TEXT_LEN, tokens.device),
             None if image is None else _image_segments(meta, image),
         )
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             args = (hidden, text, image, table, rotation, meta, cross_segments, compute_dtype)
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
+            checkpoints = self.gradient_checkpointing and number < self.num_recomputed
+            if torch.is_grad_enabled() and checkpoints:
                 hidden = self._gradient_checkpointing_func(block, *args)
             else:
                 hidden = block(*args)

@@ -26,6 +26,7 @@ class Activations:
         self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
         self.num_models = workload.num_models
+        self.num_recomputed = self.recipe.model.num_recomputed(self.shape.num_layers)
         self.num_batches = workload.micro_steps * self.recipe.data.prefetch
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
         self._compiled = workload.compiled
@@ -44,12 +45,12 @@ class Activations:
         # Norm and modulation before the head, with their gradients. Tensors are saved for them only if the tables are trained.
         head = tokens * FP32 * shape.dim * (4 if self._table_learns() else 2)
         for left in range(shape.num_layers, 0, -1):
-            last = left == shape.num_layers
-            if self.recipe.model.checkpointing == "none":
-                yield left, left * block + max(working, head if last else 0.0) + ends
-            else:
-                held = self._held_on_device(left)
-                yield left, held + max(block + working, head if last else 0.0) + ends
+            before_head = head if left == shape.num_layers else 0.0
+            kept = max(
+                left - self.num_recomputed, 0
+            )  # blocks with all activations: the backward pass starts with them
+            held = self._held_on_device(left - kept + bool(kept))
+            yield left, held + max(max(kept, 1) * block + working, kept * block + before_head) + ends
 
     def without_gradients(self) -> float:
         """Return the peak bytes of activations on the device while a DiT generates the run's longest sample video.
@@ -71,7 +72,7 @@ class Activations:
         # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
         noisy = self.num_models * self.tokens * FP32 * 4 * (self.shape.in_channels + self.shape.out_channels)
         ahead = self.num_batches * (noisy + BF16 * self.text_rows * self.shape.text_dim)
-        found = {"activations": sizes * self.shape.num_layers, "prefetched data": ahead}
+        found = {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
         return {name: size for name, size in found.items() if size}
 
     def _held_on_device(self, left: int) -> float:

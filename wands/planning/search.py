@@ -9,6 +9,7 @@ run accepts. `predict` gives the speed of a combination.
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -141,6 +142,7 @@ class Candidate:
         before, after = self.task.workload.recipe, self.workload.recipe
         keys = {
             "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
+            "model.checkpoint_blocks": (before.model.checkpoint_blocks, after.model.checkpoint_blocks),
             "parallel.cp_size": (before.parallel.group_size, self.workload.cp_size),
             "packing.max_tokens": (before.packing.max_tokens, after.packing.max_tokens),
             "train.bins_per_step": (before.train.bins_per_step, after.train.bins_per_step),
@@ -223,7 +225,23 @@ def search(task: Task) -> list[Candidate]:
             errors.append(error)
     if errors and not candidates:
         raise errors[0]
-    return sorted(filter(None, candidates), key=_sort_key)
+    return sorted(map(_recompute_less, filter(None, candidates)), key=_sort_key)
+
+
+def _recompute_less(candidate: Candidate) -> Candidate:
+    """Return the candidate with the smallest `model.checkpoint_blocks` that fits, unless the recipe sets the key."""
+    workload, recipe = candidate.workload, candidate.workload.recipe
+
+    def recompute(num_blocks: int) -> Candidate:
+        model = recipe.model.model_copy(update={"checkpoint_blocks": num_blocks})
+        fewer = replace(workload, recipe=recipe.model_copy(update={"model": model}))
+        return replace(candidate, workload=fewer)
+
+    if recipe.model.checkpointing == "none" or recipe.model.checkpoint_blocks != "auto":
+        return candidate
+    numbers = range(1, workload.shape.num_layers)
+    index = bisect_left(numbers, True, key=lambda num_blocks: recompute(num_blocks).fits)
+    return recompute(numbers[index]) if index < len(numbers) else candidate
 
 
 def _sort_key(candidate: Candidate) -> int:
@@ -258,7 +276,7 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
     base, recipe = task.workload, task.workload.recipe
     model, parallel = recipe.model, recipe.parallel
     if checkpointing != model.checkpointing:
-        kept = {"saved_tensors": None, "offloaded_tensors": None}
+        kept = {"saved_tensors": None, "offloaded_tensors": None, "checkpoint_blocks": "auto"}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
     dp_size = base.world_size // cp
     bins = -(-recipe.train.bins_per_step // dp_size) * dp_size

@@ -55,7 +55,7 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.total + other.total, self.exposed + other.exposed)
 
-    def __mul__(self, count: int) -> Traffic:
+    def __mul__(self, count: float) -> Traffic:
         return Traffic(self.total * count, self.exposed * count)
 
 
@@ -136,15 +136,15 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
     linear = matmuls / (machine.peak * machine.linear_efficiency)
     attention = pairs / cp * plan.cost_balance() / (machine.peak * machine.attention_efficiency)
-    again = checkpointing != "none"
-    attend_again = checkpointing in ("full", "offload")
+    again = workload.recipe.model.num_recomputed(layers) / layers
+    attend_again = again * (checkpointing in ("full", "offload"))
     linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
     forward = linear + attention
     backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
 
     comm = plan.comm_bytes(shape.dim, BF16)
     # The forward pass exchanges four tensors. With `selective`, the result of the last exchange is kept.
-    exchanges = 1.0 + (1.0 if attend_again else 0.75 * again)
+    exchanges = 1.0 + (attend_again or 0.75 * again)
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
     one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
@@ -153,7 +153,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     zero, once = _zero_traffic(workload, machine, compute)
     if checkpointing == "offload":
         # Each block's input moves to the host and back, overlapping with the computation.
-        moved = 2 * FP32 * shape.dim * layers * sum(lens) / cp / machine.host_bandwidth
+        moved = 2 * FP32 * shape.dim * layers * again * sum(lens) / cp / machine.host_bandwidth
         zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
     all_to_all, ring = Traffic(exchanged, exchanged), ring_forward + ring_backward

@@ -172,7 +172,8 @@ def build_model(
     if recipe.uses_dropout:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
     kept = recipe.model.kept_on_device, recipe.model.kept_on_host
-    model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)
+    num_blocks = recipe.model.num_recomputed(len(model.blocks))
+    model.set_checkpointing(recipe.model.checkpointing, *kept, OPERATORS, store, num_blocks)
     return model.train()
 
 

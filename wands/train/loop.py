@@ -39,6 +39,7 @@ from wands.train.stragglers import ComputeTimes
 from wands.train.trackers import Trackers
 from wands.train.trainer import Trainer
 from wands.train.watchdog import Watchdog
+from wands.transfer import to_device
 
 T = TypeVar("T")
 
@@ -96,13 +97,19 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             own_request = requests.poll(rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
-            sums = torch.cat([own_losses.double(), sigma_sums(results, groups.dims)])
             numbers = (own_wait, float(saver.is_writing), *memory_peaks(device), *own_request)
-            maxima = torch.tensor(numbers, dtype=torch.float64, device=device)
+            # A row for each rank, 0 in the rows of other ranks: one sum over the ranks also collects what needs a maximum.
+            of_ranks = torch.zeros(run.world_size, len(numbers), dtype=torch.float64)
+            of_ranks[rank] = torch.tensor(numbers, dtype=torch.float64)
+            parts = (
+                own_losses.double(),
+                sigma_sums(results, groups.dims),
+                to_device(of_ranks, device).flatten(),
+            )
+            sums = torch.cat(parts)
             dist.all_reduce(sums)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-            totals, (data_wait, is_writing, *rest) = sums.tolist(), maxima.tolist()
-            losses, of_sigmas = totals[: len(results)], totals[len(results) :]
+            losses, of_sigmas, table = (part.tolist() for part in sums.cpu().split([*map(len, parts)]))
+            data_wait, is_writing, *rest = (max(table[i :: len(numbers)]) for i in range(len(numbers)))
             peaks, request = rest[:2], ControlRequest(*map(bool, rest[2:]))  # requests that any rank received
             for expert, loss, result in zip(run.experts, losses, results, strict=True):
                 bad_steps.check(plan, expert, loss, result)

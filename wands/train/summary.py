@@ -166,6 +166,7 @@ def _optimizer(run: TrainingRun) -> str:
 def _checkpointing(model: ModelConfig) -> str:
     places = (("device", model.kept_on_device), ("host", model.kept_on_host))
     kept = [f"{', '.join(names)} on the {place}" for place, names in places if names]
+    kept += [f"first {model.checkpoint_blocks} blocks"] if model.checkpoint_blocks != "auto" else []
     return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")
 
 

@@ -68,6 +68,8 @@ def case(stage: int, checkpointing: str, compute: str, *keys: str, **zero: Any) 
 ALONE = [
     case(0, "none", "fp32"),
     case(0, "full", "bf16"),
+    case(0, "full", "fp32", "model.checkpoint_blocks=1"),
+    case(2, "offload", "fp32", LORA, "model.checkpoint_blocks=3"),
     case(2, "offload", "fp32", LORA),
     case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn, dropout: 0.1}"),
 ]
@@ -76,6 +78,7 @@ PAIRS = [
     case(1, "full", "fp32"),
     case(1, "selective", "bf16", "precision.weights=bf16"),
     case(2, "none", "fp32"),
+    case(1, "selective", "bf16", "model.checkpoint_blocks=2"),
     case(2, "selective", "bf16", "parallel.ulysses_degree=2"),
     case(3, "none", "fp32", LORA, "parallel.ring_degree=2"),
     case(3, "full", "bf16", "ema={device: gpu}", **SMALL),

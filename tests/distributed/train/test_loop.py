@@ -7,14 +7,18 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.fake_wandb import SOURCE
 from tests.support.runs import losses, run_training, weights
 from wands.files import read_rows
+from wands.train import loop
 
 # ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
 SERIES_TOLERANCE = 2e-5
@@ -206,3 +210,24 @@ def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
     ]
     assert {call["rank"] for call in calls} == {"0"}
     assert {"train/loss", "train/grad_norm", "speed/seconds"} < calls[2].keys()
+
+
+def count_reductions(model: Path, out: Path) -> tuple[int, list[dict[str, Any]]]:
+    reductions: list[int] = []
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        reductions.append(len(tensor))
+        dist.all_reduce(tensor)
+
+    counted = mock.patch.object(loop, "dist", SimpleNamespace(all_reduce=all_reduce))
+    # A number that fp32 does not represent, and another number on each rank.
+    peaks = mock.patch.object(loop, "memory_peaks", return_value=(0, 2**40 + 1 + int(os.environ["RANK"])))
+    with counted, peaks:
+        rows = run_training(model, out, ("train.max_steps=3",), zero(2))
+    return len(reductions), rows
+
+
+def test_the_loop_sums_over_the_ranks_once_a_step(tiny_pipeline: Path, tmp_path: Path, worlds):
+    number, rows = worlds[2].run(count_reductions, tiny_pipeline, tmp_path)[0]
+    assert number == len(rows) == 3
+    assert {row["host_peak"] for row in rows} == {2**40 + 2}

@@ -54,18 +54,27 @@ def test_report_of_a_shipped_recipe():
         assert words in report
     rows = rows_of(report)
     assert len(rows) == 10
-    gib = [float(row[4]) for row in rows]
+    gib = [float(row[5]) for row in rows]
     assert max(gib) <= (MACHINES["h100"].memory - 1.5 * 2**30) / 2**30
-    speeds = [int(row[7].replace(",", "")) for row in rows if "offload" not in row[0]]
+    speeds = [int(row[8].replace(",", "")) for row in rows if "offload" not in row[0]]
     assert speeds[0] > 0.97 * max(speeds)
     # 12 bytes a parameter in a checkpoint at ZeRO-3: masters, which are the weights, and moments
     assert "a checkpoint 171.5 GB" in report
 
 
 @pytest.mark.slow
+def test_a_plan_recomputes_no_more_blocks_than_memory_asks_for():
+    settings = ["zero3", "1 x 8", "selective"]
+    [num_blocks] = [int(row[3]) for row in rows_of(run()) if row[:3] == settings]
+    assert f"--set model.checkpoint_blocks={num_blocks} " in run()
+    for number, fits in ((num_blocks, True), (num_blocks - 1, False)):
+        keys = ("model.checkpointing=selective", f"model.checkpoint_blocks={number}")
+        assert (settings in [row[:3] for row in rows_of(run(overrides=keys))]) == fits
+
+
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
     small, large = run(hardware="l40s"), run(hardware="h200")
-    assert float(rows_of(small)[0][4]) < 48e9 / 2**30 < float(rows_of(large)[0][4])
+    assert float(rows_of(small)[0][5]) < 48e9 / 2**30 < float(rows_of(large)[0][5])
     seconds = [seconds_of(run(gpus=n)) for n in (8, 16, 32)]
     assert seconds[0] > 1.8 * seconds[1] > 3.2 * seconds[2]
 

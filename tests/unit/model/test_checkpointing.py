@@ -114,6 +114,18 @@ def test_every_mode_gives_the_same_bits(kind: str, autocast: bool):
             )
 
 
+@pytest.mark.parametrize("mode", [MODES[0], MODES[-1]], ids=str)
+def test_only_the_first_blocks_are_computed_twice(mode: Mode):
+    pack, model = make_pack(2), build("t2v", Mode("none"))
+    right = step(model, pack)
+    for num_blocks in (1, 2):
+        model.set_checkpointing(mode.name, mode.saved, mode.offloaded, OPERATORS, None, num_blocks)
+        with Calls(model) as calls:  # of block 1, the second block
+            found = step(model, pack)
+        assert all(torch.equal(found[name], grad) for name, grad in right.items())
+        assert calls.counts["attn1.to_out.0"] == num_blocks
+
+
 def test_copies_that_are_late_are_waited_for(monkeypatch: pytest.MonkeyPatch):
     """As on a GPU that is far behind the host."""
     pack = make_pack(2)
