@@ -44,10 +44,11 @@ def group_into_steps(
     """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs. Different ranks
     process the bins of a group at the same time.
 
-    The bins are sorted by cost and cut into ranges of bins with similar costs. Each range is divided into several groups.
-    Inside a range, the bins are sorted by their longest samples and dealt out to the groups in turn, so that each group
-    gets as many bins with long samples as every other group of the range. A step with several groups gets one of the
-    most expensive groups of all ranges, one of the next cheaper groups, and so on.
+    1. The bins are sorted by cost and cut into ranges of bins with similar costs.
+    2. In each range, the bins are sorted by their longest samples and dealt out in turn to the groups of the range, so
+       that these groups get equally many bins with long samples.
+    3. If a step has k groups, all groups are sorted by cost and cut into k tiers of equal size. Each step gets one random
+       group of each tier.
 
     Args:
         bins: bins of all full steps, as sample indices.
@@ -55,7 +56,7 @@ def group_into_steps(
         level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
-        key: (seed, epoch), the key of the random choices. The seed can be a number or a text.
+        key: (seed, epoch), the key of the random orders in steps 2 and 3. The seed can be a number or a text.
     """
     if not bins:
         return []

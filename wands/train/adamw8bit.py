@@ -123,13 +123,13 @@ class FragmentAdamW8bit(AdamW8bit):
 
 
 def cut_states(states: States, start: int, first: int, last: int) -> dict[str, Tensor]:
-    """Return the states of a part of a range of a flattened parameter, as views.
+    """Return views of the optimizer states of the values `first` to `last` of a flattened parameter.
 
     Args:
-        states: states of the range.
-        start: index of the first value of the range in the flattened parameter.
-        first: index of the first value of the part in the flattened parameter.
-        last: index after the last value of the part.
+        states: optimizer states of consecutive values of the flattened parameter.
+        start: index in the flattened parameter of the first value that has states in `states`.
+        first: index in the flattened parameter of the first value to return.
+        last: index after the last value to return.
     """
     values = slice(first - start, last - start)
     blocks = slice(first // BLOCK_8BIT - start // BLOCK_8BIT, -(-last // BLOCK_8BIT) - start // BLOCK_8BIT)

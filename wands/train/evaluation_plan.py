@@ -99,7 +99,9 @@ class EvaluationSample(NamedTuple):
 
 
 def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
-    """Return the samples of an evaluation: each clip at each noise level, in each DiT.
+    """Return the samples of an evaluation: each clip at each noise level of the plan.
+
+    The plan has noise levels for each trained DiT, inside the range of this DiT.
 
     Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are
     left out as well.

@@ -335,7 +335,7 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
     for stage, order in ((1, [narrow, wide]), (2, [wide, narrow])):
         split = split_by_dtype(groups, {"stage": stage, "reduce_bucket_size": 3}, "bf16")
         assert [(one["params"], one["lr"]) for one in split] == [([one], 1.0) for one in order]
-    with pytest.raises(ConfigError, match="leave only bf16 parameters to train"):
+    with pytest.raises(ConfigError, match="leave no fp32 parameter to train"):
         split_by_dtype([{"params": [narrow]}], {"stage": 2, "reduce_bucket_size": 4}, "fp32")
     with pytest.raises(
         ConfigError,

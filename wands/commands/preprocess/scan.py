@@ -75,7 +75,13 @@ class Clip:
     decode: bool = True
 
     def lacks(self, suffix: str) -> list[Row]:
-        """Return the captions of this clip for which the cache has no sample with this suffix (window and size)."""
+        """Return the captions of this clip whose sample is missing in the cache.
+
+        The cache has one sample for each caption, window and size of a clip.
+
+        Args:
+            suffix: end of the sample key, which names the window and the size.
+        """
         return [row for row in self.rows if suffix not in row.present]
 
 

@@ -103,7 +103,9 @@ class WorkerPool:
         return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
 
     def limit(self, num_items: int) -> None:
-        """Use at most one worker for each caption or clip. Under a launcher, keep all ranks.
+        """Reduce the number of workers to `num_items`, because more workers would have nothing to do.
+
+        If a launcher such as torchrun has started the workers, their number does not change.
 
         Args:
             num_items: number of captions or clips to encode.

@@ -175,15 +175,15 @@ def _sidecar_of(siblings: list[str]) -> str | None:
 def _reject_unread(
     root: Path, folder: Path, stems: dict[str, list[str]], source: Source
 ) -> Iterator[Rejection | None]:
-    """Yield rejections of files that cannot be read as clips, and of caption files without a clip.
+    """Yield a rejection for each file that cannot be read as a clip, and for each caption file without a clip.
 
-    After the rejection of a video or image in an unsupported format, None is yielded, too: this file counts as a clip
-    of the folder (see `_scan_folder`). Two kinds of text files without a clip are not rejected: text files named like a
-    document (README, LICENSE), and text files in a folder in which no clip has a caption file.
+    A None follows the rejection of each video or image in an unsupported format. It tells `_scan_folder` to count one more
+    clip. Two kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE),
+    and text files in a folder in which no clip has a caption file.
 
     Args:
-        root: folder that contains the files.
-        folder: folder of the source.
+        root: folder with the files, which is `folder` or one of its subfolders.
+        folder: top folder of the source.
         stems: maps file names without extension to the files with this name.
         source: source of the clips, with the names of the columns that a caption file may use.
     """
