@@ -59,7 +59,8 @@ def split_by_dtype(
     if stage == 2 and not wide:
         raise ConfigError(
             "precision.weights=bf16: model.trainable and model.freeze leave no fp32 parameter to train, so ZeRO-2 would sum "
-            "gradients in bf16, which is inexact. Use precision.weights=fp32 or, in the DeepSpeed JSON, zero_optimization.stage=1.",
+            "gradients in bf16, which is inexact. Use precision.weights=fp32, or zero_optimization.stage=1 in the DeepSpeed "
+            "JSON.",
             agreed=True,
         )
     for parameter in (parameter for group in narrow if reduce == "fp32" for parameter in group["params"]):
