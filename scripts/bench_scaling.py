@@ -1,6 +1,7 @@
 """Predict step time, overlap, MFU and memory of Wan on 8 to 1,024 GPUs. This is a prediction; nothing is measured.
 
     python scripts/bench_scaling.py                                   # GPUs like the H100; writes scaling.png
+    python scripts/bench_scaling.py --published                       # published speeds of other trainers and their prediction
     python scripts/bench_scaling.py --network-bandwidth 12 --frames 241 --checkpointing full
 
 The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin holds the
@@ -9,7 +10,8 @@ ranks process in several micro steps. cp is the smallest power of two with which
 data-parallel rank has a bin. choose_degrees puts Ulysses inside a node and the ring between nodes.
 
 The kernel hides the transfers of the ring's forward if L_eff = sum(L^2) / sum(L) is at least R * F / B (F: FLOP/s of attention,
-B: bytes/s of the link). The backward needs 1.2 times this length, and less with two or three ranks.
+B: bytes/s of the link). The backward needs 1.2 times this length times the ratio of the kernel's speeds (backward to forward),
+and less with two or three ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import choose_degrees
 from wands.planning.hardware import MACHINES, Machine
-from wands.planning.memory import estimate_memory
+from wands.planning.memory import estimate_memory, reserved_memory
 from wands.planning.step_time import Prediction, Traffic, predict
 from wands.planning.workload import Weight, Workload
 from wands.train.weights import list_weights
@@ -42,8 +44,8 @@ MODELS = {  # VAE stride in frames, height, width
 USABLE = 0.9  # usable share of a GPU's memory
 OPTIONS = {  # field of Machine -> unit, help
     "peak": (1e12, "TFLOP/s of one GPU, dense bf16"),
-    "linear_efficiency": (1, "share of the peak"),
-    "attention_efficiency": (1, "share of the peak"),
+    "linear_flops": (1e12, "TFLOP/s of linear layers"),
+    "copy_bandwidth": (1e9, "GB/s that copies in the GPU's memory read and write"),
     "node_bandwidth": (1e9, "GB/s of one GPU inside a node"),
     "network_bandwidth": (1e9, "GB/s of one GPU's network card"),
     "memory": (1e9, "GB of one GPU"),
@@ -108,7 +110,7 @@ def memory(one: Prediction) -> float:
 
 def fits(one: Prediction) -> bool:
     """Return whether the prediction fits in the memory of a rank."""
-    return memory(one) <= USABLE * one.machine.memory
+    return memory(one) <= USABLE * (one.machine.memory - reserved_memory(one.workload))
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
@@ -125,8 +127,7 @@ def effective_len(one: Prediction) -> float:
 
 def needed_len(one: Prediction) -> float:
     """Return the smallest effective length at which the messages of the ring's forward overlap with compute completely."""
-    flops = one.machine.peak * one.machine.attention_efficiency
-    return one.plan.ring_degree * flops / one.machine.ring_bandwidth(one.cp)
+    return one.plan.ring_degree * one.machine.attention_speeds()[0] / one.machine.ring_bandwidth(one.cp)
 
 
 def hidden(traffic: Traffic) -> float:
@@ -137,6 +138,48 @@ def hidden(traffic: Traffic) -> float:
 def cp_sizes(gpus: int, bins: int) -> list[int]:
     """Return the powers of two with which every data-parallel rank has a bin."""
     return [cp for cp in (1 << i for i in range(gpus.bit_length())) if gpus // cp <= bins]
+
+
+def _blackwell(name: str, peak: float, memory: float) -> Machine:
+    """Return a B200 with another peak in TFLOP/s and another memory in GB, in a rack whose GPUs all have the same links."""
+    base, ratio = MACHINES["b200"], peak * 1e12 / MACHINES["b200"].peak
+    attention = {
+        kernel: [ratio * speed for speed in speeds] for kernel, speeds in base.attention_flops.items()
+    }
+    speeds = {"linear_flops": ratio * base.linear_flops, "attention_flops": attention}
+    return replace(base, name=name, peak=peak * 1e12, memory=memory * 1e9, ranks_per_node=32, **speeds)
+
+
+PUBLISHED = (  # trainer, machine, GPUs, TFLOP/s of the model on each GPU
+    ("Megatron-Bridge", H100, 128, 325.8),
+    ("Megatron-Bridge", MACHINES["b200"], 32, 804.0),
+    ("Megatron-Bridge", _blackwell("GB200 186 GB", 2500, 186), 32, 899.6),
+    ("Megatron-Bridge", _blackwell("GB300 288 GB", 2500, 288), 32, 1030.7),
+    ("NeMo Automodel FSDP2", H100, 8, 175.9),
+    ("NeMo Automodel FSDP2", H100, 64, 228.9),
+)
+"""Published speeds of pretraining Wan 2.1 14B with clips of `PUBLISHED_TOKENS` tokens."""
+PUBLISHED_TOKENS = 37_440
+
+
+def published_errors() -> list[tuple[str, float, float]]:
+    """Return (row of a table, published TFLOP/s, predicted TFLOP/s) for each published speed.
+
+    The settings of the other trainers are not known in detail. Predicted is the fastest of `none`, `selective` and `full`
+    checkpointing with the smallest number of ranks per bin that fits, and one bin for each such group in a step.
+    """
+    rows = []
+    for trainer, machine, gpus, tflops in PUBLISHED:
+        found = [
+            smallest_fit(MODELS["14B"][0], [PUBLISHED_TOKENS], gpus, Setting(machine, mode, bins=gpus))
+            for mode in ("none", "selective", "full")
+        ]
+        one = min(filter(None, found), key=lambda one: one.seconds)
+        mode = f"{one.workload.recipe.model.checkpointing}, cp {one.cp}"
+        rows.append(
+            (f"{trainer:22}{gpus:4} x {machine.name:13}{mode:18}", tflops, one.mfu * machine.peak / 1e12)
+        )
+    return rows
 
 
 HEADER = (
@@ -199,20 +242,32 @@ def main() -> None:
     for name, (unit, words) in OPTIONS.items():
         default = getattr(H100, name) / unit
         parser.add_argument("--" + name.replace("_", "-"), type=float, default=default, help=words)
+    for part, speed in zip(("forward", "backward"), H100.attention_speeds(), strict=True):
+        words = "TFLOP/s of the attention kernel"
+        parser.add_argument(f"--attention-{part}-flops", type=float, default=speed / 1e12, help=words)
+    words = "compare published speeds of other trainers with their prediction, and exit"
+    parser.add_argument("--published", action="store_true", help=words)
     args = parser.parse_args()
+    if args.published:
+        print(f"Wan 2.1 14B, clips of {PUBLISHED_TOKENS:,} tokens: TFLOP/s of a GPU, published and predicted")
+        for row, tflops, predicted in published_errors():
+            print(f"{row}{tflops:9.1f}{predicted:9.1f}{predicted / tflops - 1:+8.0%}")
+        return
     if args.bins & (args.bins - 1):
         parser.error(f"--bins {args.bins} is no power of two")
     rates = {name: getattr(args, name) * unit for name, (unit, _) in OPTIONS.items()}
-    machine = replace(H100, **rates, ranks_per_node=args.ranks_per_node)
+    attention = {"kernel": (args.attention_forward_flops * 1e12, args.attention_backward_flops * 1e12)}
+    machine = replace(H100, **rates, attention_flops=attention, ranks_per_node=args.ranks_per_node)
     setting = Setting(machine, args.checkpointing, args.reduce, args.bins)
     title = (
-        f"predicted, not measured: {args.peak:g} TFLOP/s, of it {args.linear_efficiency:g} in linear layers and "
-        f"{args.attention_efficiency:g} in attention; {args.node_bandwidth:g} GB/s in a node of {args.ranks_per_node}, "
+        f"predicted, not measured: peak {args.peak:g} TFLOP/s, {args.linear_flops:g} in linear layers, attention "
+        f"{args.attention_forward_flops:g} forward and {args.attention_backward_flops:g} backward; "
+        f"{args.node_bandwidth:g} GB/s in a node of {args.ranks_per_node}, "
         f"{args.network_bandwidth:g} GB/s per card between;\n{args.bins} bins a step, ZeRO-3 in {args.reduce}, "
         f"checkpointing {args.checkpointing}"
     )
     print(f"{title}; seconds are of a whole step. All-to-alls are never hidden;")
-    print("no latency, stragglers, input, optimizer time or losses of small kernels. All assumptions: --help")
+    print("no latency, stragglers, input or optimizer time. All assumptions: --help")
     rows: dict[str, list[Prediction]] = {}
     for model, (shape, stride) in MODELS.items():
         for size, sides in SIZES.items():

@@ -199,6 +199,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.commands.preprocess.preprocess:preprocess",
     opts.PackOptions: "wands.commands.pack:pack",
+    opts.CalibrateOptions: "wands.commands.calibrate:calibrate",
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",

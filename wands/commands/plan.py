@@ -17,7 +17,7 @@ from wands.config.recipe_loading import list_recipes, load_recipe
 from wands.data.datasets import open_data
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.planning.hardware import MACHINES, Machine, machine_named
+from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
 from wands.planning.workload import Workload
@@ -82,13 +82,15 @@ def plan(options: PlanOptions) -> str:
         ds_config = json.dumps(task.ds_configs[best.ds_name], indent=2)
         write_text(options.out / "deepspeed.json", ds_config + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
-    head = f"{variant.name}, {kind}, on {options.gpus} x {machine.name}; this is a prediction, nothing is measured"
+    head = f"{variant.name}, {kind}, on {options.gpus} x {machine.name}; this is a prediction"
+    head += f", with the speeds of kernels from {machine.source}"
     details = _describe_best(best, variant), _start_command(best, options)
     return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
 
 
 def _machine_of(options: PlanOptions) -> Machine:
     machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
+    machine = with_measurements(machine, options.hardware_file)
     per_node = machine.ranks_per_node
     if options.gpus > per_node and options.gpus % per_node:
         raise ConfigError(
@@ -235,7 +237,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     evaluation = [_evaluation_line(best, variant, steps)] if recipe.eval else []
     lines = [
         "details of the first line of the table",
-        f"memory  {to_gib(best.memory.needed)} of the {to_gib(task.usable)} that a GPU has for tensors",
+        f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",
         f"        {parts}, fragmentation {margin}",
         f"host    {host}",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
@@ -301,7 +303,7 @@ def _describe_smallest(task: Task) -> str:
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
     return (
         f"no settings fit {gpus} x {task.machine.name}: the smallest settings ({how}, clips of up to {longest:,} "
-        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(task.usable)}){host}; use more or larger GPUs,"
+        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(least.usable)}){host}; use more or larger GPUs,"
         f"{lora} lora.quantize, or shorter or smaller clips."
     )
 

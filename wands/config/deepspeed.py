@@ -17,6 +17,7 @@ from typing import Any
 
 from wands.config.deepspeed_rules import (
     ADAM_TYPES,
+    QUANTIZED_KEYS,
     check_json,
     check_optimizer,
     check_weight_dtypes,
@@ -87,6 +88,15 @@ def build_ds_config(
     problems = check_json(config, names[0])
     zero = config.get("zero_optimization", {})
     problems += _fill_batch(config, recipe, world_size, names)
+    hpz, on_cpu = int(zero.get("zero_hpz_partition_size", 1)), device_type == "cpu"
+    rules: dict[str, object] = {
+        f"{names[0]}: zero_optimization.zero_hpz_partition_size={hpz} must divide the number of processes ({world_size}); use "
+        "the number of GPUs in a node.": hpz > 1 and world_size % min(hpz, world_size),
+        f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
+        "DeepSpeed quantises with a CUDA kernel; remove the keys.": on_cpu
+        and any(map(zero.get, QUANTIZED_KEYS)),
+    }
+    problems += failed_rules(rules)
     problems += check_weight_dtypes(recipe, zero)
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)

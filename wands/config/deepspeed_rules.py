@@ -57,6 +57,9 @@ _UNUSED = {
 UNUSED_KEYS = {key: fix for fix, keys in _UNUSED.items() for key in keys.split()}
 """Keys of DeepSpeed that wands refuses, because they have no useful effect in wands. Each key is mapped to the fix."""
 ADAM_TYPES = ("adam", "adamw")
+QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
+ZERO_PLUS_PLUS = ("zero_hpz_partition_size", *QUANTIZED_KEYS, "zero_quantized_gradients")
+"""Keys of `zero_optimization` that switch on parts of ZeRO++. DeepSpeed reads these keys only at stage 3."""
 _ADAM_PARAMS = (
     *ADAM_KEYS,
     *("torch_adam", "adam_w_mode", "bias_correction", "amsgrad", "fp32_optimizer_states", "set_grad_none"),
@@ -148,6 +151,7 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         return problems
     config["zero_optimization"] = zero
     stage, round_robin = int(zero.get("stage", 0)), zero.get("round_robin_gradients")
+    plus = [key for key in ZERO_PLUS_PLUS if int(zero.get(key, 0)) > (key == "zero_hpz_partition_size")]
     rules: dict[str, object] = {
         f"{name}: zero_optimization.offload_param has no effect at ZeRO stage {stage}; use stage 3, or remove the "
         "key.": stage < 3 and offload_device(zero, "offload_param") != "none",
@@ -155,6 +159,11 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         "the key.": stage < 1 and offload_device(zero) != "none",
         f"{name}: zero_optimization.round_robin_gradients=true stores parameters in an order that wands does not expect, so "
         "a resumed run would load values into wrong parameters; remove the key.": round_robin,
+        f"{name}: zero_optimization.{' and '.join(plus)} has no effect at ZeRO stage {stage}; use stage 3, or remove the "
+        "key.": stage < 3 and plus,
+        f"{name}: zero_optimization.zero_quantized_gradients=true reads gradients as fp16, but wands has fp32 or bf16 gradients, "
+        "so a run on several nodes would train on wrong numbers; remove the key (precision.reduce=bf16 halves the bytes of "
+        "gradients).": zero.get("zero_quantized_gradients"),
     }
     return failed_rules(rules)
 

@@ -205,6 +205,9 @@ class PlanOptions(RecipeOptions):
     hardware: str = "h100"
     """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090 or rtx3090. For another
     GPU, use the name of a similar GPU together with --gpu-memory."""
+    hardware_file: Path | None = None
+    """File that `wands calibrate` wrote on a GPU of this type. Its speeds replace the speeds of the data sheet [default: the
+    file in your cache folder, if `wands calibrate` wrote one for --hardware]."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Total number of GPUs in all nodes together."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
@@ -231,6 +234,22 @@ class PlanOptions(RecipeOptions):
     """Write the fastest settings to the files recipe.yaml and deepspeed.json in this folder."""
     table: bool = False
     """Print tables of the settings with which each published model can be trained on common GPUs, and exit."""
+
+
+class CalibrateOptions(Options):
+    """Measure the speeds of this machine's GPU for `wands plan`.
+
+    The command measures copies, matrix products, each attention kernel and the start of a kernel, in less than a minute.
+    Without a GPU, it measures the CPU. The speeds of a CPU are only a test, because `wands plan` is for GPUs.
+
+    Examples:
+        wands calibrate
+        wands plan wan2.1-t2v-14b-finetune --hardware h200
+    """
+
+    out: Path | None = None
+    """JSON file to write. Without --out, `wands plan` finds the file by itself [default: a file in ~/.cache/wands/hardware, or
+    in $XDG_CACHE_HOME/wands/hardware]."""
 
 
 class LauncherOptions(RecipeOptions):

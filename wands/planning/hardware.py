@@ -1,16 +1,20 @@
-"""Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the fractions of the peak that kernels reach.
+"""Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the speeds of kernels.
 
 Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is the bandwidth that collectives reach
-for one GPU and one direction. The fractions of the peak are typical of large matmuls and attention kernels. Replace these
-assumptions by measurements of your machine.
+for one GPU and one direction. The speeds of kernels are typical fractions of the data sheet. `wands calibrate` measures these
+speeds and writes them to a file, which `with_measurements` reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from wands.errors import ConfigError
+from wands.files import read_json_object
 
 GB, TERA = 1e9, 1e12
 
@@ -49,8 +53,11 @@ class Machine:
         ranks_per_node: number of GPUs in a node.
         host_memory: host memory of a node in bytes.
         host_bandwidth: bandwidth between one GPU and the host in bytes/s, while all GPUs of the node copy.
-        linear_efficiency: fraction of the peak that linear layers reach.
-        attention_efficiency: fraction of the peak that attention reaches.
+        linear_flops: FLOP/s of large matrix products in bf16.
+        attention_flops: maps the name of an attention kernel to the FLOP/s of its forward pass and of its backward pass.
+        copy_bandwidth: bytes/s that a copy in the memory of the GPU reads and writes.
+        launch_seconds: seconds that the host needs to start one kernel.
+        source: where the speeds of kernels are from: "the data sheet" or a file.
     """
 
     name: str = "H100 80 GB"
@@ -61,8 +68,23 @@ class Machine:
     ranks_per_node: int = 8
     host_memory: float = 1000 * GB
     host_bandwidth: float = 25 * GB
-    linear_efficiency: float = 0.5
-    attention_efficiency: float = 0.4
+    linear_flops: float = 640 * TERA
+    attention_flops: Mapping[str, Sequence[float]] = field(
+        default_factory=lambda: {"cudnn": (610 * TERA, 520 * TERA)}
+    )
+    copy_bandwidth: float = 2400 * GB
+    launch_seconds: float = 4e-6
+    source: str = "the data sheet"
+
+    def attention_speeds(self, backend: str = "auto") -> Sequence[float]:
+        """Return the FLOP/s of an attention kernel: (forward pass, backward pass).
+
+        Args:
+            backend: name of the kernel. If `attention_flops` does not contain the name, as for auto, the fastest kernel
+                is used.
+        """
+        fastest = min(self.attention_flops.values(), key=lambda speeds: 1 / speeds[0] + 2.5 / speeds[1])
+        return self.attention_flops.get(backend, fastest)
 
     def ring_bandwidth(self, cp: int) -> float:
         """Return the bandwidth of the slowest link in a ring of `cp` ranks, in bytes/s."""
@@ -84,22 +106,30 @@ def peak_tflops(gpu: str) -> float | None:
 
 _A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
 _PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9, "host_bandwidth": 12e9}
-# Maps a name for --hardware to (GPU, memory in GB, numbers that differ from the defaults of Machine).
-_GPUS: dict[str, tuple[str, int, dict[str, float]]] = {
-    "h100": ("H100", 80, {}),
-    "h200": ("H200", 141, {}),
-    "b200": ("B200", 180, {"node_bandwidth": 600e9}),
-    "a100-80gb": ("A100", 80, _A100),
-    "a100-40gb": ("A100", 40, _A100),
-    "l40s": ("L40S", 48, _PCIE),
-    "a6000": ("RTX A6000", 48, _PCIE),
-    "rtx5090": ("RTX 5090", 32, _PCIE),
-    "rtx4090": ("RTX 4090", 24, _PCIE),
-    "rtx3090": ("RTX 3090", 24, _PCIE),
-}
+# Fractions of the peak that the forward and the backward pass of attention kernels reach, before Hopper and from Hopper on.
+_EARLIER = {"torch": (0.6, 0.5)}
+_HOPPER = {"torch": (0.38, 0.3), "flash2": (0.38, 0.3), "cudnn": (0.62, 0.53), "flash3": (0.62, 0.53)}
+
+
+def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], **numbers: Any) -> Machine:
+    """Return a machine from a data sheet. `memory` is in GB, and `bandwidth` of the memory is in GB/s."""
+    peak = (peak_tflops(gpu) or 0.0) * TERA
+    attention = {name: (forward * peak, backward * peak) for name, (forward, backward) in fractions.items()}
+    speeds: dict[str, Any] = {"linear_flops": 0.65 * peak, "copy_bandwidth": 0.72 * bandwidth * GB}
+    return Machine(f"{gpu} {memory} GB", memory * GB, peak, attention_flops=attention, **speeds, **numbers)
+
+
 MACHINES = {
-    name: Machine(f"{gpu} {memory} GB", memory * GB, (peak_tflops(gpu) or 0.0) * TERA, **numbers)  # type: ignore[arg-type]
-    for name, (gpu, memory, numbers) in _GPUS.items()
+    "h100": _machine("H100", 80, 3350, _HOPPER),
+    "h200": _machine("H200", 141, 4800, _HOPPER),
+    "b200": _machine("B200", 180, 8000, _HOPPER, node_bandwidth=600e9),
+    "a100-80gb": _machine("A100", 80, 2039, _EARLIER, **_A100),
+    "a100-40gb": _machine("A100", 40, 1555, _EARLIER, **_A100),
+    "l40s": _machine("L40S", 48, 864, _EARLIER, **_PCIE),
+    "a6000": _machine("RTX A6000", 48, 768, _EARLIER, **_PCIE),
+    "rtx5090": _machine("RTX 5090", 32, 1792, _EARLIER, **_PCIE),
+    "rtx4090": _machine("RTX 4090", 24, 1008, _EARLIER, **_PCIE),
+    "rtx3090": _machine("RTX 3090", 24, 936, _EARLIER, **_PCIE),
 }
 """Maps each name that `wands plan --hardware` accepts to its machine."""
 
@@ -130,3 +160,42 @@ def machine_named(name: str, **own: float | None) -> Machine:
     if "gpus_per_node" in given:
         changes["ranks_per_node"] = int(given["gpus_per_node"])
     return replace(machine, **changes)
+
+
+def measurement_file(device: str) -> Path:
+    """Return the file in the user's cache folder for the measured speeds of a device.
+
+    Args:
+        device: name of the device, such as "NVIDIA H200" or "H200 141 GB". Names with the same key of `PEAK_TFLOPS` have the
+            same file.
+    """
+    kind = next((key for key in PEAK_TFLOPS if key in device), device)
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wands" / "hardware"
+    return folder / f"{kind.lower().replace(' ', '-')}.json"
+
+
+def with_measurements(machine: Machine, path: Path | None) -> Machine:
+    """Return a machine in which the speeds of a file that `wands calibrate` wrote replace the speeds of the data sheet.
+
+    Args:
+        machine: machine with the speeds of its data sheet.
+        path: the file. None means `measurement_file`; if that file does not exist, the machine is returned unchanged.
+
+    Raises:
+        ConfigError: if the file cannot be read, or was measured on another kind of GPU.
+    """
+    file = path or measurement_file(machine.name)
+    if path is None and not file.exists():
+        return machine
+    label, fix = f"{'--hardware-file ' if path else ''}{file}", "run wands calibrate to write the file again."
+    values = read_json_object(file, label=label, fix=fix)
+    device = values.pop("device", "an unknown device")
+    if peak_tflops(device) != machine.peak / TERA:
+        raise ConfigError(
+            f"{label} was measured on {device}, not on {machine.name}; set --hardware to the GPU of the file, or run wands "
+            "calibrate on the other GPU."
+        )
+    try:
+        return replace(machine, source=str(file), **values)
+    except TypeError:
+        raise ConfigError(f"{label} has keys that are not from wands calibrate; {fix}") from None

@@ -21,8 +21,10 @@ from wands.planning.workload import Workload
 
 MARGIN = 1.06
 """Factor by which the predicted bytes are multiplied, to allow for rounding and fragmentation in the memory allocator."""
-CUDA_CONTEXT = 1.5 * 2**30
-"""Bytes of GPU memory that CUDA, its libraries and NCCL's buffers use before the first tensor is allocated."""
+CUDA_CONTEXT = 1.0 * 2**30
+"""Bytes of GPU memory that CUDA and its libraries use before the first tensor is allocated."""
+NCCL_COMMUNICATOR = 0.4 * 2**30
+"""Bytes of GPU memory that the buffers of one NCCL communicator use."""
 # DeepSpeed's defaults of stage3_param_persistence_threshold and stage3_max_live_parameters.
 _PERSISTENCE_THRESHOLD, _MAX_LIVE_PARAMETERS = 1e5, 1e9
 
@@ -53,6 +55,17 @@ class Memory:
 def to_gib(size: float) -> str:
     """Return a number of bytes as text in GiB or MiB."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def reserved_memory(workload: Workload) -> float:
+    """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
+
+    The communicators are those of all ranks, of Ulysses, and of the ring: one for keys and values, and one for gradients.
+    """
+    if workload.device_type == "cpu":
+        return 0.0
+    groups = (workload.world_size, workload.ulysses_degree, workload.ring_degree, workload.ring_degree)
+    return CUDA_CONTEXT + NCCL_COMMUNICATOR * sum(size > 1 for size in groups)
 
 
 def estimate_memory(workload: Workload) -> Memory:

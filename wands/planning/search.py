@@ -24,7 +24,7 @@ from wands.config.recipe import ParallelConfig
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.planning.hardware import Machine
-from wands.planning.memory import CUDA_CONTEXT, Memory, estimate_memory, to_gib
+from wands.planning.memory import Memory, estimate_memory, reserved_memory, to_gib
 from wands.planning.step_time import Prediction, predict
 from wands.planning.workload import Workload
 
@@ -58,11 +58,6 @@ class Task:
     def ranks_per_node(self) -> int:
         """Number of ranks on each node."""
         return min(self.workload.world_size, self.machine.ranks_per_node)
-
-    @property
-    def usable(self) -> float:
-        """Bytes of one device's memory that tensors can use: the whole memory minus the part that CUDA uses."""
-        return self.machine.memory - (CUDA_CONTEXT if self.workload.device_type == "cuda" else 0.0)
 
     @cached_property
     def by_length(self) -> np.ndarray:
@@ -119,6 +114,11 @@ class Candidate:
         return estimate_memory(self.workload)
 
     @property
+    def usable(self) -> float:
+        """Bytes of one device's memory that tensors can use."""
+        return self.task.machine.memory - reserved_memory(self.workload)
+
+    @property
     def host(self) -> float:
         """Bytes of host memory that all ranks of a node need together."""
         return sum(self.memory.host.values()) * self.task.ranks_per_node
@@ -127,9 +127,9 @@ class Candidate:
     def fits(self) -> bool:
         """Whether the device memory and the host memory of the machine are large enough for this combination."""
         if self.workload.device_type == "cpu":  # device and host share the memory
-            return self.memory.needed + sum(self.memory.host.values()) <= self.task.usable
+            return self.memory.needed + sum(self.memory.host.values()) <= self.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
-        return fits_host and self.memory.needed <= self.task.usable
+        return fits_host and self.memory.needed <= self.usable
 
     @cached_property
     def prediction(self) -> Prediction:
@@ -201,7 +201,7 @@ def check_memory(task: Task, ds_name: str) -> str | None:
         host = f" and {to_gib(run.host)} of host memory per node ({available} available)"
     return (
         f"this run needs about {to_gib(run.memory.needed)} of device memory per rank ({task.machine.name}: "
-        f"{to_gib(task.usable)} available){host}; {find_cure(task, ds_name)}"
+        f"{to_gib(run.usable)} available){host}; {find_cure(task, ds_name)}"
     )
 
 

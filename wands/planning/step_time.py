@@ -4,9 +4,11 @@ The prediction uses functions that a training run also uses. `DiTShape` gives th
 the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
 `LEVEL`, a limit of the packer, gives how long the other ranks wait for the slowest rank.
 
-- Compute: kernels reach fixed fractions of the machine's peak. The backward pass of a linear layer costs 2 forward passes,
-  or 1 if its weight is frozen. The backward pass of attention costs 2.5 forward passes. Recomputation adds a forward
-  pass, but does not repeat attention if the output of attention is kept.
+- Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
+  has 2 times the FLOPs of the forward pass, or 1 time if its weight is frozen. The backward pass of attention has 2.5 times
+  the FLOPs. Recomputation adds a forward pass, but does not repeat attention if the output of attention is kept.
+- Pointwise operations, such as norms and casts, take the time to read and write their tensors.
+- The host starts the kernels of a pass one by one. If this takes longer than the kernels, it is the time of the pass.
 - Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
   are not kept.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
@@ -16,8 +18,7 @@ the balance and the communicated bytes of a bin (the clips of one forward pass).
   step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
 - Offload: weights, gradients and block inputs use the link between GPU and host. The optimizer's update on the host
   reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
-- Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading, padding, and the overhead
-  of small kernels.
+- Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading and padding.
 """
 
 from __future__ import annotations
@@ -35,7 +36,13 @@ from wands.planning.activations import BF16, FP32
 from wands.planning.hardware import Machine
 from wands.planning.workload import Workload
 
-LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # cost of a backward pass, in forward passes
+LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of a backward pass, in forward passes
+# Bytes that the pointwise operations of a block move in the forward pass, without and with model.compile, for each token and
+# channel of the residual stream, and for each token and hidden channel of the feed-forward layer. Twice as many backward.
+POINTWISE_BYTES = (173, 60)
+ACTIVATION_BYTES = 4
+# Kernels of a block in the forward pass, without and with model.compile: (of a bin, of each clip).
+_LAUNCHES = ((40, 6), (25, 0))
 # Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
 _ADAM_ON_HOST = 28
 
@@ -134,19 +141,28 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     # Every rank of the group computes the text and time embeddings of all samples.
     whole = len(lens) * shape.linear_flops_per_sample()
     matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
-    linear = matmuls / (machine.peak * machine.linear_efficiency)
-    attention = pairs / cp * plan.cost_balance() / (machine.peak * machine.attention_efficiency)
+    linear = matmuls / machine.linear_flops
+    forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
+    busiest = pairs / cp * plan.cost_balance()
+    attention, attention_backward = busiest / forward_speed, ATTENTION_BACKWARD * busiest / backward_speed
+    compiled = workload.compiled
+    token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim
+    pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
+    of_bin, of_clip = _LAUNCHES[compiled]
+    launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
     again = workload.recipe.model.num_recomputed(layers) / layers
     attend_again = again * (checkpointing in ("full", "offload"))
     linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
-    forward = linear + attention
-    backward = (linear_backward + again) * linear + (ATTENTION_BACKWARD + attend_again) * attention
+    forward = max(linear + attention + pointwise, launches)
+    device = (linear_backward + again) * linear + attention_backward + attend_again * attention
+    backward = max(device + (2 + again) * pointwise, (2 + again) * launches)
 
     comm = plan.comm_bytes(shape.dim, BF16)
     # The forward pass exchanges four tensors. With `selective`, the result of the last exchange is kept.
     exchanges = 1.0 + (attend_again or 0.75 * again)
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
-    one_way, back = ring_traffic(plan, shape.dim, attention / layers, machine.ring_bandwidth(cp))
+    kernels = attention / layers, attention_backward / layers
+    one_way, back = ring_traffic(plan, shape.dim, kernels, machine.ring_bandwidth(cp))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
 
     compute = ((forward, ring_forward), (backward, ring_backward))
@@ -196,7 +212,9 @@ def _zero_traffic(
     return Traffic(sum(messages), exposed), once
 
 
-def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float) -> list[Traffic]:
+def ring_traffic(
+    plan: ContextPlan, dim: int, attention: tuple[float, float], bandwidth: float
+) -> list[Traffic]:
     """Return the transfers of ring attention for one layer: [forward pass, backward pass].
 
     `wands/attention/ring.py` makes these transfers.
@@ -204,7 +222,7 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
     Args:
         plan: division of the tokens of one forward pass among the ranks of a context-parallel group.
         dim: width of the residual stream.
-        attention: seconds of one layer's attention on one rank, in the forward pass.
+        attention: seconds of one layer's attention on one rank: (forward pass, backward pass).
         bandwidth: bandwidth of the slowest link in bytes/s.
     """
     degree, comm = plan.ring_degree, plan.comm_bytes(dim, BF16)
@@ -212,10 +230,10 @@ def ring_traffic(plan: ContextPlan, dim: int, attention: float, bandwidth: float
         return [Traffic(), Traffic()]
     block = comm.ring_forward / (degree - 1) / bandwidth
     grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
-    kernel = attention / degree
+    kernel, backward_kernel = (seconds / degree for seconds in attention)
     # The gradients of a block of keys are sent from the second ring step on. They overlap with the ring step after the transfer
     # starts. The last transfer returns them to their owner without overlap.
     backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
-    late = sum(max(0.0, message - ATTENTION_BACKWARD * kernel) for message in backward)
+    late = sum(max(0.0, message - backward_kernel) for message in backward)
     forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)
     return [forward, Traffic(sum(backward) + grads, late + grads)]

@@ -189,7 +189,7 @@ def test_what_a_plan_proposes_has_room(tmp_path, new_world):
         (("precision.compute=fp32", *one.changes()), dict(task.ds_configs[one.ds_name])) for one in first
     ]
     for one, ranks in zip(first, zip(*new_world(2, measure, tmp_path, cases), strict=True), strict=True):
-        assert max(measured for measured, _ in ranks) <= task.usable, (one.ds_name, one.changes())
+        assert max(measured for measured, _ in ranks) <= task.machine.memory, (one.ds_name, one.changes())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -92,6 +92,14 @@ def test_keys_without_effect_are_refused_with_their_cure():
             "round_robin_gradients=true stores",
         ),
         (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}},
+            "zero_hpz_partition_size and zero_quantized_weights has no effect at ZeRO stage 2; use stage 3",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "zero_quantized_gradients=true reads gradients as fp16, but wands has fp32 or bf16 gradients",
+        ),
+        (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
             "warmup_num_steps=auto is not supported by wands",
         ),
@@ -103,6 +111,23 @@ def test_keys_without_effect_are_refused_with_their_cure():
 )
 def test_what_deepspeed_would_pass_over_or_trip_on(user: dict[str, Any], said: str):
     assert said in refusal(user)
+
+
+def test_what_zero_plus_plus_needs():
+    """Quantised weights need a GPU; groups of ranks with a second copy of the weights have equal sizes."""
+    recipe = load_recipe(None, ("train.bins_per_step=12",))
+
+    def merged(key: str, value: Any, device_type: str) -> Any:
+        user = {"zero_optimization": {"stage": 3, key: value}}
+        return build_ds_config(user, recipe, world_size=12, device_type=device_type)["zero_optimization"][key]
+
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
+        assert merged(key, True, "cuda") is True
+        with pytest.raises(ConfigError, match=f"{key} need a GPU|{key} and .* need a GPU"):
+            merged(key, True, "cpu")
+    assert [merged("zero_hpz_partition_size", size, "cpu") for size in (1, 4, 6, 16)] == [1, 4, 6, 16]
+    with pytest.raises(ConfigError, match=r"=8 must divide the number of processes \(12\)"):
+        merged("zero_hpz_partition_size", 8, "cuda")
 
 
 def test_offload_that_does_nothing_may_be_spelt_out():

@@ -1,0 +1,61 @@
+"""The command `wands calibrate`: measure the speeds that `wands plan` predicts with."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.benchmark import Timer
+
+from wands.attention.kernels.registry import get_backend, usable_backends
+from wands.attention.packed import Segments
+from wands.config.options import CalibrateOptions
+from wands.distributed.bootstrap import accelerator_type
+from wands.files import write_text
+from wands.planning.hardware import measurement_file
+from wands.planning.step_time import ATTENTION_BACKWARD
+
+
+def calibrate(options: CalibrateOptions) -> str:
+    """Measure this machine's GPU, or its CPU if it has no GPU, and write the file that `with_measurements` reads.
+
+    Returns:
+        A text with the content and the path of the file.
+    """
+    kind = accelerator_type()
+    device = torch.device(kind)
+    # Speeds of a GPU hardly grow with larger tensors.
+    rows, width, *shape = (32_768, 5120, 12, 128) if kind == "cuda" else (1024, 4096, 2, 128)
+    name = torch.cuda.get_device_name() if kind == "cuda" else f"CPU {platform.machine()}"
+    draw = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    x, weight, one = draw(rows, width), draw(width, width), torch.zeros(1, device=device)
+    q, k, v, dout = draw(4, rows, *shape)
+    attention, segments, scale = {}, Segments.build((rows,), device=device), 128**-0.5
+    names = usable_backends(device, torch.bfloat16, 128) if kind == "cuda" else ["cpu"]
+    flops = 4 * rows * q.numel()
+    for backend_name in names:
+        backend = get_backend("cudnn:1:torch" if backend_name == "cudnn" else backend_name)
+        forward = partial(backend.forward, q, k, v, segments, scale)
+        backward = partial(backend.backward, dout, q, k, v, *forward(), segments, scale)
+        works = (flops, forward), (ATTENTION_BACKWARD * flops, backward)
+        attention[backend_name] = [work / _seconds(function) for work, function in works]
+    speeds = {
+        "copy_bandwidth": 2 * x.nbytes / _seconds(partial(torch.empty_like(x).copy_, x)),
+        "linear_flops": 2 * rows * width * width / _seconds(partial(torch.mm, x, weight)),
+        "attention_flops": attention,
+        "launch_seconds": _seconds(partial(one.add_, 1)),
+    }
+    file, text = options.out or measurement_file(name), json.dumps({"device": name, **speeds}, indent=2)
+    write_text(file, text + "\n")
+    return f"{text}\nbytes/s, FLOP/s and seconds of {name}, written to {file}"
+
+
+def _seconds(function: Callable[[], Any]) -> float:
+    """Return the median seconds of a call. The first call, which may load kernels, does not count."""
+    function()
+    timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+    return float(timer.blocked_autorange(min_run_time=0.3).median)
