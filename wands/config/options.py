@@ -187,6 +187,22 @@ class PackOptions(RecipeOptions):
     """Number of the epoch to plan. The first epoch has the number 0."""
 
 
+class CalibrateOptions(Options):
+    """Measure the speeds of this machine's GPU for `wands plan`.
+
+    The command measures copies, matrix products, each attention kernel and the start of a kernel, in less than a minute.
+    Without a GPU, it measures the CPU. The speeds of a CPU are only a test, because `wands plan` is for GPUs.
+
+    Examples:
+        wands calibrate
+        wands calibrate --out h200.json
+    """
+
+    out: Path | None = None
+    """JSON file to write. Without --out, `wands plan` finds the file by itself [default: a file in ~/.cache/wands/hardware, or
+    in $XDG_CACHE_HOME/wands/hardware]."""
+
+
 class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
@@ -234,22 +250,6 @@ class PlanOptions(RecipeOptions):
     """Write the fastest settings to the files recipe.yaml and deepspeed.json in this folder."""
     table: bool = False
     """Print tables of the settings with which each published model can be trained on common GPUs, and exit."""
-
-
-class CalibrateOptions(Options):
-    """Measure the speeds of this machine's GPU for `wands plan`.
-
-    The command measures copies, matrix products, each attention kernel and the start of a kernel, in less than a minute.
-    Without a GPU, it measures the CPU. The speeds of a CPU are only a test, because `wands plan` is for GPUs.
-
-    Examples:
-        wands calibrate
-        wands plan wan2.1-t2v-14b-finetune --hardware h200
-    """
-
-    out: Path | None = None
-    """JSON file to write. Without --out, `wands plan` finds the file by itself [default: a file in ~/.cache/wands/hardware, or
-    in $XDG_CACHE_HOME/wands/hardware]."""
 
 
 class LauncherOptions(RecipeOptions):
