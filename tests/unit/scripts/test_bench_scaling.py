@@ -14,6 +14,7 @@ from bench_scaling import H100, MODELS, SIZES, Setting, prediction, workload_of
 from wands.data.step_groups import LEVEL
 from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import MACHINES, Machine
+from wands.planning.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR, reserved_memory
 from wands.planning.step_time import (
     ACTIVATION_BYTES,
     ATTENTION_BACKWARD,
@@ -148,6 +149,14 @@ def test_memory_is_that_of_ds_configs_zero3():
     held = {cp: bench_scaling.memory(prediction(SHAPE, LENS, 64, cp, Setting())) for cp in (1, 2, 64)}
     assert 0.5 * held[1] < held[2] < 0.75 * held[1]  # Ulysses keeps the result of attention twice
     assert 16 * SHAPE.num_params / 64 < held[64] < 0.2 * held[1]
+
+
+def test_each_communicator_takes_memory_that_tensors_cannot_use():
+    """All ranks; then also Ulysses; then also keys and values, and gradients, of a ring."""
+    reserved = [reserved_memory(workload_of(SHAPE, LENS, 8, cp, Setting())) for cp in (1, 4, 8)]
+    assert reserved == [CUDA_CONTEXT + number * NCCL_COMMUNICATOR for number in (1, 2, 4)]
+    on_cpu = replace(workload_of(SHAPE, LENS, 8, 8, Setting()), device_type="cpu")
+    assert reserved_memory(on_cpu) == 0
 
 
 def test_frozen_weights_cost_no_gradients_of_their_own():
