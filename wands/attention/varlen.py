@@ -282,5 +282,9 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece: 2048 on a GPU, which fills a GPU from about 30,000 rows on."""
+    """Return the largest number of rows of q in a piece of `backward_in_pieces`, or None if segments are not cut.
+
+    On a GPU, pieces of 2048 rows keep the whole GPU busy if there are about 30,000 rows of q or more. `dout` gives the
+    device.
+    """
     return 2048 if dout.is_cuda else None

@@ -338,8 +338,8 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     """Return the values of `parallel.cp_size` (number of ranks in a context-parallel group) that the search tries.
 
-    If the recipe sets the size or the degrees of these groups, return only the recipe's size. Otherwise return the
-    powers of two that divide the number of GPUs.
+    If the recipe sets `cp_size`, or the Ulysses and ring degrees, return only the size that follows from these keys.
+    Otherwise return the powers of two that divide the number of GPUs.
     """
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
         return [parallel.group_size]

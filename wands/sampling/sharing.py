@@ -122,8 +122,8 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that the fastest kernel of wands computes their self-attention.
 
-    If the ranks do not divide the tokens, diffusers' attention stays with the kernel "native", on a CPU, in fp32, and on a GPU
-    without a usable kernel.
+    If the ranks do not divide the tokens, diffusers' attention stays in three cases: `kernel` is "native", the pipeline runs
+    on a CPU or in fp32, or no kernel of wands runs on the GPU.
 
     Args:
         pipeline: result of `load_pipeline`.

@@ -151,7 +151,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:  # the file does not exist, no connection, or no access
         raise DataError(
-            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the path in the row, and your access"
+            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the path and your access to the dataset"
         ) from None
 
 

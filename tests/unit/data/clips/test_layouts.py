@@ -720,7 +720,7 @@ def test_streamed_rows_that_name_files_of_the_repository(
     assert [(r.key, r.reason) for r in rejections] == [
         (
             "train:2",
-            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path in the row, and your access",
+            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path and your access to the dataset",
         ),
         ("train:3", "path of the clip leads out of the dataset's repository; correct the path"),
     ]
