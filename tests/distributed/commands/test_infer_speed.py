@@ -134,7 +134,7 @@ def infer_on_ranks(folder: Path, out: Path, options: dict[str, Any]) -> tuple[in
         pytest.param(2, {"guidance_mode": "sequential"}, "1 x 1 x 2", marks=pytest.mark.slow),
         pytest.param(2, {"guidance_mode": "batched", "ring_degree": 2}, "1 x 2 x 1", marks=pytest.mark.slow),
         pytest.param(4, {}, "2 x 1 x 2", marks=pytest.mark.slow),
-        (4, {"ring_degree": 2}, "2 x 2 x 1"),
+        pytest.param(4, {"ring_degree": 2}, "2 x 2 x 1", marks=pytest.mark.slow),
         pytest.param(4, {"ring_degree": 2, "ulysses_degree": 2}, "1 x 2 x 2", marks=pytest.mark.slow),
     ],
 )

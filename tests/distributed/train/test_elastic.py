@@ -161,7 +161,7 @@ def test_a_rank_without_values(stage: int, tiny_pipeline: Path, tmp_path: Path, 
     assert deviation(moved, stayed) < TOLERANCE
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.slow)])
 def test_a_checkpoint_before_the_first_update(
     optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
@@ -216,7 +216,11 @@ def uses_of(out: Path) -> dict[int, dict[tuple[str, int], float]]:
 
 
 @pytest.mark.parametrize(
-    ("number", "cell"), [(23, (1, 0, "dp")), (18, (2, 2, "dp"))], ids=["added", "removed"]
+    ("number", "cell"),
+    [
+        pytest.param(23, (1, 0, "dp"), id="added"),
+        pytest.param(18, (2, 2, "dp"), id="removed", marks=pytest.mark.slow),
+    ],
 )
 def test_changed_data_counts_from_the_next_epoch(
     number: int, cell: Cell, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
