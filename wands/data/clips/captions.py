@@ -42,16 +42,20 @@ def estimate_tokens(caption: str) -> int:
     return round((len(text) - wide) / 4 + wide / 1.5) + 1
 
 
-def check_captions(value: Any, place: str) -> list[str]:
+def check_captions(value: Any, place: str, *, required: bool = True) -> list[str]:
     """Check the captions of a clip, and return them without leading and trailing white space.
 
     Args:
         value: one caption or a list of captions.
         place: file or row that contains the captions, for error messages.
+        required: whether there must be a caption. False returns [""] if there is none.
 
     Raises:
-        DataError: if there is no caption, or a caption is empty, not a text, or not valid Unicode.
+        DataError: if there is no caption although one is required, or a caption is empty, not a text, or not valid Unicode.
     """
+    # pandas writes NaN, which differs from itself, for an empty cell.
+    if not required and (not value or value != value or not str(value).strip()):
+        return [""]
     if not isinstance(value, list | tuple):
         value = [value]
     return [_check_caption(item, place) for item in value or [None]]

@@ -64,7 +64,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
         data, written = (video.get("bytes"), video.get("path")) if isinstance(video, dict) else (None, video)
         place = f"{source.split}:{index}"
         try:
-            captions = check_captions(caption, place)
+            captions = check_captions(caption, place, required=source.needs_caption)
             if data:
                 clip, path = write_clip(data, written, clips_dir(source))
             elif not isinstance(written, str) or not written:

@@ -230,7 +230,7 @@ def _scan_rows(
                 raise DataError("no video in this row; write the path of the clip")
             name, path = locate(video.strip(), folders)
             listing.clips.add(path)
-            captions = check_captions(caption, place)
+            captions = check_captions(caption, place, required=source.needs_caption)
             yield from records_of_clip(name, path, captions, place, read_range(row, path), row)
         except DataError as error:
             yield reject(place, video or table, error)
@@ -298,16 +298,17 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
             used.add(written or name)
             try:
                 check_file(name, path)
-                if written is None:
+                if written is None and listing.source.needs_caption:
                     raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
-                texts = check_captions(captions[written], file.name)
-                yield from records_of_clip(written, path, texts, clip_key(name), (None, None), {})
+                needed = listing.source.needs_caption
+                texts = check_captions(captions.get(written or name), file.name, required=needed)
+                yield from records_of_clip(written or name, path, texts, clip_key(name), (None, None), {})
             except DataError as error:
                 yield reject(clip_key(name), path, error)
     for name in sorted(set(captions) - used):
         try:  # captions.json of other tools may name clips in sub-folders
             located, path = locate(name, (folder,))
-            texts = check_captions(captions[name], file.name)
+            texts = check_captions(captions[name], file.name, required=listing.source.needs_caption)
             yield from records_of_clip(located, path, texts, clip_key(located), (None, None), {})
         except DataError as error:
             yield reject(f"{file.name}:{name}", name, error)

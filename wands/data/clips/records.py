@@ -39,12 +39,14 @@ class ClipRecord:
             record has a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight
             hex digits of the caption's hash follow. A key never contains "#".
         path: absolute path of the file.
-        caption: text as written, without leading and trailing white space, never empty.
+        caption: text as written, without leading and trailing white space. It is empty only for a clip without a caption, if
+            the source does not need captions.
         start: start of the time range in seconds. None is the start of the file.
         end: end of the time range in seconds. None is the end of the file.
         name: path relative to the source, including the extension.
         license: licence that the source states for the clip (`wands.data.clips.source.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
+        row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
     """
 
     key: str
@@ -55,6 +57,7 @@ class ClipRecord:
     name: str = field(default="", compare=False)
     is_extra_caption: bool = field(default=False, compare=False)
     license: str = ""
+    row: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def range_suffix(self) -> str:
@@ -109,7 +112,7 @@ def records_of_clip(
     Args:
         name: path relative to the source, including the extension.
         path: absolute path.
-        captions: checked captions. If a caption occurs twice, a rejection is yielded, too.
+        captions: checked captions, [""] for a clip without a caption. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
         row: row or JSON object that describes the clip, with lower-case names. It may state a licence. {} if there is
@@ -122,7 +125,7 @@ def records_of_clip(
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     for index, caption in enumerate(dict.fromkeys(captions)):
-        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row))
+        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row)
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

@@ -107,14 +107,17 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                         f"the image has the same name as {clip} and may be a preview of this video, so the image is "
                         "not used; rename the image if it is a separate clip"
                     )
-                if (sidecar := _sidecar_of(siblings)) is None:
+                sidecar = _sidecar_of(siblings)
+                if sidecar is None and source.needs_caption:
                     raise DataError(
                         f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip. If a "
                         "table contains the captions, pass the path of the table as SOURCE"
                     )
-                read = partial(_read_small, path.with_name(sidecar))
-                captions, row = _captions_in_file(sidecar, read, source)
-                yield from records_of_clip(name, path, captions, sidecar, read_range(row, path), row)
+                captions, row = [""], dict[str, Any]()
+                if sidecar is not None:
+                    read = partial(_read_small, path.with_name(sidecar))
+                    captions, row = _captions_in_file(sidecar, read, source)
+                yield from records_of_clip(name, path, captions, sidecar or name, read_range(row, path), row)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
 
@@ -227,7 +230,7 @@ def _may_be_caption(file: Path, source: Source) -> bool:
         return kind == ".txt" or (
             kind != ".jsonl"
             and file.is_file()
-            and bool(_captions_in_file(file.name, partial(_read_small, file), source)[0])
+            and any(_captions_in_file(file.name, partial(_read_small, file), source)[0])
         )
     except (OSError, DataError):
         return False
@@ -279,7 +282,7 @@ def _captions_in_file(
             value = source.pick_caption(row)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(f"{name} cannot be read ({error}); save the file as UTF-8 text") from error
-    return check_captions(value, name), row
+    return check_captions(value, name, required=source.needs_caption), row
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
@@ -334,7 +337,9 @@ def scan_tar(
                     listed = name_in_captions(written, captions or {}, ())
                     if captions and used is not None and listed is not None:
                         used.add(listed)
-                        texts = check_captions(captions[listed], CAPTIONS_OF_FOLDER)
+                        texts = check_captions(
+                            captions[listed], CAPTIONS_OF_FOLDER, required=source.needs_caption
+                        )
                     else:
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
@@ -398,4 +403,6 @@ def _captions_of_sample(
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if member := members.get(extension):
                 return _captions_in_file(f"{sample}.{extension}", partial(reader.read, member), source)
+    if not source.needs_caption:
+        return [""], {}
     raise DataError("missing caption; add a .txt or .json file with the name of the clip to the archive")

@@ -32,6 +32,7 @@ class Source:
         caption_column: column that contains the captions. None takes the first existing column of `CAPTION_COLUMNS`.
         cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
             of the `datasets` library.
+        needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
     """
 
     name: str
@@ -39,6 +40,7 @@ class Source:
     video_column: str | None = None
     caption_column: str | None = None
     cache_dir: Path | None = None
+    needs_caption: bool = True
 
     @property
     def path(self) -> Path:
@@ -56,10 +58,10 @@ class Source:
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:
-        """Raise DataError if none of the columns in `present` can contain a video, or none can contain a caption."""
+        """Raise DataError if none of the columns in `present` can contain a video, or none can contain a needed caption."""
         names = {name.lower() for name in present}
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
-            if not names.intersection(wanted):
+            if (kind == "video" or self.needs_caption) and not names.intersection(wanted):
                 raise DataError(
                     f"SOURCE={self.name} has no {kind} column: expected one of {', '.join(wanted)}, found "
                     f"{', '.join(sorted(names)) or 'none'}; set --{kind}-column to the name of the column"

@@ -838,3 +838,61 @@ def test_a_licence_is_one_short_line(value: object, license: str) -> None:
     assert pick_license({"license": value}) == license
     assert pick_license({"license": license}) == license  # the index of a cache reads it again
     assert pick_license({"license": None, "licence": value}) == license
+
+
+# ---------------------------------------------------------------- clips without captions
+
+
+@pytest.mark.parametrize(
+    "lay_rows",
+    [
+        lambda folder, rows: lay(folder, {"metadata.csv": "video,film\na.mp4,x\nb.mp4,y\n"}),
+        lambda folder, rows: lay(folder, {"metadata.csv": "video,caption,film\na.mp4,,x\nb.mp4,one,y\n"}),
+        lambda folder, rows: lay(folder, {"metadata.json": json.dumps(rows)}),
+        lambda folder, rows: lay(folder, {"captions.json": json.dumps({"b.mp4": ["one"], "a.mp4": []})}),
+        lambda folder, rows: lay(folder, {"captions.json": json.dumps({"b.mp4": ["one"]})}),
+        lambda folder, rows: lay(folder, {"b.txt": "one", "a.txt": " "}),
+        lambda folder, rows: lay(folder, {"b.txt": "one"}),
+        _lay_sidecars,
+        _lay_tar,
+        _lay_parquet,
+    ],
+    ids=[
+        "no column",
+        "csv",
+        "json",
+        "captions.json",
+        "no entry",
+        "txt",
+        "no txt",
+        "sidecars",
+        "tar",
+        "parquet",
+    ],
+)
+def test_clips_without_captions_if_no_caption_is_needed(
+    lay_rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    folder = lay(tmp_path / "set", {"a.mp4": "1", "b.mp4": "2"})
+    lay_rows(
+        folder,
+        [{"video": "a.mp4", "caption": None, "film": "x"}, {"video": "b.mp4", "caption": "one", "film": "y"}],
+    )
+    found, rejections = load_source(str(folder), needs_caption=False)
+    assert rejections == []
+    assert [row.path.suffix for row in found] == [".mp4"] * 2
+    captions = [row.caption for row in found]
+    assert captions in ([["", "one"], ["", ""]] if (folder / "metadata.csv").exists() else [["", "one"]])
+    if "film" in found[0].row:
+        assert [row.row["film"] for row in found] == ["x", "y"]
+    try:
+        needed, rejections = load_source(str(folder))
+    except DataError as error:
+        assert "has no caption column" in str(error)
+    else:
+        assert [row.caption for row in needed] == ["one"]
+        assert len(rejections) == 1
