@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_051
+TOTAL = 21_063
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 929,
     "commands": 4280,
     "config": 1203,
-    "data": 3923,
+    "data": 3935,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
