@@ -69,7 +69,7 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
     folder are images of a README, or the rows in the parquet or arrow files name the clips.
     """
     items = list(_scan_folder(source)) if source.path.is_dir() else []
-    records = any(isinstance(item, ClipRecord) for item in items)
+    records = any(isinstance(item, ClipRecord) and item.caption for item in items)
     if None not in items or (not records and saved_dataset(source) is not None):
         return None
     return (item for item in items if item is not None)
