@@ -177,7 +177,7 @@ def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return (normalised and rotated tokens, 1 / root mean square of each token)."""
-    wide = x.to(weight.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the weight can be bf16, as in a bf16 base of a LoRA
     rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
     return _rotate(wide * rstd * weight, rotation, 1.0).to(x.dtype, copy=True), rstd
 
@@ -186,10 +186,10 @@ def norm_rotate_backward(
     dout: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, rotation: Tensor | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of (x, weight). The weight's gradient is empty if nothing needs it."""
-    dunit = _rotate(dout.to(weight.dtype), rotation, -1.0)
-    unit = x.to(weight.dtype) * rstd
+    dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
+    unit = x.to(rstd.dtype) * rstd
     dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
-    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0) if needs_weight else dunit.new_empty(0)
+    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0).to(weight.dtype) if needs_weight else dunit.new_empty(0)
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:

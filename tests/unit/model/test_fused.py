@@ -287,3 +287,25 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
         least = sum(x.nbytes for x in tree_leaves((args, results)) if isinstance(x, Tensor))
         # The sums over the tokens of a timestep read their operands a second time.
         assert moved.pop() <= (1.6 if name == "gate, backward" else 1.35) * least, name
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("eager")
+def test_a_norm_of_bf16_tokens_is_as_accurate_as_the_plain_module(weight_dtype: torch.dtype):
+    """The base of a LoRA has bf16 norm weights. The norm is computed in fp32 even then."""
+    x, rotation = normal(64, WIDTH), torch.polar(torch.ones(64, 1, HEAD_DIM // 2), normal(64, 1, 3).float())
+
+    def run(dtype: torch.dtype, compiled: bool = False) -> list[Tensor]:
+        norm = NormRotate(WIDTH, 1e-6)
+        norm.compiled = compiled
+        weight = (1 + normal(WIDTH) / 4).to(weight_dtype)
+        norm.weight = torch.nn.Parameter(weight.to(dtype if dtype.itemsize > 2 else weight_dtype))
+        leaf = x.bfloat16().to(dtype).requires_grad_()
+        out = norm(leaf, rotation.to(torch.promote_types(dtype, torch.float32).to_complex()))
+        return [out, *torch.autograd.grad(out, [leaf, norm.weight], normal(64, WIDTH, seed=1).to(dtype))]
+
+    exact, plain, ours = run(torch.float64), run(torch.bfloat16), run(torch.bfloat16, compiled=True)
+    for name, true, theirs, own in zip(("output", "dx", "dweight"), exact, plain, ours, strict=True):
+        assert own.dtype == theirs.dtype
+        errors = [(value.double() - true).square().mean().sqrt() for value in (theirs, own)]
+        assert errors[1] <= 1.1 * errors[0], (name, errors)
