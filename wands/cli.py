@@ -12,7 +12,6 @@ import logging
 import os
 import pkgutil
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -26,28 +25,13 @@ from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
+from wands.process import exit_rank, exit_with_error, set_environment
 from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
 
-GPU_SETTINGS = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-}
-"""Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
-
-The allocator's segments grow, so that packs of different sizes leave fewer gaps. ZeRO, Ulysses, the ring and its gradients use
-separate CUDA streams. CUDA has 8 hardware queues by default, and streams that share a queue wait for each other. NCCL
-starts the kernels of different communicators in the order of the program, because ranks with different orders hang.
-"""
-
 
 class _CommandGroup(click.Group):
-    """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added.
-
-    If a subcommand raises a WandsError, the group prints the error's message and exits with the error's `exit_code`. If all
-    ranks of a node or of the process group raise the same error, only one of these ranks prints the message.
-    """
+    """Group of the `wands` subcommands. The help page lists the subcommands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -56,23 +40,7 @@ class _CommandGroup(click.Group):
         try:
             return super().invoke(ctx)
         except WandsError as error:
-            formed = _process_group_formed()
-            # Before the process group exists, all ranks of a node raise the same error. Later a single rank may fail.
-            local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-            printing_rank = os.environ.get("RANK", "0") if formed else local_rank
-            if printing_rank == "0" or (formed and not error.agreed):
-                rank = os.environ.get("RANK")
-                origin = f" [rank {rank}]" if rank not in (None, "0") else ""
-                _echo(f"wands{origin}: {error}", err=True)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            if printing_rank != "0":
-                # A launcher stops all ranks when one exits: let the printing rank finish first.
-                time.sleep(1.0)
-            if formed:
-                # The other ranks may wait in a collective: exit without destroying the process group.
-                os._exit(error.exit_code)
-            sys.exit(error.exit_code)
+            exit_with_error(error, partial(_echo, err=True))
 
 
 @click.group(
@@ -83,10 +51,6 @@ class _CommandGroup(click.Group):
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages, and warnings of other packages.")
 def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
-    # Child processes do not search the current folder for modules: a file numpy.py there would run in every decoder.
-    os.environ["PYTHONSAFEPATH"] = "1"
-    if local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
     log_to_stderr(layout="%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s")
@@ -95,11 +59,7 @@ def main(local_rank: int | None, verbose: bool) -> None:
         # DeepSpeed sets the level of its logger when it is imported, but keeps the filters.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging.getLogger("wands").setLevel(level)
-    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the earlier name; PyTorch reads the later name first
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"])
-    for name, value in GPU_SETTINGS.items():
-        os.environ.setdefault(name, value)
-        logging.getLogger(__name__).debug("%s=%s", name, os.environ[name])
+    set_environment(local_rank)
     # diffusers imports bitsandbytes if it is installed; on some CPUs that warns about a kernel which wands does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
@@ -121,7 +81,7 @@ def _train(options: opts.TrainOptions) -> None:
     from wands.commands.train import run_train
 
     run_train(options, _echo, launcher)
-    _exit_rank()
+    exit_rank()
 
 
 def _profile(options: opts.ProfileOptions) -> None:
@@ -138,12 +98,12 @@ def _infer(options: opts.InferOptions) -> None:
         click.echo(f"{printable(str(result.video))}  seed {result.request.seed}  {result.seconds:.1f} s")
     if results:  # only the first rank returns results
         click.echo(f"contact sheet {results[0].contact_sheet}")
-    _exit_rank()
+    exit_rank()
 
 
 def _evaluate(options: opts.EvaluateOptions) -> None:
     _print_result("wands.commands.evaluate:evaluate", options)
-    _exit_rank()
+    exit_rank()
 
 
 def _selftest(options: opts.SelftestOptions) -> None:
@@ -155,7 +115,7 @@ def _selftest(options: opts.SelftestOptions) -> None:
         counts[result.status] += 1
         echo(str(result))
     echo("{pass} passed, {fail} failed, {skipped} skipped".format(**counts))
-    _exit_rank(int(counts["fail"] > 0))
+    exit_rank(int(counts["fail"] > 0))
 
 
 def _print_result(function: str, options: Options) -> None:
@@ -164,26 +124,6 @@ def _print_result(function: str, options: Options) -> None:
     if result is not None:  # in a distributed run, only the first rank returns a result
         # A path is printed as it is, because a shell may use it.
         click.echo(result if isinstance(result, Path) else safe_lines(str(result)))
-
-
-def _process_group_formed() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _exit_rank(code: int = 0) -> None:
-    """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
-
-    A process of a distributed run exits without the shutdown of the Python interpreter. During this shutdown, threads of the
-    communication library gloo can abort a process that has finished its work.
-    """
-    if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    if code:
-        sys.exit(code)
 
 
 def _echo(text: str, *, err: bool = False) -> None:

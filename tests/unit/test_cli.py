@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 import wands
 from wands import cli
 from wands.cli import main
+from wands.process import GPU_SETTINGS
 
 MOCK = "data.mock={num_samples: 6, shapes: [[2,4,4],[3,4,4]], text_lens: [5, 9]}"
 
@@ -435,13 +436,13 @@ def test_export_and_infer_mistakes(tmp_path: Path, tiny_pipeline: Path):
 def test_settings_of_the_gpu_libraries_are_the_users_or_ours(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    for name in (*cli.GPU_SETTINGS, "PYTORCH_CUDA_ALLOC_CONF"):
+    for name in (*GPU_SETTINGS, "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # undoes what the command sets
         monkeypatch.delenv(name)
     invoke("-v", "recipes")
-    assert {name: os.environ[name] for name in cli.GPU_SETTINGS} == cli.GPU_SETTINGS
+    assert {name: os.environ[name] for name in GPU_SETTINGS} == GPU_SETTINGS
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.messages
-    for name in cli.GPU_SETTINGS:
+    for name in GPU_SETTINGS:
         monkeypatch.setenv(name, "mine")
     invoke("-v", "recipes")
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=mine" in caplog.messages

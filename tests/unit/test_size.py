@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_063
+TOTAL = 21_079
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -17,7 +17,7 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 774,
+    ".": 786,
     "attention": 929,
     "commands": 4280,
     "config": 1203,
@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 349,
     "export": 393,
     "flow": 210,
-    "model": 2455,
+    "model": 2459,
     "planning": 721,
     "recipes": 0,
     "report": 266,

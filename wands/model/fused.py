@@ -177,7 +177,9 @@ def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return (normalised and rotated tokens, 1 / root mean square of each token)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # the weight can be bf16, as in a bf16 base of a LoRA
+    wide = x.to(
+        torch.promote_types(x.dtype, torch.float32)
+    )  # the weight can be bf16, as in a bf16 base of a LoRA
     rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
     return _rotate(wide * rstd * weight, rotation, 1.0).to(x.dtype, copy=True), rstd
 
@@ -189,7 +191,9 @@ def norm_rotate_backward(
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
     dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
-    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0).to(weight.dtype) if needs_weight else dunit.new_empty(0)
+    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0).to(
+        weight.dtype
+    ) if needs_weight else dunit.new_empty(0)
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
