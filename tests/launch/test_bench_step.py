@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_cuda import build
+from wands.planning.step_time import ACTIVATION_BYTES, POINTWISE_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +39,8 @@ def test_a_compiled_block_moves_a_third_of_the_bytes(tmp_path: Path):
     found = count(tmp_path, "block")
     ratio = 8960 / 1536  # hidden width of the feed-forward / width
     assert found["compiled"]["traffic"] <= 240 + 16 * ratio
+    predicted = [4 * (number + ACTIVATION_BYTES * ratio) for number in POINTWISE_BYTES]
+    assert [found[way]["traffic"] for way in ("packed", "compiled")] == pytest.approx(predicted, rel=0.05)
     assert found["compiled"]["traffic"] < 0.3 * found["packed"]["traffic"]
     assert found["compiled"]["operators"] <= 60
     assert found["packed"]["operators"] > 460
