@@ -34,6 +34,7 @@ from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
+from wands.data.clips.source import Crop
 from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
@@ -78,8 +79,8 @@ def check(options: CheckOptions) -> CheckReport:
     rows, rejections = clip_rules.read_source(options)
     decode = partial(_decode, spec, variant, options.html_path is not None)
     tasks = [
-        *((row.path, row.start, row.end) for row in rows),
-        *((Path(item.path), None, None) if _is_clip(item.path) else None for item in rejections),
+        *((row.path, row.start, row.end, row.crop) for row in rows),
+        *((Path(item.path), None, None, None) if _is_clip(item.path) else None for item in rejections),
     ]
     findings = _decode_all(decode, tasks, options.num_workers)
     clips = [
@@ -139,8 +140,10 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 # ---- decoding of one clip in a worker process
 
 
-_Task = tuple[Path, float | None, float | None]
-"""A clip to decode: (path, start in seconds, end in seconds). None is the start or the end of the file."""
+_Task = tuple[Path, float | None, float | None, Crop | None]
+"""A clip to decode: (path, start in seconds, end in seconds, crop). None is the start of the file, the end of the file,
+or the whole frame.
+"""
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
@@ -149,7 +152,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
     `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
     """
-    file_path, start, end = task
+    file_path, *part = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
     digests: list[str] = []
@@ -159,7 +162,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(file_path, spec, start, end):
+        for clip in decode_clip(file_path, spec, *part):
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.

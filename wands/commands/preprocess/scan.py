@@ -18,6 +18,7 @@ from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
+from wands.data.clips.source import Crop
 from wands.errors import ConfigError, one_line
 
 SCAN_THREADS = 16
@@ -58,12 +59,13 @@ class Clip:
         path: the video or image file.
         start: start of the time range in seconds; None for the beginning of the file.
         end: end of the time range in seconds; None for the end of the file.
-        video: digest of the file and the time range. Clips with equal digests have equal latents.
+        video: digest of the file, the time range and the crop. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
             the window (range of frames) and the size. Latents for which every caption already has a sample are left
             out.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
+        crop: part of the frames to use; None for the whole frame.
     """
 
     path: str
@@ -73,6 +75,7 @@ class Clip:
     rows: tuple[Row, ...]
     latents: tuple[tuple[str, int, str], ...] = ()
     decode: bool = True
+    crop: Crop | None = None
 
     def lacks(self, suffix: str) -> list[Row]:
         """Return the captions of this clip whose sample is missing in the cache.
@@ -246,7 +249,8 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         content, video = _digests(row, caption)
     except OSError as error:
         return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
-    return Clip(str(row.path), row.start, row.end, video, (Row(row.key, caption, content, row.license),))
+    only_row = Row(row.key, caption, content, row.license)
+    return Clip(str(row.path), row.start, row.end, video, (only_row,), crop=row.crop)
 
 
 _PIECE, _PIECES = 1 << 16, 8
@@ -254,17 +258,17 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests of a row (clip with one caption). The first digest depends on the file's content, the time
-    range, the caption and the licence (if it is stated). The second digest depends on the file's content and the time range.
+    """Return two digests of a row (clip with one caption). The second digest depends on the file's content, the time
+    range and the crop (if it is set). The first digest also depends on the caption and the licence (if it is stated).
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.
     """
     pieces = _read_pieces(row.path)
-    size, seconds = row.path.stat().st_size, (row.start, row.end)
+    size, part = row.path.stat().st_size, (row.start, row.end, *filter(None, [row.crop]))
     content, video = (
         hashlib.blake2b(pieces + json.dumps(rest).encode(), digest_size=16).hexdigest()
-        for rest in ([size, caption, *seconds, *filter(None, [row.license])], [size, *seconds])
+        for rest in ([size, caption, *part, *filter(None, [row.license])], [size, *part])
     )
     return content, video
 

@@ -94,7 +94,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
     try:
         data = _load(source, name)
         source.check_columns(data.column_names)
-        wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, *LICENSE_COLUMNS}
+        wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, "crop", *LICENSE_COLUMNS}
         data = data.select_columns([column for column in data.column_names if column.lower() in wanted])
         for column, feature in data.features.items():
             if isinstance(feature, datasets.Video | datasets.Image):  # reading a row would call torchcodec

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
-from wands.data.clips.source import pick_license
+from wands.data.clips.source import Crop, pick_crop, pick_license
 from wands.errors import CacheError, DataError, one_line
 from wands.texts import printable
 
@@ -47,6 +47,7 @@ class ClipRecord:
         license: licence that the source states for the clip (`wands.data.clips.source.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
         row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
+        crop: part of the frames to use. None is the whole frame.
     """
 
     key: str
@@ -58,6 +59,7 @@ class ClipRecord:
     is_extra_caption: bool = field(default=False, compare=False)
     license: str = ""
     row: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+    crop: Crop | None = None
 
     @property
     def range_suffix(self) -> str:
@@ -115,17 +117,17 @@ def records_of_clip(
         captions: checked captions, [""] for a clip without a caption. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a licence. {} if there is
-            no row and no JSON object.
+        row: row or JSON object that describes the clip, with lower-case names. It may state a licence and a crop. {} if
+            there is no row and no JSON object.
 
     Raises:
-        DataError: if the name cannot be stored or printed.
+        DataError: if the name cannot be stored or printed, or the crop is not a rectangle.
     """
     check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     for index, caption in enumerate(dict.fromkeys(captions)):
-        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row)
+        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row, pick_crop(row))
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ VIDEO_COLUMNS = (
 CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
 LICENSE_COLUMNS = ("license", "licence")
+Crop = tuple[int, int, int, int]
+"""(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,27 @@ def pick_license(row: Mapping[str, Any]) -> str:
     value = _first_filled(row, LICENSE_COLUMNS)
     # pandas writes NaN, which differs from itself, for an empty cell.
     return "" if value is None or value != value else printable(" ".join(str(value).split()))[:100]
+
+
+def pick_crop(row: Mapping[str, Any]) -> Crop | None:
+    """Return the part of the frames that the column `crop` of a row selects, or None for whole frames.
+
+    Args:
+        row: row with lower-case column names. The crop is a text such as "0,140,1920,800", or a list of four numbers.
+
+    Raises:
+        DataError: if the crop is not a rectangle.
+    """
+    value = row.get("crop")
+    if value is None or value != value or not str(value).strip():
+        return None
+    with suppress(TypeError, ValueError):
+        x, y, width, height = map(int, map(str, value.split(",") if isinstance(value, str) else value))
+        if min(x, y) >= 0 and min(width, height) > 0:
+            return x, y, width, height
+    raise DataError(
+        f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row, or leave the cell empty"
+    )
 
 
 def _first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
