@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_079
+TOTAL = 21_133
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 786,
     "attention": 929,
-    "commands": 4280,
+    "commands": 4284,
     "config": 1203,
-    "data": 3935,
+    "data": 3985,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
