@@ -152,7 +152,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
     `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
     """
-    file_path, *part = task
+    file_path, start, end, crop = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
     digests: list[str] = []
@@ -162,7 +162,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(file_path, spec, *part):
+        for clip in decode_clip(file_path, spec, start, end, crop):
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
