@@ -136,6 +136,7 @@ def _echo(text: str, *, err: bool = False) -> None:
 COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.RecipesOptions: "wands.config.reference:describe_recipes",
     opts.ConfigOptions: "wands.config.reference:describe_config",
+    opts.InitOptions: "wands.commands.init.init:init",
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.commands.preprocess.preprocess:preprocess",
     opts.PackOptions: "wands.commands.pack:pack",

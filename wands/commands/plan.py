@@ -64,27 +64,25 @@ def plan(options: PlanOptions) -> str:
     """
     if options.table:
         return what_fits()
-    machine = _machine_of(options)
     recipe = load_recipe(options.recipe, options.overrides)
-    variant, experts, config = _find_model(recipe, options)
-    lens = _lengths(recipe, variant, options)
-    names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
+    model = find_model(recipe, options)
+    variant, experts, _ = model
     load = sampling_load(plan_videos(recipe, variant, experts, has_files=False), variant)
-    weights = list_weights(recipe, config, experts)
-    workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
-    task = Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
+    task = build_task(recipe, model, _lengths(recipe, variant, options), options, load)
     candidates = search(task)
     if not candidates:
-        raise ConfigError(_describe_smallest(task))
+        lora = "" if recipe.lora else " a LoRA (--set lora.rank=32),"
+        fix = f"use more or larger GPUs,{lora} lora.quantize, or shorter or smaller clips."
+        raise ConfigError(describe_smallest(task, fix))
     best = candidates[0]
     if options.out is not None:
         write_text(options.out / "recipe.yaml", best.workload.recipe.to_yaml())
         ds_config = json.dumps(task.ds_configs[best.ds_name], indent=2)
         write_text(options.out / "deepspeed.json", ds_config + "\n")
     kind = "LoRA" if recipe.lora else "full finetune"
-    head = f"{variant.name}, {kind}, on {options.gpus} x {machine.name}; this is a prediction"
-    head += f", with the speeds of kernels from {machine.source}"
-    details = _describe_best(best, variant), _start_command(best, options)
+    head = f"{variant.name}, {kind}, on {options.gpus} x {task.machine.name}; this is a prediction"
+    head += f", with the speeds of kernels from {task.machine.source}"
+    details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
     return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
 
 
@@ -160,15 +158,41 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     return "–"
 
 
-def _find_model(recipe: Recipe, options: PlanOptions) -> tuple[Variant, tuple[Expert, ...], dict[str, Any]]:
+Model = tuple[Variant, tuple[Expert, ...], dict[str, Any]]
+"""Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT."""
+
+
+def build_task(
+    recipe: Recipe, model: Model, lens: np.ndarray, options: PlanOptions, load: dict[str, Any]
+) -> Task:
+    """Return the training run and the machine for which `search` looks for settings.
+
+    Args:
+        recipe: recipe of the run.
+        model: result of `find_model`.
+        lens: number of video tokens of each clip, int64 [number of clips].
+        options: options that describe the machine, and name the DeepSpeed config.
+        load: result of `sampling_load` for the videos that the run samples.
+
+    Raises:
+        ConfigError: if the machine or the DeepSpeed config is unknown.
+    """
+    machine, (variant, experts, config) = _machine_of(options), model
+    names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
+    weights = list_weights(recipe, config, experts)
+    workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
+    return Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
+
+
+def find_model(recipe: Recipe, options: PlanOptions) -> Model:
     """Find the model that the recipe trains.
 
     For a published model, no model file is read. The name of the published model is `options.variant`, or part of the
     name of a shipped recipe whose `model.path` the user does not override. For other models, the config files in
     `model.path` are read.
 
-    Returns:
-        Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT.
+    Raises:
+        ConfigError: if the variant is unknown, or the recipe names no model.
     """
     name = options.variant
     sets_path = any(override.startswith("model.path") for override in options.overrides)
@@ -268,7 +292,13 @@ def _evaluation_line(best: Candidate, variant: Variant, steps_per_epoch: int) ->
     return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
 
 
-def _start_command(best: Candidate, options: PlanOptions) -> str:
+def start_command(best: Candidate, options: PlanOptions) -> str:
+    """Return the command line that starts a training run with the settings of a candidate.
+
+    Args:
+        best: the settings.
+        options: options of `wands plan`. If `options.out` is set, the command reads the files in this folder.
+    """
     gpus, per_node = options.gpus, best.task.ranks_per_node
     if options.out is not None:
         ds_json = shlex.quote(str(options.out / "deepspeed.json"))
@@ -277,17 +307,21 @@ def _start_command(best: Candidate, options: PlanOptions) -> str:
         model = [] if best.workload.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
         words = [*([options.recipe] if options.recipe else []), f"--deepspeed {best.ds_name}"]
         words += [f"--set {shlex.quote(key)}" for key in (*model, *options.overrides, *best.changes())]
-    launcher = f"deepspeed --num_gpus {gpus} --module wands train"
+    launcher = f"deepspeed --num_gpus {gpus} --module wands train" if gpus > 1 else "wands train"
     if gpus > per_node:
         nodes = gpus // per_node
         launcher = f"bash scripts/launch_multinode.sh --nnodes {nodes} --node-rank R --master-addr HOST --"
-    return f"start the training with\n  {launcher} {' '.join(words)}"
+    return f"{launcher} {' '.join(words)}"
 
 
-def _describe_smallest(task: Task) -> str:
+def describe_smallest(task: Task, fix: str) -> str:
     """Return the error message for the case that no settings fit the machine.
 
-    The message describes the settings that need the least memory, and suggests changes that reduce the memory.
+    The message describes the settings that need the least memory.
+
+    Args:
+        task: the run and the machine.
+        fix: end of the message: changes that reduce the memory.
     """
     gpus, longest = task.workload.world_size, task.longest
     cp_sizes = (1, task.ranks_per_node)
@@ -298,13 +332,11 @@ def _describe_smallest(task: Task) -> str:
     host = ""
     if least.host:
         host = f" and {to_gib(least.host)} of host memory per node (available: {to_gib(task.machine.host_memory)})"
-    lora = "" if task.workload.recipe.lora else " a LoRA (--set lora.rank=32),"
     load = least.workload
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
     return (
         f"no settings fit {gpus} x {task.machine.name}: the smallest settings ({how}, clips of up to {longest:,} "
-        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(least.usable)}){host}; use more or larger GPUs,"
-        f"{lora} lora.quantize, or shorter or smaller clips."
+        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(least.usable)}){host}; {fix}"
     )
 
 

@@ -96,6 +96,39 @@ class ConfigOptions(Options):
     """Section, such as optim, or key, such as optim.lr, to describe in full. Without KEY, the command lists all keys."""
 
 
+class InitOptions(ClipOptions):
+    """Choose settings for your clips and your GPUs, and write a recipe and the commands to run.
+
+    The command decodes the clips of SOURCE, and predicts the fastest settings that fit the GPUs. It writes the files
+    recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh, and prints the commands. Comments in recipe.yaml give the
+    reasons for the settings.
+
+    Examples:
+        wands init clips/
+        wands init clips/ --gpus 2 --gpu-memory 24 --max-frames 49
+        wands init clips/ --model Wan-AI/Wan2.2-TI2V-5B-Diffusers --hardware h100 --out my-project
+    """
+
+    out: Path = Path("wands-project")
+    """Folder for the files that the command writes. The commands write the latent cache, the run and the samples to this
+    folder, too."""
+    model: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    """Diffusers pipeline folder or Hub id of the model to train. The default is the smallest published Wan model, which trains
+    on one GPU. The files of published models are not needed yet."""
+    full: bool = False
+    """Train all weights of the model. Without --full, the recipe trains a LoRA, which needs less memory and fewer clips."""
+    gpus: Annotated[int | None, Field(ge=1)] = None
+    """Total number of GPUs in all nodes together [default: the GPUs of this machine, or 1 for a machine without a GPU]."""
+    gpu_memory: Annotated[float | None, Field(gt=0)] = None
+    """Memory of one GPU in GB. A machine without a GPU needs this option or --hardware [default: the memory of this
+    machine's GPU, or of --hardware]."""
+    hardware: str | None = None
+    """Name of the GPU type, as for wands plan, such as h100 or rtx4090 [default: the GPU of this machine, or a GPU with
+    about --gpu-memory]."""
+    force: bool = False
+    """Replace files that an earlier wands init wrote to --out."""
+
+
 class CheckOptions(ClipOptions):
     """Report which clips can be used, and why other clips cannot.
 

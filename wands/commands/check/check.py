@@ -57,26 +57,31 @@ THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
 
-def check(options: CheckOptions) -> CheckReport:
+def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
     """Decode every clip of a source, and report each clip's samples, warnings and, if it is rejected, the reason.
 
     With equal options, `wands preprocess` decodes the clips in the same way. Thumbnails are made only for --html.
 
     Args:
         options: options of the command; they name the source.
+        variant: model variant. None reads the variant from `options.model`, or assumes Wan 2.1 text-to-video without a model.
+        max_clips: largest number of clips to decode, spread evenly over the source; None decodes all clips.
 
     Raises:
         ConfigError: if options exclude each other or the model does not exist.
         DataError: if the source does not exist or contains no clip.
     """
     started = time.monotonic()
-    variant = VARIANTS[ASSUMED]
-    if options.model:
+    if variant is None and options.model:
         from wands.encoders.components import read_variant
 
         variant = read_variant(options.model)
+    variant = variant or VARIANTS[ASSUMED]
     spec = clip_rules.plan_samples(options, variant)
     rows, rejections = clip_rules.read_source(options)
+    num_clips = len(rows) + len(rejections)
+    step = max(-(-num_clips // max_clips), 1) if max_clips else 1
+    rows, rejections = rows[::step], rejections[::step]
     decode = partial(_decode, spec, variant, options.html_path is not None)
     tasks = [
         *((row.path, row.start, row.end, row.crop) for row in rows),
@@ -114,6 +119,7 @@ def check(options: CheckOptions) -> CheckReport:
         exact_text=options.model is not None,
         cache_bytes=cache_bytes,
         packing=_forecast(clips, variant, options.max_tokens, options.bins_per_step),
+        num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
     )
 

@@ -114,6 +114,7 @@ class CheckReport:
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
+        num_skipped: number of clips of the source that were not decoded, because the caller limits the number of clips.
     """
 
     source: str
@@ -124,6 +125,7 @@ class CheckReport:
     cache_bytes: int
     packing: PackingForecast | None
     seconds: float
+    num_skipped: int = 0
 
     @property
     def samples(self) -> list[CheckedSample]:

@@ -1,0 +1,176 @@
+"""`wands init`: the settings follow from clips and machine, and the commands run as they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.support.corpus import PLAIN, real_frames
+from tests.unit.data.clips.test_video import write_clip
+from wands.cli import main
+from wands.commands.init import init as module
+from wands.config.deepspeed import build_ds_config
+from wands.config.recipe_loading import load_recipe
+from wands.planning.search import Machine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def clips(clips_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three clips of 9, 13 and 17 frames and a file that is no clip, in a folder whose name needs quotes."""
+    folder = tmp_path_factory.mktemp("init") / "it's my clips"
+    folder.mkdir()
+    for i, name in enumerate(("a", "b", "c #1: end")):
+        write_clip(folder / f"{name}.mp4", real_frames(clips_dir)[: 15 + 6 * i], options=PLAIN)
+        (folder / f"{name}.txt").write_text(f"cyclists wait, clip {name}")
+    (folder / "bad.mp4").write_text("no video")
+    (folder / "bad.txt").write_text("a caption")
+    return folder
+
+
+def run(*arguments: object, exit_code: int = 0) -> Result:
+    done = CliRunner().invoke(main, ["init", *map(str, arguments)])
+    assert done.exit_code == exit_code, done.output
+    return done
+
+
+@pytest.fixture
+def project(clips: Path, tiny_pipeline: Path, tmp_path: Path) -> Path:
+    out = tmp_path / "my project"
+    run(clips, "--model", tiny_pipeline, "--gpu-memory", 80, "--fps", 25, "--out", out)
+    return out
+
+
+def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path):
+    text = (project / "recipe.yaml").read_text()
+    recipe = load_recipe(project / "recipe.yaml")
+    # 7 latent frames of 8 x 12 latent pixels, 24 tokens each
+    assert re.search(r"has 168 tokens: c.*end, 25 frames of 96x64\.", text)
+    assert recipe.packing.max_tokens >= 168
+    assert (recipe.data.cache, recipe.output_dir) == (str(project / "cache"), str(project / "run"))
+    assert recipe.lora
+    assert recipe.optim.lr == 1e-4
+    assert recipe.train.max_steps == 300  # one step is a pass over the three clips
+    assert recipe.eval is None  # three clips are too few to hold some out
+    ds_config = json.loads((project / "deepspeed.json").read_text())
+    build_ds_config(ds_config, recipe, world_size=1, device_type="cuda")
+    prompt = json.loads((project / "prompts.jsonl").read_text())
+    assert prompt == {"prompt": "cyclists wait, clip c #1: end", "height": 64, "width": 96, "num_frames": 25}
+    commands = [
+        shlex.split(line)
+        for line in (project / "commands.sh").read_text().splitlines()
+        if line[:5] == "wands"
+    ]
+    assert [words[1] for words in commands] == ["check", "preprocess", "train", "infer"]
+    assert all(words[2:4] == [str(clips), "--fps=25.0"] for words in commands[:2])
+    assert str(tiny_pipeline) in commands[1]
+    for name, *words in (command[1:] for command in commands):
+        main.commands[name].make_context(name, words[:-2] if "||" in words else words)
+
+
+@pytest.mark.slow
+def test_the_commands_run_as_they_are_written(project: Path, tmp_path: Path):
+    recipe = project / "recipe.yaml"
+    text = recipe.read_text().replace("max_steps: 300", "max_steps: 2")
+    recipe.write_text(text.replace("num_inference_steps: 30", "num_inference_steps: 2"))
+    (tmp_path / "bin").mkdir()
+    wands = tmp_path / "bin" / "wands"
+    wands.write_text(f'#!/bin/sh\nexec {sys.executable} -m wands "$@"\n')
+    wands.chmod(0o755)
+    env = {**os.environ, "PATH": f"{wands.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    # From another folder, because the commands contain absolute paths.
+    command = ["bash", "-e", str(project / "commands.sh")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, timeout=500)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "3 samples" in done.stdout
+    assert len((project / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert list((project / "samples").glob("*.mp4"))
+    assert (project / "clips.html").is_file()
+
+
+def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Path):
+    again = (clips, "--model", tiny_pipeline, "--gpu-memory", 80, "--out", project)
+    before = (project / "recipe.yaml").read_text()
+    refused = run(*again, exit_code=2)
+    assert (
+        "already contains recipe.yaml, commands.sh, deepspeed.json, prompts.jsonl; choose" in refused.stderr
+    )
+    assert (project / "recipe.yaml").read_text() == before
+    run(*again, "--force", "--max-frames", 9)
+    assert "9 frames of 96x64" in (project / "recipe.yaml").read_text()
+    new = (clips, "--out", tmp_path / "new")
+    assert "no GPU that PyTorch can use; describe" in run(*new, exit_code=2).stderr
+    small = run(*new, "--gpu-memory", 1, exit_code=2).stderr
+    assert "no settings fit 1 x RTX 4090 1 GB" in small
+    assert "lower --max-frames or --max-pixels, or use more or larger GPUs." in small
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The bins then hold the longest sample that the options allow: 9 frames of 9,216 pixels are 3 x 36 tokens."""
+    monkeypatch.setattr(module, "MAX_CLIPS", 2)
+    sizes = ("--max-pixels", 96 * 96, "--max-frames", 9)
+    done = run(clips, "--gpu-memory", 24, "--out", tmp_path / "new", *sizes)
+    assert "2 clips were decoded, and 2 were not." in done.output
+    text = (tmp_path / "new" / "recipe.yaml").read_text()
+    assert "2 clips were not decoded. With these options, no sample has more than 108 tokens." in text
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").packing.max_tokens >= 108
+
+
+def test_this_machine(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """GPUs that PyTorch finds are used, with their own name and memory. A small GPU gets no samples in the run."""
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    here = Machine(name="NVIDIA GeForce RTX 3090", memory=12.6e9, host_memory=128e9, ranks_per_node=2)
+    monkeypatch.setattr(module, "machine_here", lambda device, ranks: here)
+    done = run(clips, "--out", tmp_path / "new")
+    assert "on 2 x RTX 3090 12.6 GB" in done.output
+    assert "deepspeed --num_gpus 2 --module wands train" in done.output
+    assert "--workers 2 --text-device cpu" in done.output
+    assert "--offload sequential" in done.output
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
+    assert recipe.sample is None
+    assert recipe.train.bins_per_step % 2 == 0
+
+
+def test_an_image_to_video_model_samples_from_the_clip(clips: Path, tiny_variant, tmp_path: Path):
+    run(
+        clips,
+        "--model",
+        tiny_variant("wan2.1-flf2v-14b"),
+        "--hardware",
+        "h100",
+        "--full",
+        "--out",
+        tmp_path / "new",
+    )
+    prompt = json.loads((tmp_path / "new" / "prompts.jsonl").read_text())
+    assert (
+        prompt["image"]
+        == prompt["last_image"]
+        == str(clips / f"{prompt['prompt'].partition('clip ')[2]}.mp4")
+    )
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").lora is None
+
+
+def test_clips_are_held_out_if_there_are_enough(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = tmp_path / "many.jsonl"
+    video = str(clips / "a.mp4")
+    rows = [
+        json.dumps({"video": video, "caption": f"clip {i}", "start": 0, "end": 0.3 + i / 100})
+        for i in range(24)
+    ]
+    source.write_text("\n".join(rows))
+    run(source, "--gpu-memory", 80, "--out", tmp_path / "new")
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
+    assert recipe.data.holdout == 0.1
+    assert recipe.eval
+    assert recipe.train.max_steps == 900  # 3 steps are a pass, at most 300 passes

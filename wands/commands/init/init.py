@@ -1,0 +1,151 @@
+"""The command `wands init`: choose settings for clips and a machine, and write a recipe and the commands to run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import torch
+import yaml
+
+from wands.commands.check.check import check
+from wands.commands.plan import build_task, describe_smallest, find_model, start_command
+from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import load_recipe, shipped_recipe
+from wands.data.holdout import HELD_OUT, choose_sides
+from wands.encoders.components import read_variant
+from wands.errors import ConfigError, DataError
+from wands.files import write_text
+from wands.planning.hardware import MACHINES
+from wands.planning.memory import to_gib
+from wands.planning.search import machine_here, search
+from wands.sampling.requests import SampleRequest, build_requests
+from wands.texts import format_seconds, printable
+from wands.train.run import sampling_load
+from wands.variants import VARIANTS
+
+FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")
+"""Names of the files that the command writes. The first two have a template in this folder."""
+MAX_CLIPS = 500
+"""Largest number of clips that are decoded. The other clips are assumed to be similar."""
+CLIPS_PER_STEP = 8
+"""Mean number of clips in an optimizer step, unless the number of GPUs needs more clips."""
+MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
+"""A run has the usual number of steps, but passes over the samples at least and at most this number of times."""
+MIN_SAMPLES = 20
+"""Smallest number of samples for which a tenth of the clips is held out."""
+TEXT_ENCODER = 13.4
+"""GPU memory in GB for the text encoder in bf16 and the CUDA context."""
+
+
+def init(options: InitOptions) -> str:
+    """Decode the clips of a source, choose the fastest settings that fit a machine, and write the files in `FILES`.
+
+    Args:
+        options: options of the command; they name the source and the machine.
+
+    Returns:
+        The commands to run, with comments: the contents of `commands.sh`.
+
+    Raises:
+        ConfigError: if files would be replaced, the machine is unknown, or no settings fit the machine.
+        DataError: if the source has no clip that can be used.
+    """
+    out = Path(os.path.abspath(options.out))
+    existing = ", ".join(name for name in FILES if (out / name).exists())
+    if existing and not options.force:
+        fix = "choose another folder, or replace these files with --force."
+        raise ConfigError(f"--out {options.out} already contains {existing}; {fix}")
+    kind, model = "finetune" if options.full else "lora", _absolute(options.model)
+    published = {load_recipe(f"{name}-{kind}").model.path: name for name in VARIANTS}
+    name = published.get(model)  # no file of a published model is read
+    variant = VARIANTS[name] if name else read_variant(model)
+    family = variant.name.rpartition("-")[0]
+    base = min(VARIANTS, key=lambda known: (known != variant.name, not known.startswith(family))) + f"-{kind}"
+    machine = _describe_machine(options).model_copy(update={"variant": name, "out": out})
+
+    given = options.model_dump(include=set(ClipOptions.model_fields), exclude_defaults=True)
+    # Without a limit of the frames, the longest sample is known only after all clips are decoded.
+    report = check(CheckOptions(**given), variant, MAX_CLIPS if options.max_frames else None)
+    if not report.samples:
+        raise DataError(f"SOURCE={options.source}: no clip can be used; first clip: {report.clips[0].reason}")
+    pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
+    clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
+    spec, lens, mean = report.spec, report.tokens, float(report.tokens.mean())
+    if report.num_skipped:  # the other clips can have more tokens
+        area = max(spec.max_pixels or 0, (spec.height or 0) * (spec.width or 0), *spec.more_pixels)
+        size = spec.legal_frames(spec.max_frames or 1), spec.size_multiple, area // spec.size_multiple
+        lens = np.append(lens, variant.num_tokens(*size))
+
+    # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
+    values, per_gpu = yaml.safe_load(shipped_recipe(base)), CLIPS_PER_STEP * mean / machine.gpus
+    max_tokens = max(int(lens.max()), min(values["packing"]["max_tokens"], round(per_gpu)))
+    values["train"] = {"bins_per_step": max(round(per_gpu / max_tokens), 1) * machine.gpus}
+    values["packing"]["max_tokens"], values["model"]["path"] = max_tokens, model
+    recipe = Recipe.model_validate(values)
+    images = {key: clip.path for key in ("image", "last_image") if key in variant.conditions}
+    shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
+    prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
+    load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
+    parts, has_room = find_model(recipe, machine), (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
+    tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
+    candidates = [found[0] for task in tasks if (found := search(task))]
+    if not candidates:
+        fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
+        raise ConfigError(describe_smallest(tasks[0], fix))
+    # The run samples videos, unless that needs settings that are 10 % slower.
+    best = min(candidates, key=lambda one: one.seconds * (1.1 if one.task is tasks[0] else 1.0))
+
+    num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
+    step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
+    epoch = max(round(num_samples * mean / step_tokens), 1)
+    steps = max(MIN_PASSES * epoch, min(USUAL_STEPS, MAX_PASSES * epoch))
+    rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes"
+    keys, seconds = zip(*((s.key, s.num_frames / spec.fps) for s in report.samples), strict=True)
+    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
+    held &= MIN_SAMPLES <= len(held) != held.sum()  # else no sample is held out
+    clips = shlex.join([_absolute(options.source), *_flags(given)])
+    facts = dict(options=options, report=report, clip=clip, sample=sample, lens=lens, held=held, clips=clips)
+    facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
+    facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
+    environment.filters |= {"json": json.dumps, "quote": shlex.quote, "gib": to_gib, "text": printable}
+    texts = [environment.get_template(name).render(facts, time=format_seconds) for name in FILES[:2]]
+    ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
+    texts += [ds_config, prompt.model_dump_json(exclude_unset=True)]
+    for file, text in zip(FILES, texts, strict=True):
+        write_text(out / file, text + "\n")
+    return texts[1]
+
+
+def _describe_machine(options: InitOptions) -> PlanOptions:
+    """Return options of `wands plan` for the GPUs that the user describes, or else for the GPUs of this machine."""
+    count, hardware, memory, node = torch.cuda.device_count(), options.hardware, options.gpu_memory, {}
+    if not (count or hardware or memory):
+        fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."
+        raise ConfigError(f"this machine has no GPU that PyTorch can use; {fix}")
+    if not (hardware or memory):
+        here = machine_here("cuda", count)
+        names = (key for key in MACHINES if key.partition("-")[0] in here.name.replace(" ", "").lower())
+        hardware, memory = next(names, None), round(here.memory / 1e9, 1)
+        node = {"host_memory": here.host_memory / 1e9, "gpus_per_node": count}
+    hardware = hardware or min(MACHINES, key=lambda key: abs(MACHINES[key].memory / 1e9 - (memory or 0)))
+    return PlanOptions(hardware=hardware, gpu_memory=memory, gpus=options.gpus or count or 1, **node)
+
+
+def _flags(options: dict[str, Any]) -> Iterator[str]:
+    """Yield options as words of a command line. Tuples are options that the user may give several times."""
+    for name, value in options.items():
+        for item in (value if isinstance(value, tuple) else (value,)) if name != "source" else ():
+            yield f"--{name.replace('_', '-')}" + ("" if item is True else f"={item or 0}")
+
+
+def _absolute(name: str) -> str:
+    return os.path.abspath(name) if os.path.exists(name) else name
