@@ -97,7 +97,7 @@ class ConfigOptions(Options):
 
 
 class InitOptions(ClipOptions):
-    """Choose settings for your clips and your GPUs, and write a recipe and the commands to run.
+    """Choose settings for your clips and GPUs, and write a recipe.
 
     The command decodes the clips of SOURCE, and predicts the fastest settings that fit the GPUs. It writes the files
     recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh, and prints the commands. Comments in recipe.yaml give the
