@@ -30,7 +30,7 @@ from safetensors.torch import save
 
 from data_tools.exit_code import exit_2_on_user_error
 from wands.commands.progress import progress
-from wands.data.cache.format import array_names, disk_error
+from wands.data.cache.format import MASK_ARRAY, array_names, disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
@@ -123,7 +123,8 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
         "meta": json.dumps(cache.meta(i)),
         "crc32": f"{cache.index.crc32[i]:08x}",
     }
-    tensors = {name: getattr(sample, name).contiguous() for name in array_names(cache.conditions)}
+    names = (*array_names(cache.conditions), *([MASK_ARRAY] if sample.token_weights is not None else []))
+    tensors = {name: getattr(sample, name).contiguous() for name in names}
     return save(tensors, header)
 
 

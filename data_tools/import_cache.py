@@ -31,7 +31,7 @@ from data_tools.exit_code import exit_2_on_user_error
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint
 from data_tools.merge import to_variant
-from wands.data.cache.format import array_names, checksum, reason, to_bits
+from wands.data.cache.format import MASK_ARRAY, array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.encoders.components import CONFIG_FILES, find_part, read_variant
@@ -188,7 +188,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
     """
     try:
         header, stored = _header(content), load(content)
-        tensors = {name: stored[name] for name in names}
+        tensors = {name: stored[name] for name in (*names, *stored.keys() & {MASK_ARRAY})}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
                 f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes "

@@ -42,6 +42,7 @@ def describe(cache: LatentCache, num_rows: int) -> str:
         *(["cond. frames  latents" + _clip_states(variant)] if "image" in variant["conditions"] else []),
         *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
         f"empty caption {len(cache.null_text_embeds)} token(s)",
+        f"masks         {(cache.mask_sums[:, 0] > 0).sum():,} sample(s)",
     ]
     if len(cache):
         lines += [

@@ -128,6 +128,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
                         *(sample.sample_id, sample.latents, sample.text_embeds, meta),
                         image_latents=sample.image_latents,
                         image_embeds=sample.image_embeds,
+                        token_weights=sample.token_weights,
                     )
                     copied += 1
                 advance()

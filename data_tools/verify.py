@@ -294,6 +294,7 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
         "num_frames": meta["num_frames"],
         "fps": float(np.float32(meta["fps"])),
         "offsets": list(read_offsets(group)),
+        "mask_sums": list(group.attrs.get("mask_sums", (0.0, 0.0))),
         "computed": computed,
         "num_bytes": num_bytes,
     }
@@ -316,7 +317,10 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
             f"the index and the shard name different samples: {name} contains {stored['key']}",
             REBUILD,
         )
-    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets"):
+    stored["offsets"] += [0] * (
+        index.offsets.shape[1] - len(stored["offsets"])
+    )  # no mask in a cache with masks
+    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets", "mask_sums"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
             what = f"{column} is {ours} in the index, but {stored[column]} in the shard"

@@ -249,6 +249,13 @@ class SourceConfig(StrictModel):
     repeat: float | None = Field(default=None, gt=0, le=1000)
     """Number of times that an epoch uses each sample of this cache. If this key is unset, the number is 1. With 1.5, an
     epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
+    loss_weight: float = Field(default=1.0, gt=0)
+    """Factor of the loss of each clip from this cache. With 0.5, its clips change the weights of the model half as much. The
+    sum of the losses is still divided by the number of clips (or tokens), and not by the sum of the factors. So a factor for
+    all caches has the effect of a factor for the gradient."""
+    caption_dropout: float | None = Field(default=None, ge=0, le=1)
+    """Probability of replacing the caption of a clip from this cache by the empty caption. If this key is unset,
+    `flow.cfg_dropout` is the probability."""
 
 
 def _read_keys(value: Any) -> Any:

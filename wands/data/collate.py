@@ -40,6 +40,10 @@ class Sample:
             and grey frames elsewhere. None for models without conditioning frames.
         image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
             models without CLIP.
+        token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss, from 0 to 1. None without a
+            mask.
+        loss_weight: factor of the sample's loss; 0 for the placeholder sample of an empty bin.
+        caption_dropout: probability of replacing the caption by the empty caption. None uses `flow.cfg_dropout`.
     """
 
     sample_id: str
@@ -47,6 +51,9 @@ class Sample:
     text_embeds: Tensor
     image_latents: Tensor | None = None
     image_embeds: Tensor | None = None
+    token_weights: Tensor | None = None
+    loss_weight: float = 1.0
+    caption_dropout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,10 @@ class RankSlice:
         text_embeds: [sum of text_lens, D], text of the whole batch. Every rank of a context-parallel group attends to
             all text.
         keys: key of each sample of the bin, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
+        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
+        token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
+        trained_lens: for each sample, sum of the weights of the tokens in the loss, over all ranks. Conditioning tokens are
+            not in the loss. Without a mask, this is the number of tokens in the loss.
         layout: indices of the bin's tokens that this rank holds.
         num_cond_tokens: number of conditioning tokens (tokens of a clean first frame) at the start of each sample,
             counted over all ranks.
@@ -76,18 +86,12 @@ class RankSlice:
     text_embeds: Tensor
     keys: tuple[SampleKey, ...]
     weights: Tensor
+    token_weights: Tensor
+    trained_lens: tuple[float, ...]
     layout: ContextLayout
     num_cond_tokens: tuple[int, ...]
     condition_channels: Tensor | None = None
     image_embeds: Tensor | None = None
-
-    @property
-    def trained_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample that the loss uses, counted over all ranks. The loss does not use
-        conditioning tokens.
-        """
-        pairs = zip(self.layout.seq_lens, self.num_cond_tokens, strict=True)
-        return tuple(length - num_cond for length, num_cond in pairs)
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
         """Append the P' conditioning channels to L noisy tokens [L, P], and return the model's input [L, P + P'].
@@ -114,7 +118,8 @@ class PackedBatch:
             empty caption.
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
         keys: key of each sample, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise 1.
+        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
+        token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
         num_cond_tokens: number of conditioning tokens at the start of each sample. These are the tokens of the clean
             first frame of TI2V. 0 for samples without a clean first frame.
         condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
@@ -129,6 +134,7 @@ class PackedBatch:
     cu_seqlens_text: Tensor
     keys: tuple[SampleKey, ...]
     weights: Tensor
+    token_weights: Tensor
     num_cond_tokens: tuple[int, ...]
     condition_channels: Tensor | None = None
     image_embeds: Tensor | None = None
@@ -142,6 +148,7 @@ class PackedBatch:
             assert int(cu_seqlens[0]) == 0
             assert bool((lens > 0).all())
             assert int(cu_seqlens[-1]) == len(rows)
+        assert len(self.token_weights) == len(self.tokens)
         assert bool((self.grid_sizes.prod(dim=1) == self.cu_seqlens.diff()).all())
         pairs = zip(self.num_cond_tokens, self.seq_lens, strict=True)
         assert all(0 <= num_cond < length for num_cond, length in pairs), self.num_cond_tokens
@@ -157,6 +164,15 @@ class PackedBatch:
     def text_lens(self) -> tuple[int, ...]:
         """Number of text tokens of each sample, without padding."""
         return tuple(self.cu_seqlens_text.diff().tolist())
+
+    @property
+    def trained_lens(self) -> tuple[float, ...]:
+        """For each sample, sum of the weights of the tokens in the loss. Conditioning tokens are not in the loss.
+
+        If all weights are 0, the sum is a small positive number, so that a division by the sum gives 0.
+        """
+        pairs = zip(self.token_weights.double().split(self.seq_lens), self.num_cond_tokens, strict=True)
+        return tuple(max(float(rows[num_cond:].sum()), 1e-30) for rows, num_cond in pairs)
 
     def rank_slice(self, layout: ContextLayout) -> RankSlice:
         """Return the slice of the batch that one rank processes.
@@ -178,6 +194,8 @@ class PackedBatch:
             text_embeds=self.text_embeds,
             keys=self.keys,
             weights=self.weights,
+            token_weights=self.token_weights[index],
+            trained_lens=self.trained_lens,
             layout=layout,
             num_cond_tokens=self.num_cond_tokens,
             condition_channels=None if self.condition_channels is None else local(self.condition_channels),
@@ -212,6 +230,7 @@ class PackingCollator:
     Attributes:
         shape: shape of the DiT, with which the shapes of the samples are compared.
         flow: flow options. The collator uses `cfg_dropout` and `i2v_ratio`.
+        drops_captions: whether to replace captions at random by the empty caption. An evaluation uses all captions.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
         conditions: conditions of the model variant, such as "text", "image" or "clip".
@@ -224,6 +243,7 @@ class PackingCollator:
     null_text_embeds: Tensor
     conditions: Sequence[str] = ("text",)
     has_dropout: bool = False
+    drops_captions: bool = True
 
     def __post_init__(self) -> None:
         latents, dit = torch.zeros(self.shape.out_channels, *self.shape.patch_size), self.shape
@@ -233,6 +253,7 @@ class PackingCollator:
             self.null_text_embeds,
             image_latents=latents if "image" in self.conditions else None,
             image_embeds=torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None,
+            loss_weight=0.0,
         )
         self._check(self._padding, "the empty caption")
 
@@ -249,7 +270,6 @@ class PackingCollator:
         Raises:
             DataError: if the latents, text or images of a sample do not fit the model.
         """
-        weight = 1.0 if samples else 0.0
         if not samples:
             samples, repeat_indices = [self._padding], [0]
         keys = tuple(
@@ -269,7 +289,8 @@ class PackingCollator:
             text_embeds=torch.cat(texts),
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
-            weights=torch.full((len(samples),), weight),
+            weights=torch.tensor([sample.loss_weight for sample in samples]),
+            token_weights=torch.cat([*map(_token_weights, samples, grids)]),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
             condition_channels=self._condition_channels(samples),
             image_embeds=torch.stack(images) if images else None,
@@ -303,11 +324,12 @@ class PackingCollator:
         return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """Return the embedding of a sample's caption or, with probability `flow.cfg_dropout`, of the empty caption.
+        """Return the embedding of a sample's caption or, with the probability of caption dropout, of the empty caption.
 
         The random choice depends only on the seed and on `key`.
         """
-        if rng(self.seed, key, "cfg_dropout").random() < self.flow.cfg_dropout:
+        rate = self.flow.cfg_dropout if sample.caption_dropout is None else sample.caption_dropout
+        if self.drops_captions and rng(self.seed, key, "cfg_dropout").random() < rate:
             return self.null_text_embeds.to(sample.text_embeds.dtype)
         return sample.text_embeds
 
@@ -320,12 +342,14 @@ class PackingCollator:
         fits_text = len(text) == 2 and 0 < text[0] <= TEXT_LEN and text[1] == dit.text_dim
         image_latents = _shape(sample.latents) if "image" in self.conditions else "none"
         image_embeds = str([dit.image_len, dit.image_dim]) if dit.image_dim else "none"
+        grid = str(list(grid_size(latents[1:], dit.patch_size))) if fits_patches else ""
         patches = f"{dit.out_channels} channels and (frames, height, width) divisible by {dit.patch_size}"
         for name, fits, expected in (
             ("latents", fits_patches, patches),
             ("text_embeds", fits_text, f"[1 to {TEXT_LEN}, {dit.text_dim}]"),
             ("image_latents", _shape(sample.image_latents) == image_latents, image_latents),
             ("image_embeds", _shape(sample.image_embeds) == image_embeds, image_embeds),
+            ("token_weights", _shape(sample.token_weights) in ("none", grid), grid),
         ):
             if not fits:
                 raise DataError(
@@ -336,6 +360,11 @@ class PackingCollator:
 
 def _shape(array: Tensor | None) -> str:
     return "none" if array is None else str(list(array.shape))
+
+
+def _token_weights(sample: Sample, grid: tuple[int, int, int]) -> Tensor:
+    weights = torch.ones(grid) if sample.token_weights is None else sample.token_weights
+    return weights.flatten().to(torch.float32)
 
 
 def _positions(grid: Sequence[int]) -> Tensor:

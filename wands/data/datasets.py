@@ -37,6 +37,8 @@ class SelectedSource:
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
+        loss_weight: factor of the loss of the source's samples (`data.sources[].loss_weight`).
+        caption_dropout: caption dropout of the source's samples; None uses `flow.cfg_dropout`.
         num_left_out: numbers of samples that are not chosen, in three groups: samples on the other side of the split,
             samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
     """
@@ -45,6 +47,8 @@ class SelectedSource:
     data: Data
     chosen: np.ndarray
     repeat: Fraction
+    loss_weight: float = 1.0
+    caption_dropout: float | None = None
     num_left_out: tuple[int, ...] = (0, 0, 0)
 
 
@@ -68,6 +72,7 @@ class CombinedDataset:
         sources: the sources.
         keys: sample id of each row.
         licenses: array of texts, the licence of the sample of each row. "" if no licence is stated.
+        mask_sums: float64 [rows, 2], see `wands.data.cache.index.CacheIndex`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
@@ -87,6 +92,7 @@ class CombinedDataset:
         self.keys = [names[i] for i in rows.tolist()]
         licenses = np.concatenate([source.data.licenses[source.chosen] for source in sources])
         self.licenses = licenses[rows]
+        self.mask_sums = np.concatenate([part.data.mask_sums[part.chosen] for part in sources])[rows]
         self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
         self._position_of = np.concatenate([source.chosen for source in sources])[rows]
         places, first_shard = [], 0
@@ -121,8 +127,9 @@ class CombinedDataset:
             i: number of the row.
             frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
         """
-        data, position = self._find(i)
-        return replace(data.read(position, frames), sample_id=self.keys[i])
+        source, (data, position) = self.sources[self._source_of[i]], self._find(i)
+        of_source = {"loss_weight": source.loss_weight, "caption_dropout": source.caption_dropout}
+        return replace(data.read(position, frames), sample_id=self.keys[i], **of_source)
 
     def _find(self, i: int) -> tuple[Data, int]:
         return self.sources[self._source_of[i]].data, int(self._position_of[i])
@@ -139,7 +146,8 @@ def open_data(
     """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
     select.
 
-    A single cache or mock data without repeats and without a split is returned unchanged.
+    A single cache or mock data is returned unchanged, unless it has repeats, a split, or a loss weight or caption dropout of its
+    own.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
     fraction, the selected samples differ from epoch to epoch (`wands.data.repeats.RepeatSchedule`). If the sources have
@@ -170,11 +178,24 @@ def open_data(
         repeats = repeats_of_weights(
             [len(positions) for positions in chosen], [source.weight or 0 for source in configs]
         )
-    if len(opened) == 1 and len(chosen[0]) == len(opened[0].keys) and repeats == [1]:
+    of_source = [(source.loss_weight, source.caption_dropout) for source in configs]
+    if (
+        len(opened) == 1
+        and len(chosen[0]) == len(opened[0].keys)
+        and [*repeats, *of_source] == [1, (1.0, None)]
+    ):
         return opened[0]
     kinds = (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE)
     left_out = [tuple(int((side == kind).sum()) for kind in kinds) for side in sides]
-    parts = zip([source.path for source in configs], opened, chosen, repeats, left_out, strict=True)
+    parts = zip(
+        [source.path for source in configs],
+        opened,
+        chosen,
+        repeats,
+        *zip(*of_source, strict=True),
+        left_out,
+        strict=True,
+    )
     return CombinedDataset([SelectedSource(*part) for part in parts], seed)
 
 

@@ -29,6 +29,7 @@ class MockDataset:
         seed: `train.seed`.
         keys: sample ids.
         licenses: array of one empty text per sample, because mock data has no licence.
+        mask_sums: zeros [N, 2], because mock data has no masks.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
 
     Raises:
@@ -49,6 +50,7 @@ class MockDataset:
                 )
         self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
         self.licenses = np.full(len(self.keys), "", object)
+        self.mask_sums = np.zeros((len(self.keys), 2))
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
 
     @property

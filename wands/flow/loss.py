@@ -2,7 +2,8 @@
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
-is the mean number of tokens per step. No rank divides by the number of samples or tokens on that rank.
+is the mean number of tokens per step. No rank divides by the number of samples or tokens on that rank. With a mask, a token
+counts with its weight instead of 1, in the errors and in the denominators.
 
 Letters: L local tokens of a rank, P channels of a token, S samples.
 """
@@ -18,7 +19,7 @@ from wands.transfer import to_device
 
 
 def flow_matching_loss(
-    pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor
+    pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor, token_weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of squared errors over this rank's tokens.
 
@@ -30,14 +31,16 @@ def flow_matching_loss(
         target: [L, P], target velocity.
         segment_ids: int64 [L], sample index of each token.
         sample_weights: fp32 [S] for S samples, factor of each sample's squared errors, from `loss_weights`.
+        token_weights: fp32 [L], weight of each token from the mask of its sample; 1 for samples without a mask.
 
     Returns:
         (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient:
-        the unweighted squared errors of each sample, summed over local tokens. To get the mean squared error of a
-        sample, sum the entry of the sample over all ranks, and divide the sum by the sample's number of tokens.
+        the squared errors of each sample's local tokens, weighted by `token_weights` and summed, without `sample_weights`.
+        To get the mean squared error of a sample, sum the entry of the sample over all ranks, and divide the sum by the
+        sum of the weights of the sample's tokens.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
-    errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
+    errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1) * token_weights.to(dtype)
     weights = sample_weights.to(device=pred.device, dtype=dtype)
     loss = (errors * weights[segment_ids]).sum()
 
@@ -45,17 +48,19 @@ def flow_matching_loss(
 
 
 def loss_weights(
-    trained_lens: Sequence[int], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
+    trained_lens: Sequence[float], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
     """Return the factor by which `flow_matching_loss` multiplies the squared errors of each sample's tokens.
 
     Args:
-        trained_lens: number of tokens of each sample that are in the loss, summed over the ranks that share the sample.
-        batch_weights: fp32 [S] for S samples, 0 for a placeholder sample and 1 for any other sample. Ranks without data in
-            a micro step process a placeholder sample, so that all ranks take part in communication.
+        trained_lens: sum of the weights of each sample's tokens in the loss, over all ranks that share the sample. Without a
+            mask, this is the number of these tokens.
+        batch_weights: fp32 [S] for S samples, 0 for a placeholder sample, and the `loss_weight` of the source for any other
+            sample. Ranks without data in a micro step process a placeholder sample, so that all ranks take part in
+            communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
-        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of every token is 1. In both
-            cases, the weights are then multiplied by `batch_weights` and `sigma_weights`.
+        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of a token is its weight in the
+            mask. In both cases, the weights are then multiplied by `batch_weights` and `sigma_weights`.
 
     Returns:
         fp32 [S], one factor for each sample.

@@ -198,7 +198,8 @@ def measure(
 ) -> list[float] | None:
     """Return the loss of each sample of an evaluation. Every rank must call this function, and gets all losses.
 
-    The loss is the mean squared error over the trained tokens, without loss weights, caption dropout and dropout.
+    The loss is the mean squared error over the trained tokens, weighted by the mask of the clip if it has one. Loss weights
+    of sources and noise levels, caption dropout and dropout are not used.
 
     Args:
         models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
@@ -213,8 +214,8 @@ def measure(
     for part, bin in own_bins(run, samples, groups.dims):
         used = [samples[i] for i in bin]
         ratio = float(any(sample.kind == "first frame" for sample in used))
-        flow = run.recipe.flow.model_copy(update={"cfg_dropout": 0.0, "i2v_ratio": ratio})
-        collator = replace(run.collator, flow=flow, has_dropout=False)
+        flow = run.recipe.flow.model_copy(update={"i2v_ratio": ratio})
+        collator = replace(run.collator, flow=flow, has_dropout=False, drops_captions=False)
         rows, quantiles = [sample.row for sample in used], [sample.quantile for sample in used]
         # The quantile takes the place of the repeat index. The device still computes the last bin while this bin is read.
         host_slice = read_rows_of_bin(collator, rows, repeat_indices=quantiles, epoch=EPOCH, grid=groups.dims)
@@ -227,7 +228,9 @@ def measure(
         tokens = batch.model_input(noisy.tokens)
         pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
         pair = pred[noisy.trained].double(), noisy.target[noisy.trained].double()
-        _, errors = flow_matching_loss(*pair, batch.meta.segment_ids[noisy.trained], batch.weights)
+        token_weights = batch.token_weights[noisy.trained]
+        segment_ids = batch.meta.segment_ids[noisy.trained]
+        _, errors = flow_matching_loss(*pair, segment_ids, batch.weights, token_weights)
         lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
         losses[bin] = (errors / lens)[: len(bin)]
     dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere

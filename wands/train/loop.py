@@ -93,7 +93,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 train_step(engine, micro_batches, *shared, is_bad, measures)
                 for engine, micro_batches, is_bad in trained
             ]
-            own_losses = torch.stack([result.loss for result in results]) / max(run.count(plan), 1)
+            own_losses = torch.stack([result.loss for result in results]) / run.count(plan)
             own_request = requests.poll(rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)

@@ -189,29 +189,35 @@ class TrainingRun:
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `token`, it is the mean number of trained tokens per step. Tokens in first frames that are given as a
         condition are not trained. Their number in a step is random, so their expected number is subtracted. See also
-        `StepPlan.denominators`.
+        `StepPlan.denominators`. A token of a sample with a mask counts with its weight. `data.sources[].loss_weight` does not
+        change the number.
         """
         value = plan.denominators[self.recipe.loss.reduction]
-        if self.recipe.loss.reduction == "token" and self._gives_first_frames:
+        if self.recipe.loss.reduction == "token":
             rows = self.sampler.rows(plan.epoch)
-            mean = float((self._first_frames if rows is None else self._first_frames[rows]).mean())
-            value -= self.recipe.flow.i2v_ratio * mean * plan.denominators["sample"]
+            untrained = [(1.0, self._masked_tokens)]
+            untrained += [(self.recipe.flow.i2v_ratio, self._first_frames)] * self._gives_first_frames
+            for ratio, tokens in untrained:
+                mean = float((tokens if rows is None else tokens[rows]).mean())
+                value -= ratio * mean * plan.denominators["sample"]
         return value
 
     def count(self, plan: StepPlan) -> float:
         """Return the number by which the summed loss of a step is divided before the loss is logged.
 
         With `loss.reduction: sample`, this is the number of samples in the step. With `token`, it is the number of
-        trained tokens in the step.
+        trained tokens in the step, and a token of a sample with a mask counts with its weight. The number is 1 for a step
+        without trained tokens.
         """
-        value = plan.counts[self.recipe.loss.reduction]
-        if self.recipe.loss.reduction == "token" and self._gives_first_frames:
+        value: float = plan.counts[self.recipe.loss.reduction]
+        if self.recipe.loss.reduction == "token":
             for bin in plan.bins:
                 for i, repeat_index in zip(bin, plan.repeat_indices(bin), strict=True):
                     key = SampleKey(self.data.keys[i], repeat_index, plan.epoch)
                     grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
-                    value -= self.collator.num_cond_tokens(key, grid)
-        return value
+                    value -= float(self._masked_tokens[i])
+                    value -= float(self._first_frames[i]) if self.collator.num_cond_tokens(key, grid) else 0
+        return value or 1.0
 
     def workload(self, device_type: str) -> Workload:
         """Return the sizes of the run that determine its memory and step time.
@@ -248,14 +254,23 @@ class TrainingRun:
         return "first_frame" in self.variant.conditions
 
     @cached_property
+    def _masked_tokens(self) -> np.ndarray:
+        """Number of tokens minus the sum of their weights, for each of the N samples, float64 [N]. 0 without a mask."""
+        sums = self.data.mask_sums[:, 0]
+        return np.where(sums > 0, self.seq_lens - sums, 0.0)
+
+    @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Number of tokens in the first frame of each of the N samples, int64 [N].
+        """Sum of the weights of the tokens in the first frame of each of the N samples, float64 [N]. Without a mask, this is
+        the number of these tokens.
 
         A sample with a single frame counts 0, because only first frames of longer samples can be left out of the loss.
         """
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
-        return np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], np.int64)
+        counts = np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], float)
+        total, first = self.data.mask_sums.T
+        return np.where((total > 0) & (counts > 0), first, counts)
 
     def imbalance(self, bins: Step) -> float:
         """Return how uneven the work of a step is: cost of the slowest rank / mean cost of the ranks.

@@ -31,7 +31,8 @@ class SampleLoss:
         repeat_index: 0 for the first use of the sample in the epoch, 1 for the second use, and so on.
         epoch: epoch of the step.
         sigma: noise level of the sample.
-        loss: mean squared error over the trained tokens, before the multiplication by the loss weight.
+        loss: mean squared error over the trained tokens, weighted by the mask if the sample has one, before the
+            multiplication by the loss weight of its source and its noise level.
     """
 
     sample_id: str
@@ -117,7 +118,7 @@ def train_step(
         weights = loss_weights(batch.trained_lens, batch.weights, sigma_weights, recipe.loss.reduction)
         rows = noisy.trained  # without tail padding and conditioning tokens
         loss, errors = flow_matching_loss(
-            pred[rows], noisy.target[rows], batch.meta.segment_ids[rows], weights
+            pred[rows], noisy.target[rows], batch.meta.segment_ids[rows], weights, batch.token_weights[rows]
         )
         # ZeRO averages over the world at every stage. The factor world_size turns the average into the sum over ranks.
         engine.backward(loss * (run.world_size / denominator), scale_wrt_gas=False)

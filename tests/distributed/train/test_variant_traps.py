@@ -138,7 +138,7 @@ def loss_on_the_first_frame() -> Any:
 
 
 def first_frame_in_the_denominator() -> Any:
-    return mock.patch.object(RankSlice, "trained_lens", property(lambda self: self.layout.seq_lens))
+    return mock.patch.object(PackedBatch, "trained_lens", property(lambda self: self.seq_lens))
 
 
 def one_timestep_for_all_tokens() -> Any:

@@ -29,7 +29,7 @@ def test_value_and_gradient_are_the_hand_written_formula(reduction: str):
     pred.requires_grad_(True)
     sigma_weights = torch.tensor([0.5, 2.0, 1.25])
     weights = loss_weights(lens, torch.ones(3), sigma_weights, reduction)
-    loss, per_sample = flow_matching_loss(pred, target, segment_ids, weights)
+    loss, per_sample = flow_matching_loss(pred, target, segment_ids, weights, torch.ones(len(pred)))
     loss.backward()
 
     value, gradient, row = 0.0, torch.zeros_like(pred), 0
@@ -50,7 +50,7 @@ def test_a_padding_sample_costs_nothing():
     pred, target, segment_ids = random_pack(lens)
     pred.requires_grad_(True)
     weights = loss_weights(lens, torch.tensor([1.0, 0.0]), torch.tensor([1.0, 3.0]), "sample")
-    loss, _ = flow_matching_loss(pred, target, segment_ids, weights)
+    loss, _ = flow_matching_loss(pred, target, segment_ids, weights, torch.ones(len(pred)))
     loss.backward()
     assert not pred.grad[4:].any()
     assert pred.grad[:4].all()
@@ -59,7 +59,9 @@ def test_a_padding_sample_costs_nothing():
 def test_bf16_predictions_are_compared_in_fp32():
     target = torch.full((64, P), 1.0)
     pred = torch.full((64, P), 1.0078125, dtype=torch.bfloat16)
-    loss, per_sample = flow_matching_loss(pred, target, torch.zeros(64, dtype=torch.int64), torch.ones(1))
+    loss, per_sample = flow_matching_loss(
+        pred, target, torch.zeros(64, dtype=torch.int64), torch.ones(1), torch.ones(64)
+    )
     assert loss.dtype == per_sample.dtype == torch.float32
     assert float(per_sample) == pytest.approx(64 * 0.0078125**2, rel=1e-6)
 
@@ -67,7 +69,7 @@ def test_bf16_predictions_are_compared_in_fp32():
 def test_a_sample_without_tokens_here_counts_zero():
     pred, target, _ = random_pack((3,))
     segment_ids = torch.tensor([0, 2, 2])
-    _, per_sample = flow_matching_loss(pred, target, segment_ids, torch.ones(3))
+    _, per_sample = flow_matching_loss(pred, target, segment_ids, torch.ones(3), torch.ones(3))
     assert float(per_sample[1]) == 0.0
     assert torch.isfinite(per_sample).all()
 
@@ -89,7 +91,9 @@ def test_a_step_is_the_same_however_it_is_packed(lens: list[int], reduction: str
             weights = loss_weights(
                 [lens[s] for s in pack], torch.ones(len(pack)), torch.ones(len(pack)), reduction
             )
-            total += float(flow_matching_loss(pred[index], target[index], ids, weights)[0])
+            total += float(
+                flow_matching_loss(pred[index], target[index], ids, weights, torch.ones(len(index)))[0]
+            )
         return total
 
     order = data.draw(st.permutations(range(len(lens))))
@@ -112,7 +116,7 @@ def check_ranks_with_unequal_tokens_give_the_gradient_of_one_process() -> None:
         inputs.append(x)
         targets.append(target)
         weights = loss_weights(lens, torch.ones(len(lens)), torch.ones(len(lens)), "token")
-        loss, _ = loss_module.flow_matching_loss(x * weight, target, segment_ids, weights)
+        loss, _ = loss_module.flow_matching_loss(x * weight, target, segment_ids, weights, torch.ones(len(x)))
         (local,) = torch.autograd.grad(loss * world_size / num_tokens, weight)
         gradient += local / world_size  # the average over ranks that ZeRO takes
 
@@ -125,9 +129,9 @@ def test_unequal_token_counts(monkeypatch: pytest.MonkeyPatch):
     check_ranks_with_unequal_tokens_give_the_gradient_of_one_process()
 
     def local_mean(
-        pred: Tensor, target: Tensor, segment_ids: Tensor, weights: Tensor
+        pred: Tensor, target: Tensor, segment_ids: Tensor, weights: Tensor, token_weights: Tensor
     ) -> tuple[Tensor, Tensor]:
-        loss, per_sample = flow_matching_loss(pred, target, segment_ids, weights)
+        loss, per_sample = flow_matching_loss(pred, target, segment_ids, weights, torch.ones(len(pred)))
         return loss / len(
             pred
         ) * 20.5, per_sample  # 20.5 tokens a rank on average: right when counts are equal

@@ -2,7 +2,8 @@
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
-                       image_latents for models with conditioning frames, image_embeds for models with CLIP
+                       image_latents for models with conditioning frames, image_embeds for models with CLIP,
+                       token_weights and the attribute mask_sums for samples with a mask
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
 A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards, and `index.py` contains the index.
@@ -35,9 +36,13 @@ MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
 IMAGE_ARRAYS = {"image": "image_latents", "clip": "image_embeds"}
 """Maps a condition of a variant to the array that the condition adds to each sample. image_latents have the shape of
 the latents."""
-ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values())
+MASK_ARRAY = "token_weights"
+"""Name of the array that only samples with a mask have: the weight of each token in the loss, [frames, rows, columns] in
+tokens. It is bf16 as every other array, so that logs, checksums and exports need no second dtype. bf16 stores 0 and 1 exactly,
+and other weights with an error of at most 0.4 %."""
+ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values(), MASK_ARRAY)
 """Names of the arrays that a sample can have, in the order of checksum and offsets. All samples of a cache have the
-same arrays."""
+same arrays, except for `MASK_ARRAY`."""
 
 
 # ---- bits and digests
@@ -75,7 +80,7 @@ def digest(value: Any) -> str:
 
 
 def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the arrays of a sample in a cache, in the order of `ARRAYS`.
+    """Return the names of the arrays that every sample of a cache has, in the order of `ARRAYS`.
 
     Args:
         conditions: additional inputs of the model for which the cache is made, see `Variant.conditions`.

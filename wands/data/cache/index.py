@@ -38,12 +38,15 @@ class CacheIndex:
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
         offsets: int64 [N, arrays of a sample], position in bytes in the shard at which each array starts.
-            With this position, reading does not need HDF5.
+            With this position, reading does not need HDF5. If any sample has a mask, there is a column for the mask, with 0
+            for samples without a mask.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
             samples that an earlier version of wands wrote.
         license_names: licences of the clips, each once.
         licenses: int32 [N], position in `license_names` of the licence of the sample; -1 if the source states no licence.
+        mask_sums: float64 [N, 2], for a sample with a mask the sum of the weights of all tokens, and of the tokens of the
+            first latent frame. Zeros for a sample without a mask. The file contains this array only if a sample has a mask.
     """
 
     keys: tuple[str, ...]
@@ -62,6 +65,7 @@ class CacheIndex:
     signatures: np.ndarray
     license_names: tuple[str, ...]
     licenses: np.ndarray
+    mask_sums: np.ndarray
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -78,6 +82,8 @@ class CacheIndex:
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
+        width = max((len(entry.offsets) for entry in entries), default=2)
+        offsets = [(*entry.offsets, 0)[:width] for entry in entries]
         licenses = {name: i for i, name in enumerate(sorted({entry.license for entry in entries} - {""}))}
         return cls(
             keys=tuple(entry.key for entry in entries),
@@ -91,11 +97,12 @@ class CacheIndex:
             num_frames=np.array([entry.num_frames for entry in entries], np.int32),
             fps=np.array([entry.fps for entry in entries], np.float32),
             null_text=null_text,
-            offsets=np.array([entry.offsets for entry in entries] or np.zeros((0, 2)), np.int64),
+            offsets=np.array(offsets, np.int64).reshape(-1, width),
             shard_ids=tuple(read_shard_id(path / name) for name in names),
             signatures=np.array([entry.signature for entry in entries], np.uint64).reshape(-1, 2),
             license_names=tuple(licenses),
             licenses=np.array([licenses.get(entry.license, -1) for entry in entries], np.int32),
+            mask_sums=np.array([entry.mask_sums for entry in entries], np.float64).reshape(-1, 2),
         )
 
     def to_bytes(self) -> bytes:
@@ -103,6 +110,8 @@ class CacheIndex:
         pickle.
         """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
+        if not self.mask_sums.any():
+            del arrays["mask_sums"]
         buffer = io.BytesIO()
         arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
         np.savez(buffer, allow_pickle=False, **arrays)
@@ -117,12 +126,14 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
-                # Earlier versions of wands wrote no signatures and no licences.
+                # Earlier versions of wands wrote no signatures and no licences. Not all caches have masks.
                 arrays = {"signatures": np.zeros((len(npz["crc32"]), 2), np.uint64), **npz}
+                arrays = {"mask_sums": np.zeros((len(npz["crc32"]), 2)), **arrays}
                 arrays = {"licenses": np.full(len(npz["crc32"]), -1), "license_names": _join(()), **arrays}
                 arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            wrong = [n for n in (*SAMPLE_ARRAYS, "signatures", "licenses") if len(arrays[n]) != len(index)]
+            names = (*SAMPLE_ARRAYS, "signatures", "licenses", "mask_sums")
+            wrong = [name for name in names if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:

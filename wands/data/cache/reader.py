@@ -19,6 +19,7 @@ import numpy as np
 
 from wands.data.cache.format import (
     INDEX_NAME,
+    MASK_ARRAY,
     array_names,
     checksum,
     digest,
@@ -31,7 +32,7 @@ from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import damage_named, open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
-from wands.data.patchify import blank_other_frames
+from wands.data.patchify import blank_other_frames, grid_size
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -58,6 +59,7 @@ class LatentCache:
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
         licenses: array of texts, the licence of each sample. "" if the source of the sample states no licence.
+        mask_sums: float64 [N, 2], sums of the token weights of each sample, see `CacheIndex`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
@@ -87,10 +89,11 @@ class LatentCache:
         self.index = CacheIndex.from_file(self.path / INDEX_NAME)
         self.keys = list(self.index.keys)
         self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
+        self.mask_sums = self.index.mask_sums
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)
-        if len(self) and self.index.offsets.shape[1] != len(self._names):
+        if len(self) and self.index.offsets.shape[1] != len(self._names) + self.mask_sums.any():
             raise CacheError(
                 f"cache={self.path} has a wrong {INDEX_NAME}: it lists {self.index.offsets.shape[1]} arrays per "
                 f"sample, but each sample has {len(self._names)} ({', '.join(self._names)}); run the same wands "
@@ -163,10 +166,12 @@ class LatentCache:
         num_frames = self.latent_shape(i)[0]
         first, end = (0, num_frames) if frames is None else frames
         assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        read_all, wanted = self.verify or (first, end) == (0, num_frames), array_names(self.conditions)
+        read_all = self.verify or (first, end) == (0, num_frames)
+        needed = {*array_names(self.conditions), MASK_ARRAY}
+        wanted = [name for name in self._shapes(i) if name in needed]
         arrays: dict[str, np.ndarray] = {}
         with self._open(i) as file:
-            stored = zip(self._shapes(i).items(), self.index.offsets[i].tolist(), strict=True)
+            stored = zip(self._shapes(i).items(), self.index.offsets[i].tolist(), strict=False)
             for (name, shape), offset in stored:
                 if not self.verify and name not in wanted:
                     continue
@@ -304,7 +309,10 @@ class LatentCache:
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
         embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
         shapes = {"latents": latents, "text_embeds": text, "image_latents": latents, "image_embeds": embeds}
-        return {name: shapes[name] for name in self._names}
+        shapes = {name: shapes[name] for name in self._names}
+        if self.mask_sums[i, 0] > 0:
+            shapes[MASK_ARRAY] = grid_size(self.latent_shape(i), self.manifest["variant"]["patch_size"])
+        return shapes
 
     def _damaged(self, i: int, what: str) -> CacheError:
         shard = self._path(i).name

@@ -48,6 +48,8 @@ class IndexEntry:
     imported latents."""
     license: str = ""
     """Licence that the source states for the clip. "" without a licence, and for shards of earlier versions."""
+    mask_sums: tuple[float, float] = (0.0, 0.0)
+    """Sum of the token weights of the sample, and of the weights in its first latent frame. Zeros without a mask."""
 
 
 def shard_name(number: int) -> str:
@@ -150,6 +152,7 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
             signature=tuple(group.attrs.get("signature", (0, 0))),
             display_size=tuple(meta.get("display_size", ())),
             license=pick_license(meta),
+            mask_sums=tuple(group.attrs.get("mask_sums", (0.0, 0.0))),
         )
 
 

@@ -108,6 +108,7 @@ class ShardWriter:
         *,
         image_latents: Tensor | None = None,
         image_embeds: Tensor | None = None,
+        token_weights: Tensor | None = None,
     ) -> None:
         """Append a sample. Samples of a shard that differ only in the text share one copy of their other arrays.
 
@@ -120,6 +121,8 @@ class ShardWriter:
                 the latents were made from) and `last` (whether the sample is the last window, or time range, of its clip).
             image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
             image_embeds: bf16 [CLIP tokens, width of CLIP], states of the conditioning frames, for variants with CLIP.
+            token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss, not all 0. None without a
+                mask.
 
         Raises:
             CacheError: if the disk is full. If the space could not be reserved, the shard is finished without this
@@ -128,7 +131,7 @@ class ShardWriter:
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
         assert "\0" not in key, "the index separates keys by NUL"
-        given = zip(ARRAYS, (latents, text_embeds, image_latents, image_embeds), strict=True)
+        given = zip(ARRAYS, (latents, text_embeds, image_latents, image_embeds, token_weights), strict=True)
         bits = {name: to_bits(tensor) for name, tensor in given if tensor is not None}
         row, crc32 = self._num_samples, checksum(*bits.values())
         text_bits = bits.pop("text_embeds")
@@ -150,6 +153,9 @@ class ShardWriter:
                 key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
             group.attrs["signature"] = signature(latents)
+            if token_weights is not None:
+                of_frames = token_weights.double().sum(dim=(1, 2))
+                group.attrs["mask_sums"] = [float(of_frames.sum()), float(of_frames[0])]
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         self._num_samples += 1
@@ -162,9 +168,9 @@ class ShardWriter:
         """Append those samples of a log record that no finished shard contains.
 
         Args:
-            record: record of one video with one or several captions. Its arrays are the latents, then the arrays of the
-                conditioning frames, then the text embeddings of each sample. `meta["samples"]` contains (key, metadata)
-                of each sample.
+            record: record of one video with one or several captions. Its arrays are the latents and the other arrays of the
+                video, which `meta["arrays"]` names, then the text embeddings of each sample. `meta["samples"]` contains
+                (key, metadata) of each sample.
 
         Raises:
             CacheError: if the record is damaged, or the disk is full.
@@ -174,11 +180,12 @@ class ShardWriter:
             return
         arrays = [from_bits(bits) for bits in record.read()]
         texts = arrays[-len(lacking) :]
-        latents, *of_frames = arrays[: -len(lacking)]
-        images = dict(zip(IMAGE_ARRAYS.values(), of_frames, strict=False))
+        # Earlier versions of wands wrote no names.
+        names = record.meta.get("arrays", ("latents", *IMAGE_ARRAYS.values()))
+        of_video = dict(zip(names, arrays[: -len(lacking)], strict=False))
         for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
             if lacks:
-                self.add(key, latents, text_embeds, meta, **images)
+                self.add(key, text_embeds=text_embeds, meta=meta, **of_video)
 
     def finish_shard(self) -> None:
         """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
