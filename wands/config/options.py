@@ -129,6 +129,33 @@ class InitOptions(ClipOptions):
     """Replace files that an earlier wands init wrote to --out."""
 
 
+class SplitOptions(Options):
+    """Find the shots of films, and write a table with one row for each clip.
+
+    The command finds cuts, dissolves and fades. Black, static and unreadable parts are left out, and long shots are cut into
+    windows. Videos are only read. To resume an interrupted run, run the same command again.
+
+    Examples:
+        wands split films/ --out shots.csv --html shots.html
+        wands split film.mp4 --out shots.csv --max-seconds 8
+    """
+
+    source: Annotated[str, ARGUMENT]
+    """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
+    out: Path
+    """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
+    The file OUT.films.jsonl next to the table stores the progress."""
+    min_seconds: Annotated[float, Field(gt=0)] = 1.0
+    """Shortest clip in seconds. Shorter shots, and shorter rests of long shots, are left out."""
+    max_seconds: Annotated[float, Field(gt=0)] = 5.0625
+    """Longest clip in seconds. Longer shots are cut into windows of this length [default: 5.0625, which is 81 frames at
+    16 fps]."""
+    num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
+    """Number of films that are decoded at the same time [default: one per CPU core]."""
+    html_path: Annotated[Path | None, Spelling("--html")] = None
+    """Write the timeline of each film, with a picture of each shot, to this HTML file."""
+
+
 class CheckOptions(ClipOptions):
     """Report which clips can be used, and why other clips cannot.
 

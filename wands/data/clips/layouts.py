@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
-from wands.data.clips.listings import listed_file, listed_folder
+from wands.data.clips.listings import listed_file, listed_folder, single_clip
 from wands.data.clips.records import CLIP_EXTENSIONS, ClipRecord, Rejection, settle_keys
 from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
@@ -32,6 +32,7 @@ from wands.errors import DataError
 Layout = Callable[[Source], Iterator[ClipRecord | Rejection] | None]
 LAYOUTS: tuple[Layout, ...] = (
     tar_archive,
+    single_clip,
     listed_file,
     listed_folder,
     folder_with_sidecars,

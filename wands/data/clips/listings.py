@@ -80,6 +80,14 @@ def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
+def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: one clip without a caption. Return its record, or None if the source needs captions or is not a clip."""
+    path = source.path
+    if source.needs_caption or not (path.is_file() and path.name.lower().endswith(CLIP_EXTENSIONS)):
+        return None
+    return records_of_clip(path.name, path, [""], path.name, (None, None), {})
+
+
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Layout: a folder with a file that lists the folder's clips. Return the listed clips, or None if there is no
     such file.

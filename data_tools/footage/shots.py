@@ -1,0 +1,329 @@
+"""The command `wands split`: find the shots of films, and write a table with one row for each shot.
+
+Films are decoded once, in subprocesses, and never re-encoded. The file OUT.films.jsonl next to the table stores the parts of
+each finished film, so that a later call with the same --out decodes only other films. Every second of a film belongs to one part.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from wands.commands.clip_rules import crash_reason
+from wands.commands.progress import progress
+from wands.config.options import SplitOptions
+from wands.data.clips.isolated import Crash, IsolatedWorker, num_cores, run_in_workers
+from wands.data.clips.layouts import load_source
+from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
+from wands.data.clips.source import CAPTION_COLUMNS, VIDEO_COLUMNS
+from wands.data.clips.tables import RANGE_COLUMNS
+from wands.data.clips.video_file import BROKEN, VideoReader
+from wands.errors import ConfigError, DataError
+from wands.files import iter_rows, write_text
+from wands.texts import safe_lines
+
+VERSION = 1
+"""Version of `find_parts`. Films that another version has read are decoded again."""
+LIMIT_SECONDS = 120.0
+"""Longest time without a decoded frame, in seconds, before a film is rejected."""
+KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
+"""What can happen to a second of a film. Transitions are dissolves and fades. The rest of a long shot after its windows is left
+over if it is shorter than --min-seconds."""
+BLACK_LUMA, BLACK_SHARE = 32, 0.98  # a frame is black if this share of its pixels is darker
+STATIC_SECONDS, STATIC_CHANGE = 1.0, 3  # a part is static if no pixel of its small frames changes by more
+LINEAR_SECONDS = (0.16, 0.32, 0.64)  # half of the lengths over which a dissolve changes each pixel linearly
+MIN_CHANGE, MAX_BEND = 10.0, 0.15  # smallest change over such a length, and largest deviation from a line
+BORDER_LUMA = 32
+BORDER_FILM_SECONDS = 3.0  # shortest total length of the shots with equal borders
+BORDER_SECONDS = 0.5  # seconds between two frames that are searched for black borders
+
+
+def find_parts(path: Path) -> Iterator[dict[str, Any]]:
+    """Decode a film, and find its shots, transitions, and black, static and unreadable parts.
+
+    Yields:
+        {} after every 100 frames, so that the caller sees progress. The last item has the keys `seconds` (length of the
+        film) and `parts`. A part is a dictionary with start and end in seconds, kind ("shot", or one of `KINDS`) and, for a
+        shot, crop (text) and image (JPEG in base64).
+
+    Raises:
+        DataError: if the film cannot be opened or has no frame.
+        ConfigError: if PySceneDetect is missing.
+    """
+    try:
+        from scenedetect import AdaptiveDetector, FrameTimecode
+    except ImportError:
+        raise ConfigError("wands split needs PySceneDetect; run pip install wands[footage]") from None
+    # The default, 15, misses cuts of black-and-white films, in which only one of three colour components changes.
+    detector = AdaptiveDetector(min_scene_len=1, min_content_val=8.0)
+    cuts: set[int] = set()
+    times: list[float] = []
+    small: list[np.ndarray] = []
+    bad: list[bool] = []
+    # Frame number, largest luma of each column, largest luma of each row, small image.
+    samples: list[tuple[int, Any, Any, Any]] = []
+    try:
+        with closing(VideoReader(path)) as reader:
+            info = reader.info
+            size = info.width, info.height
+            for index, frame in enumerate(reader.frames(0)):
+                if times and frame.time <= times[-1]:
+                    raise DataError(
+                        f"video={path} has timestamps that run backwards at {times[-1]:.3f} s; "
+                        "re-encode the video (ffmpeg -i IN OUT)"
+                    )
+                rgb = frame.image.reformat(128, 72, "rgb24", interpolation="AREA", threads=1).to_ndarray()
+                cuts.update(
+                    cut.frame_num
+                    for cut in detector.process_frame(FrameTimecode(index, 25.0), rgb[..., ::-1])
+                )
+                if frame.after_loss and bad:
+                    bad[-1] = True
+                bad.append(frame.damaged or (frame.image.width, frame.image.height) != size)
+                small.append(rgb.reshape(18, 4, 32, 4, 3).mean((1, 3)).astype(np.uint8))
+                times.append(frame.time)
+                if not bad[-1] and (not samples or frame.time >= times[samples[-1][0]] + BORDER_SECONDS):
+                    luma = np.rot90(frame.image.reformat(format="gray").to_ndarray(), info.rotation // 90)
+                    luma = luma[:, ::-1] if info.mirrored else luma
+                    samples.append((index, luma.max(0), luma.max(1), rgb))
+                end = frame.end
+                if index % 100 == 99:
+                    yield {}
+    except BROKEN as error:
+        raise DataError(f"video={path} cannot be read as a video ({error}); replace the file") from error
+    labels = _label(np.stack(small), [*times, end], bad)
+    if info.duration > end + reader.tolerance(info.duration):  # the file is truncated
+        labels, times, end = [*labels, "unreadable"], [*times, end], info.duration
+    times.append(end)
+    parts, first = [], 0
+    shots = np.cumsum([index in cuts for index in range(len(labels))])
+    for (kind, _), group in itertools.groupby(zip(labels, shots, strict=True)):
+        last = first + len(list(group))
+        part: dict[str, Any] = {"start": times[first], "end": times[last], "kind": kind}
+        if kind == "shot" and (inside := [sample for sample in samples if first <= sample[0] < last]):
+            sides = [np.max([sample[axis] for sample in inside], axis=0) for axis in (1, 2)]
+            scale = (info.sar, 1)[:: -1 if info.rotation % 180 else 1]
+            Image.fromarray(inside[len(inside) // 2][3]).save(jpeg := io.BytesIO(), "JPEG")
+            part |= {"crop": _crop(*sides, *scale), "image": base64.b64encode(jpeg.getvalue()).decode()}
+        parts.append(part)
+        first = last
+    # A dark shot may look like a shot with borders; a film has the same borders for some time.
+    lengths: Counter[str] = Counter()
+    for part in parts:
+        lengths[part.get("crop", "")] += part["end"] - part["start"]
+    for part in parts:
+        if lengths[part.get("crop", "")] < min(BORDER_FILM_SECONDS, (times[-1] - times[0]) / 2):
+            part["crop"] = ""
+    yield {"seconds": times[-1] - times[0], "parts": parts}
+
+
+def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:
+    """Return the kind of each frame: "shot", "transition", "black", "static" or "unreadable".
+
+    Args:
+        small: frames, uint8 [F, 18, 32, 3].
+        times: start of each frame in seconds, and the end of the last frame.
+        bad: whether each frame is damaged.
+    """
+    labels = np.full(len(small), "shot", dtype="<U10")
+    rate = len(small) / (times[len(small)] - times[0])
+    for half in {max(2, round(seconds * rate)) for seconds in LINEAR_SECONDS}:
+        for middle in range(half, len(small) - half):
+            begin, low, centre, high, end = (
+                small[middle + step].astype(np.float32) for step in (-half, -(half // 2), 0, half // 2, half)
+            )
+            change, share = np.abs(end - begin).mean(), half // 2 / half / 2
+            if change < MIN_CHANGE:
+                continue
+            lines = (low, 0.5 - share), (centre, 0.5), (high, 0.5 + share)
+            if (
+                max(np.abs(frame - begin - (end - begin) * at).mean() for frame, at in lines)
+                < MAX_BEND * change
+            ):
+                labels[middle - half : middle + half + 1] = "transition"
+    first = 0
+    for last in range(1, len(small) + 1):
+        if last == len(small) or np.abs(small[last].astype(np.int16) - small[first]).max() > STATIC_CHANGE:
+            if times[last] - times[first] >= STATIC_SECONDS:
+                labels[first:last] = "static"
+            first = last
+    labels[(small @ np.array([0.299, 0.587, 0.114], np.float32) < BLACK_LUMA).mean((1, 2)) >= BLACK_SHARE] = (
+        "black"
+    )
+    labels[np.array(bad)] = "unreadable"
+    return [str(label) for label in labels]
+
+
+def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
+    """Return the crop that removes black borders as text, or "" if there are no borders. Borders have equal widths on both sides.
+
+    Args:
+        columns: largest luma of each column of the upright frames of a shot.
+        rows: largest luma of each row.
+        scale: displayed pixels for each upright pixel, horizontally and vertically.
+    """
+    starts, sizes = [], []
+    for luma, factor in zip((columns, rows), scale, strict=True):
+        bright = np.flatnonzero(luma > BORDER_LUMA)
+        first, last = (int(bright[0]), int(bright[-1]) + 1) if len(bright) else (0, len(luma))
+        first, last = first + first % 2, last - last % 2
+        if abs(first - (len(luma) - last)) > 0.02 * len(luma) or last - first > 0.98 * len(luma):
+            first, last = 0, len(luma)
+        starts.append(round(first * factor))
+        sizes.append(int((last - first) * factor))
+    whole = [int(len(luma) * factor) for luma, factor in zip((columns, rows), scale, strict=True)]
+    return "" if sizes == whole else ",".join(map(str, (*starts, *sizes)))
+
+
+def split(options: SplitOptions) -> str:
+    """Run `wands split`: write the table of shots, and return a summary with the seconds of each film by kind.
+
+    Raises:
+        ConfigError: if an option is invalid.
+        DataError: if the source has no film, or no film has a shot.
+    """
+    out, work = options.out, options.out.with_suffix(".films.jsonl")
+    if out.suffix not in (".csv", ".jsonl"):
+        raise ConfigError(f"--out {out} must end in .csv or .jsonl; rename the file")
+    if options.min_seconds > options.max_seconds:
+        raise ConfigError(
+            f"--min-seconds={options.min_seconds:g} is more than --max-seconds={options.max_seconds:g}; use a smaller value"
+        )
+    records, rejections = load_source(options.source, needs_caption=False)
+    ranges = {(r.path, r.start, r.end): r for r in records if not r.name.lower().endswith(IMAGE_EXTENSIONS)}
+    paths = {str(record.path): _identity(record.path) for record in ranges.values()}
+    known = {
+        film["path"]: film
+        for film in iter_rows(work)
+        if film.get("identity") == paths.get(str(film.get("path")))
+    }
+    todo = [path for path in paths if path not in known]
+    failed = {item.path: item.reason for item in rejections}
+    # Without a line that an interrupted call left incomplete.
+    write_text(work, "".join(json.dumps(film) + "\n" for film in known.values()))
+    with work.open("a", encoding="utf-8") as file, progress("films", len(todo)) as advance:
+        for path, film in _analyse(todo, options.num_workers):
+            if "parts" in film:
+                known[path] = {"path": path, "identity": paths[path], **film}
+                file.write(json.dumps(known[path]) + "\n")
+                file.flush()
+            else:
+                failed[path] = film["reason"]
+            advance()
+    rows, lines, films = [], [], []
+    for record in sorted(ranges.values(), key=lambda record: record.key):
+        if result := known.get(str(record.path)):
+            pieces = list(_pieces(result["parts"], record, options))
+            rows += [_row(record, out, piece) for piece in pieces if piece["kind"] == "kept"]
+            totals = dict.fromkeys(KINDS, 0.0)
+            for piece in pieces:
+                totals[piece["kind"]] += piece["end"] - piece["start"]
+            films.append(
+                {"key": record.key, "seconds": sum(totals.values()), "totals": totals, "pieces": pieces}
+            )
+            text = ", ".join(f"{seconds:.2f} {kind}" for kind, seconds in totals.items() if seconds)
+            lines.append(f"{record.key}: {sum(totals.values()):.2f} s = {text}")
+    lines += [f"rejected: {path}: {reason}" for path, reason in failed.items()]
+    if not rows:
+        raise DataError(
+            "\n".join(
+                [f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films", *lines]
+            )
+        )
+    _write_table(out, rows)
+    if options.html_path is not None:
+        from wands.report.page import render
+
+        page = render(
+            Path(__file__).parent,
+            "shots.html",
+            source=options.source,
+            films=films,
+            kinds=KINDS,
+            failed=failed,
+        )
+        write_text(options.html_path, page)
+    return safe_lines("\n".join([*lines, f"{len(rows):,} clips in {out}"]))
+
+
+def _identity(path: Path) -> list[int]:
+    status = path.stat()
+    return [VERSION, status.st_size, status.st_mtime_ns]
+
+
+def _analyse(paths: Sequence[str], num_workers: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, result) of each film when it is finished. The result is the last item of `find_parts`, or has the key
+    `reason` if the film cannot be used.
+    """
+    remaining = iter(paths)  # shared by the threads: next() of a list's iterator is atomic
+
+    def run(worker: IsolatedWorker) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path in remaining:
+            try:
+                *_, result = worker.run(find_parts, Path(path), limit_seconds=LIMIT_SECONDS)
+            except Crash as crash:
+                result = {"reason": crash_reason(path, crash)}
+            except DataError as error:
+                result = {"reason": str(error)}
+            yield path, result
+
+    return run_in_workers(run, min(num_workers or num_cores(), len(paths)), [__name__])
+
+
+def _pieces(
+    parts: Sequence[dict[str, Any]], record: ClipRecord, options: SplitOptions
+) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a film (or of the time range of its row), with shots cut into windows. Every kind is one of `KINDS`."""
+    for part in parts:
+        start, stop = max(part["start"], record.start or 0.0), part["end"]
+        stop = stop if record.end is None else min(stop, record.end)
+        while start < stop:
+            end, kind = stop, part["kind"]
+            if kind == "shot":
+                end = min(stop, start + options.max_seconds)
+                is_rest = start > max(part["start"], record.start or 0.0)
+                kind = (
+                    "kept"
+                    if end - start > options.min_seconds - 1e-6
+                    else "left over"
+                    if is_rest
+                    else "too short"
+                )
+            yield part | {"start": start, "end": end, "kind": kind}
+            start = end
+
+
+def _row(record: ClipRecord, out: Path, piece: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of the table for a clip. Other columns of the film's row are carried through."""
+    folder = out.absolute().parent
+    video = record.path.relative_to(folder) if record.path.is_relative_to(folder) else record.path
+    # Rounded down: no frame of the next shot may begin before `end`.
+    start, end = (int(piece[name] * 1e6) / 1e6 for name in ("start", "end"))
+    crop = ",".join(map(str, record.crop)) if record.crop else piece.get("crop", "")
+    own = {"video": video.as_posix(), "start": start, "end": end, "crop": crop, "caption": ""}
+    used = {*own, *RANGE_COLUMNS, *VIDEO_COLUMNS, *CAPTION_COLUMNS}
+    return own | {name: value for name, value in record.row.items() if name not in used}
+
+
+def _write_table(out: Path, rows: Sequence[dict[str, Any]]) -> None:
+    text = io.StringIO(newline="")
+    if out.suffix == ".jsonl":
+        text.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    else:
+        writer = csv.DictWriter(
+            text, dict.fromkeys(name for row in rows for name in row), lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+    write_text(out, text.getvalue())
