@@ -130,7 +130,7 @@ class InitOptions(ClipOptions):
 
 
 class SplitOptions(Options):
-    """Find the shots of films, and write a table with one row for each clip.
+    """Find the shots of films, and write them to a table.
 
     The command finds cuts, dissolves and fades. Black, static and unreadable parts are left out, and long shots are cut into
     windows. Videos are only read. To resume an interrupted run, run the same command again.
