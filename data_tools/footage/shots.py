@@ -38,7 +38,7 @@ VERSION = 1
 LIMIT_SECONDS = 120.0
 """Longest time without a decoded frame, in seconds, before a film is rejected."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
-"""What can happen to a second of a film. Transitions are dissolves and fades. The rest of a long shot after its windows is left
+"""Kinds of parts of a film. Transitions are dissolves and fades. The rest of a long shot after its windows is left
 over if it is shorter than --min-seconds."""
 BLACK_LUMA, BLACK_SHARE = 32, 0.98  # a frame is black if this share of its pixels is darker
 STATIC_SECONDS, STATIC_CHANGE = 1.0, 3  # a part is static if no pixel of its small frames changes by more
