@@ -80,7 +80,7 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "truncated before its index.mp4": (made(clip(), half), "cannot be read as a video"),
         "truncated.mkv": (made(clip(), half), "truncated|corrupt"),
         "truncated.ts": (made(clip(fmt="mpegts"), lambda path: half(path, 0.02)), "video"),
-        "zero bytes.mp4": (lambda path: path.touch(), "cannot be read as a video"),
+        "zero bytes.mp4": (lambda path: path.touch(), "is empty"),
         "only zeros.mp4": (lambda path: path.write_bytes(bytes(9999)), "cannot be read as a video"),
         "noise.mp4": (
             lambda path: path.write_bytes(random.Random(0).randbytes(9999)),
@@ -88,10 +88,10 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         ),
         "sound.mp4": (write_sound, "has no video stream"),
         "sound with a cover.mp4": (lambda path: write_sound(path, cover=True), "has no video stream"),
-        "text.mp4": (lambda path: path.write_text("not a video\n" * 99), "cannot be read as a video"),
+        "text.mp4": (lambda path: path.write_text("not a video\n" * 99), "is a text file, despite its name"),
         "playlist.mp4": (
             lambda path: path.write_text("ffconcat version 1.0\nfile whole.mp4\n"),
-            "is a text file in concat format",
+            "is a text file, despite its name",
         ),
         "corrupt packets.mp4": (made(faststart, lambda path: damage(path, 0.4, 0.9)), "is corrupt at"),
         "lost packet.mkv": (made(clip(), lambda path: lose_packet(path, 7)), "is corrupt at"),
@@ -186,7 +186,12 @@ def _links(folder: Path) -> dict[str, str]:
         (folder / f"{stem}.txt").write_text("a caption all the same")
     shutil.copy(folder / "whole.mp4", folder / "forbidden.mp4")
     (folder / "forbidden.mp4").chmod(0)
-    broken = dict.fromkeys(stems[:4], "no such file|cannot be read")
+    broken = {
+        "itself": "is a link to itself",
+        "nowhere": "to a missing file",
+        "unreadable": "cannot be read",
+        "pipe": "is a named pipe",
+    }
     return broken | {"forbidden": SAMPLE if os.geteuid() == 0 else "cannot be read"}
 
 

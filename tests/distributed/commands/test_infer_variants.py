@@ -444,7 +444,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.1-flf2v-14b", IMAGE, "--last-image is missing, and wan2.1-flf2v-tiny ends at an"),
         ("wan2.1-flf2v-14b", BOTH | {"num_frames": 1}, "--frames=1 has no room for a first and a last image. Use"),
         ("wan2.2-ti2v-5b", {"height": 48}, "--height=48 must be a multiple of 32 (VAE stride 16 x patch 2). Use 32 or 64."),
-        ("wan2.2-ti2v-5b", IMAGE, "--image=first.png cannot be used: video=first.png is not a regular file; check the path"),
+        ("wan2.2-ti2v-5b", IMAGE, "--image=first.png cannot be used: video=first.png does not exist; restore"),
         ("wan2.2-ti2v-5b", {"guidance_scale_2": 3.0}, "--guidance-2=3 is for models of two experts, and wan2.2"),
         ("wan2.2-t2v-a14b", {"guidance_scale": 1.0, "guidance_scale_2": 3.0}, "--guidance-2=3 has no effect"),
         ("wan2.1-t2v-1.3b", {"guidance_scale": (1.0, 5.0), "negative_prompt": "no"}, "--negative-prompt='no' of prompt 1"),

@@ -473,7 +473,7 @@ def test_mistakes_of_the_user(
     assert "--only=vae.pixel is not a check; use one of vae.pixels, vae.latents" in refusal(
         only=("vae.pixel",)
     )
-    assert "no.mp4 is not a regular file" in refusal(clip=tmp_path / "no.mp4")
+    assert "no.mp4 does not exist" in refusal(clip=tmp_path / "no.mp4")
     save_video(tmp_path / "short.mp4", np.zeros((2, 64, 96, 3), dtype=np.uint8), 16)
     assert "has 1 frames at 16 fps, but at least 5 frames are needed" in refusal(clip=tmp_path / "short.mp4")
     if not torch.cuda.is_available():

@@ -142,7 +142,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     assert (totals["clips"], totals["samples"], totals["rejected"]) == (5, 4, 1)
     assert totals["tokens"] == sum(sample.num_tokens for sample in report.samples)
     assert dict(report.problems()) == {
-        "cannot be read as a video": 1,
+        "is a text file, despite its name": 1,
         "pixel aspect ratio": 1,
         "duplicate": 1,
     }
@@ -163,6 +163,26 @@ TURNS = {
     4: "mirror flag: mirrored top to bottom",
     5: "rotation flag: turned upright by 270 degrees, then mirrored left to right",
 }
+
+
+def test_a_long_caption_is_shortened_in_reports(clips: Path, clips_dir: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4"}, clips_dir)
+    row = {"video": "a.mp4", "caption": "word " * 100_000}
+    (folder / "metadata.jsonl").write_text(json.dumps(row))
+    report = check(str(folder), **SMALL)
+    (clip,) = report.clips
+    assert clip.caption.endswith("word ... (499,999 characters)")
+    assert clip.text_tokens > 100_000  # all of it is counted
+    assert len(report.to_json()) < 10_000 < report.cache_bytes
+
+
+def test_a_row_of_the_terminal_is_one_row(tmp_path: Path) -> None:
+    folder = tmp_path / "a\nfolder"
+    folder.mkdir()
+    (folder / "a.mp4").touch()
+    (folder / "a.txt").write_text("a caption")
+    text = check(str(folder), **SMALL).render(width=2000)
+    assert r"a\nfolder/a.mp4 is empty" in text
 
 
 def test_it_says_how_clips_are_turned(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_torn_tar_is_named(exported: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"shard-00000\.tar"):
         import_cache(exported, tmp_path / "back")
     path.write_bytes(b"no tar")
-    with pytest.raises(DataError, match=r"shard-00000\.tar: the tar archive cannot be read"):
+    with pytest.raises(DataError, match=r"shard-00000\.tar is a text file"):
         import_cache(exported, tmp_path / "back")
 
 

@@ -53,6 +53,8 @@ ARRAY_OVERHEAD = 300
 """Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
 """FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
+SHOWN_CAPTION = 4000
+"""Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
@@ -109,7 +111,9 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         if clip.text_tokens > TEXT_LEN:
             count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
             warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
-        clips.append(replace(clip, warnings=(*warnings, *clip.warnings)))
+        if len(caption) > SHOWN_CAPTION:
+            caption = f"{caption[:SHOWN_CAPTION]}... ({len(caption):,} characters)"
+        clips.append(replace(clip, caption=caption, warnings=(*warnings, *clip.warnings)))
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
         source=options.source,

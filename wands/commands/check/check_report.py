@@ -15,7 +15,7 @@ import numpy as np
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video_file import VideoInfo
-from wands.texts import safe_lines
+from wands.texts import printable, redact, safe_lines
 
 SHOWN_CLIPS = 200
 SHOWN_PROBLEMS = 12
@@ -52,7 +52,7 @@ class CheckedClip:
     Attributes:
         key: key of the clip.
         path: path of the video or image file.
-        caption: cleaned caption; empty for a clip without a caption.
+        caption: cleaned caption, or the start of a very long caption; empty for a clip without a caption.
         text_tokens: number of text tokens of the whole caption, including the end token. Without a tokenizer the number is
             estimated.
         source: properties of the file; None if the file cannot be read or was not decoded.
@@ -274,7 +274,8 @@ def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
         verdict = "; ".join([*reasons, *clip.warnings]) or "fine"
         style = {"rejected": "red", "warned": "yellow", "fine": "green"}[clip.verdict]
         cells = (clip.key, describe_source(clip), describe_samples(clip))
-        table.add_row(*(Text(safe_lines(cell)) for cell in cells), Text(safe_lines(verdict), style=style))
+        *texts, verdict = (printable(redact(text)) for text in (*cells, verdict))
+        table.add_row(*map(Text, texts), Text(verdict, style=style))
     with console.capture() as capture:
         console.print(table)
     return capture.get().rstrip("\n")

@@ -9,6 +9,7 @@ import numpy as np
 
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.records import REJECTS_NAME, Rejection
+from wands.texts import printable
 from wands.variants import TEXT_LEN
 
 SHOWN_REJECTIONS = 50
@@ -88,7 +89,7 @@ class PreprocessReport:
         lines.append(
             f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
         )
-        lines += [f"  {item.key}: {item.reason}" for item in self.rejected[:SHOWN_REJECTIONS]]
+        lines += [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
         if len(self.rejected) > SHOWN_REJECTIONS:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         if self.quarantine:

@@ -18,7 +18,7 @@ from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
-from wands.data.clips.source import Crop
+from wands.data.clips.source import Crop, Source
 from wands.errors import ConfigError, one_line
 
 SCAN_THREADS = 16
@@ -319,7 +319,7 @@ def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int])
         source: folder, table or archive that contains the clips.
         part: (number of the part from 1, number of parts).
     """
-    folder = Path(source).expanduser().absolute()
+    folder = Source(source).path
     folder = folder if folder.is_dir() else folder.parent
 
     def number(item: ClipRecord | Rejection) -> int:

@@ -181,11 +181,13 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
         error: error that the operating system or HDF5 raised.
         cache: folder of the cache, for the message. Default: folder of the file.
     """
-    free = shutil.disk_usage(path.parent).free
+    free, problem = shutil.disk_usage(path.parent).free, reason(error)
+    fix = "Free some space, or choose another --out"
+    if problem == os.strerror(errno.EFBIG):
+        fix = "Raise the limit of file sizes (ulimit -f unlimited)"
     return CacheError(
-        f"cache={cache or path.parent} cannot store {path.name} ({reason(error)}: {wanted:,} bytes needed, "
-        f"{free:,} free). Free some space and run the same command again, which keeps the finished shards, or "
-        "choose another --out."
+        f"cache={cache or path.parent} cannot store {path.name} ({problem}: {wanted:,} bytes needed, {free:,} free). {fix}, "
+        "and run the same command again, which keeps the finished shards."
     )
 
 

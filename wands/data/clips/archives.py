@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from wands.data.clips.file_kinds import explain_content
 from wands.data.clips.records import Rejection, store_clip
 from wands.errors import DataError, one_line
 from wands.texts import printable
@@ -66,9 +67,11 @@ class TarReader:
         try:
             self._tar = tarfile.open(path, "r:*", tarinfo=_Header)  # noqa: SIM115 - closed by __exit__
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-            raise DataError(
-                f"the tar archive cannot be read ({one_line(error)}); copy or pack the archive again"
-            ) from None
+            reason = explain_content(path)
+            if not reason:  # the text of a ReadError lists the failures of all compression methods
+                problem = "no tar header" if isinstance(error, tarfile.ReadError) else one_line(error)
+                reason = f"cannot be read as a tar archive ({problem}); copy or pack the archive again"
+            raise DataError(f"{path.name} {reason}") from None
         self.rejections: list[Rejection] = []
         self.samples = self._list()
 

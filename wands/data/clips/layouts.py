@@ -18,10 +18,12 @@ table with another file name is one line in `listings.py`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from wands.data.clips.file_kinds import explain_no_file
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
 from wands.data.clips.listings import listed_file, listed_folder, single_clip
 from wands.data.clips.records import CLIP_EXTENSIONS, ClipRecord, Rejection, settle_keys
@@ -70,6 +72,8 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     path = request.path
     if path.is_dir():
         raise DataError(f"SOURCE={source} contains no clip; {_missing_clips(path)}")
+    if os.path.lexists(path):
+        raise DataError(f"SOURCE={source} {explain_no_file(path)}")
     raise DataError(
         f"SOURCE={source} does not exist (looked for {path}); correct the path, or name a Hugging Face dataset as "
         "owner/name"

@@ -236,7 +236,7 @@ def _scan_rows(
         try:
             if not isinstance(video, str) or not video.strip():
                 raise DataError("no video in this row; write the path of the clip")
-            name, path = locate(video.strip(), folders)
+            name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
             captions = check_captions(caption, place, required=source.needs_caption)
             yield from records_of_clip(name, path, captions, place, read_range(row, path), row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
+from wands.data.clips.file_kinds import explain_no_file
 from wands.data.clips.source import Crop, pick_crop, pick_license
 from wands.errors import CacheError, DataError, one_line
 from wands.texts import printable
@@ -102,8 +104,10 @@ class Rejection:
 
 
 def reject(key: str, path: object, reason: object) -> Rejection:
-    """Return a `Rejection` with the arguments as texts. Characters that cannot be printed or stored are escaped."""
-    return Rejection(*(printable(str(text)) for text in (key, path, reason)))
+    """Return a `Rejection` with the arguments as texts of at most 4,096 characters. Characters that cannot be printed or
+    stored are escaped.
+    """
+    return Rejection(*(printable(str(text)[:4096]) for text in (key, path, reason)))
 
 
 def records_of_clip(
@@ -195,7 +199,7 @@ def spellings(name: str) -> tuple[str, ...]:
     return tuple(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
 
 
-def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
+def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> tuple[str, Path]:
     """Find the file of a clip that a table names, and return its name and its absolute path.
 
     The first folder that contains the file is used. If no folder contains a file with the written name, the function
@@ -205,6 +209,8 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     Args:
         video: path as the table writes it.
         folders: folders to which a relative path may be relative.
+        root: folder of the source, to which the returned name is relative. Default, and for a clip outside `root`: the first
+            of `folders`. The name of a clip outside both is its absolute path.
 
     Raises:
         DataError: if the path is a URL, the file does not exist, or its name is not UTF-8.
@@ -219,11 +225,20 @@ def locate(video: str, folders: tuple[Path, ...]) -> tuple[str, Path]:
     except OSError as error:
         raise DataError(f"path cannot be read ({error.strerror}); correct the path") from None
     if index is None:
+        if odd := next(filter(os.path.lexists, paths), None):
+            raise DataError(f"video={odd} {explain_no_file(odd)}")
         raise DataError(
             f"no such file (looked for {paths[0]}); correct the path, which is relative to {folder}"
         )
     written = paths[index % len(folders)]
-    name = written.relative_to(folder if written.is_relative_to(folder) else written.anchor).as_posix()
+    bases = (root or folder, folder)
+    if not any(map(written.is_relative_to, bases)):
+        real = Path(
+            os.path.realpath(written.parent), written.name
+        )  # the table may write a path through a link
+        written = real if any(map(real.is_relative_to, bases)) else written
+    base = next(filter(written.is_relative_to, bases), written.anchor)
+    name = written.relative_to(base).as_posix()
     check_name(name)
     return name, paths[index]
 
@@ -239,10 +254,10 @@ def check_name(name: str) -> None:
 
 
 def check_file(name: str, path: Path) -> None:
-    """Raise DataError if the name of a file is not UTF-8, or the file does not exist."""
+    """Raise DataError if the name of a file is not UTF-8, or the path is not a regular file."""
     check_name(name)
     if not path.is_file():
-        raise DataError("no such file, or a broken link; restore the file, or remove the link")
+        raise DataError(f"video={path} {explain_no_file(path)}")
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
@@ -268,7 +283,9 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], labe
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
+        fix = "free some space, or set HF_DATASETS_CACHE to a folder on another disk"
+        if error.errno == errno.EFBIG:
+            fix = "raise the limit of file sizes (ulimit -f unlimited)"
         raise CacheError(
-            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes needed); free some space, or set "
-            "HF_DATASETS_CACHE to a folder on another disk"
+            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes needed); {fix}"
         ) from None

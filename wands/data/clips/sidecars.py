@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Container, Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 from wands.data.clips.archives import MAX_CAPTION_BYTES, TAR_EXTENSIONS, TarReader, is_tar
 from wands.data.clips.captions import check_captions
+from wands.data.clips.file_kinds import decode_text, explain_error, explain_no_file
 from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
@@ -31,6 +33,9 @@ from wands.data.clips.source import Source
 from wands.data.clips.tables import lower_names, read_range
 from wands.errors import DataError
 
+log = logging.getLogger(__name__)
+
+_READ_EXTENSIONS = (*CLIP_EXTENSIONS, *TAR_EXTENSIONS)
 CAPTIONS_OF_FOLDER = "captions.json"  # diffusion-pipe: captions of the clips in a folder
 VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
@@ -130,6 +135,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
+    num_hidden = 0
     for root, folders, files in os.walk(folder, followlinks=True, onerror=errors.append):
         status = os.stat(root)
         if (status.st_dev, status.st_ino) in seen:
@@ -138,12 +144,17 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield Path(root), sorted(name for name in files if not name.startswith("."))
+        num_hidden += sum(name.startswith(".") and name.lower().endswith(_READ_EXTENSIONS) for name in files)
     for error in errors:
         name, reason = os.path.relpath(error.filename, folder), error.strerror
         rejection = reject(
             name, error.filename, f"folder cannot be read ({reason}); fix the permissions of the folder"
         )
         yield Path(error.filename), rejection
+    if num_hidden:
+        log.warning(
+            "%s: %d clips or archives are skipped, because their names begin with a dot", folder, num_hidden
+        )
 
 
 def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
@@ -218,6 +229,9 @@ def _reject_unread(
             reason = (
                 f"no clip of the same name is next to the caption; add {stem}.mp4, or remove the caption file"
             )
+            twins = (root / (stem + extension) for extension in CLIP_EXTENSIONS)
+            if folder_twin := next(filter(Path.is_dir, twins), None):
+                reason = f"{folder_twin.name} {explain_no_file(folder_twin)}"
             yield reject(safe_name(name), root / sidecar, reason)
 
 
@@ -270,7 +284,7 @@ def _captions_in_file(
     """
     row: dict[str, Any] = {}
     try:
-        value: Any = read().decode("utf-8-sig")
+        value: Any = decode_text(read(), name)
         kind = PurePosixPath(name).suffix.lower()
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
@@ -281,7 +295,7 @@ def _captions_in_file(
             row = lower_names(value)
             value = source.pick_caption(row)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"{name} cannot be read ({error}); save the file as UTF-8 text") from error
+        raise DataError(f"{name} cannot be read: {explain_error(error)}") from error
     return check_captions(value, name, required=source.needs_caption), row
 
 

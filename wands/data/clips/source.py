@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,8 +48,13 @@ class Source:
 
     @property
     def path(self) -> Path:
-        """The name of the source as an absolute path, whether or not the path exists."""
-        return Path(self.name).expanduser().absolute()
+        """The name of the source as an absolute path, whether or not the path exists. Links to folders and ".." are
+        resolved, so that the keys of clips do not depend on how the user names the source.
+        """
+        path = Path(self.name).expanduser()
+        if path.is_dir():
+            return Path(os.path.realpath(path))
+        return Path(os.path.realpath(path.parent), path.name)
 
     @property
     def video_names(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ The module also reads the time range that a row selects in its clip.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import itertools
@@ -16,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from wands.data.clips.file_kinds import decode_text, explain_error
 from wands.data.clips.records import Range
 from wands.errors import DataError
 
@@ -100,9 +102,9 @@ def read_lines(file: Path) -> list[str]:
         DataError: if the file cannot be read.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").replace("\r\n", "\n").rstrip("\n").split("\n")
+        lines = decode_text(file.read_bytes(), f"SOURCE={file}").rstrip("\n").split("\n")
     except (OSError, ValueError) as error:
-        raise DataError(f"SOURCE={file} cannot be read ({error}); save the file as UTF-8 text") from error
+        raise DataError(f"SOURCE={file} cannot be read: {explain_error(error)}") from error
     return [line.strip() for line in lines]
 
 
@@ -139,9 +141,7 @@ def read_table(table: Path) -> list[NumberedRow]:
     try:
         rows = list(readers[kind](table))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(
-            f"SOURCE={table} cannot be read ({error}); save the file as UTF-8 {kind[1:]}"
-        ) from error
+        raise DataError(f"SOURCE={table} cannot be read: {explain_error(error)}") from error
     return [(number, row if isinstance(row, str) else lower_names(row)) for number, row in rows]
 
 
@@ -155,7 +155,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
 
     After an unreadable row, reading continues at the next line.
     """
-    lines = list(io.StringIO(table.read_text(encoding="utf-8-sig"), newline=""))
+    lines = list(io.StringIO(decode_text(table.read_bytes(), f"SOURCE={table}"), newline=""))
     names: list[str] | None = None
     begin = 0
     while begin < len(lines):
@@ -204,13 +204,17 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
 
 
 def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
-    for number, line in enumerate(table.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    data = table.read_bytes()
+    if not json.detect_encoding(data).startswith("utf-8"):
+        data = decode_text(data, f"SOURCE={table}").encode()
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            yield number, f"unreadable line ({error}); write a JSON object on the line"
+            problem = explain_error(error).partition(";")[0]
+            yield number, f"unreadable line ({problem}); write a JSON object on the line"
             continue
         if not isinstance(row, dict):
             row = "line is not a JSON object; write a JSON object on the line"
@@ -218,7 +222,7 @@ def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
 
 
 def _json_rows(table: Path) -> Iterator[NumberedRow]:
-    rows = json.loads(table.read_text(encoding="utf-8-sig"))
+    rows = json.loads(decode_text(table.read_bytes(), f"SOURCE={table}"))
     if isinstance(rows, dict):
         rows = [
             {**value, "file_name": name} if isinstance(value, dict) else {"file_name": name, "caption": value}

@@ -24,6 +24,7 @@ from av.stream import Disposition
 from av.video.reformatter import ColorTrc
 
 from wands.data.clips.clip import TIME_SLACK
+from wands.data.clips.file_kinds import explain_content, explain_no_file
 from wands.errors import DataError
 
 # Exceptions that PyAV raises for damaged files.
@@ -152,7 +153,9 @@ class VideoReader:
         self.interlaced = False
         self._steps = (math.inf, 0.0)  # shortest and longest time between two frames
         if not path.is_file():  # a pipe or a device would block forever
-            raise self.error("is not a regular file", "check the path")
+            raise DataError(f"video={path} {explain_no_file(path)}")
+        if reason := explain_content(path):  # FFmpeg would report "Invalid data" or no frame
+            raise DataError(f"video={path} {reason}")
         self._container = _open_container(path)
         try:
             self._choose_stream()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from wands.commands.preprocess.scan import select_part
 from wands.data.clips.hf_dataset import write_clip
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import VIDEO_EXTENSIONS, ClipRecord, clip_key
@@ -199,7 +200,7 @@ def test_every_unusable_clip_says_why(tmp_path: Path) -> None:
         "nokey": "missing caption; write a caption in nokey.json",
         "number": "caption has the type int, but it must be text",
         "half": "caption is not valid Unicode",
-        "broken": "no such file",
+        "broken": "is a link to itself or to a missing file",
     }.items():
         assert part in found[key]
         assert "; " in found[key]
@@ -389,7 +390,7 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     found = {r.key: r.reason for r in rejections if r.key != "c"}
     for line, part in {
         4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
-        5: "no such file",
+        5: "is a folder, not a file",
         6: "video is a URL, not a file",
         7: "no video in this row",
         8: "no video in this row",
@@ -514,9 +515,9 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         ({"metadata.csv": "video,caption\n"}, "", "lists no clip"),
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
-        ({"metadata.json": "{"}, "", r"cannot be read .*; save the file as UTF-8 json"),
+        ({"metadata.json": "{"}, "", r"metadata\.json cannot be read: .*; correct the JSON"),
         ({"metadata.json": '"a.mp4"'}, "", "the file contains a value of type str, not a list of objects"),
-        ({"metadata.csv": "video,caption\na,b".encode("utf-16")}, "", "save the file as UTF-8 csv"),
+        ({"metadata.csv": "video,caption\na,\xe9".encode("latin-1")}, "", "; save the file as UTF-8 text"),
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
@@ -896,3 +897,67 @@ def test_clips_without_captions_if_no_caption_is_needed(
     needed, rejections = load_source(str(folder))
     assert [row.caption for row in needed] == ["one"]
     assert len(rejections) == 1
+
+
+# ---------------------------------------------------------------- the name of a source
+
+
+def spellings_of(source: Path, link: Path) -> list[str]:
+    """Absolute, relative, with "..", and through a link to the folder above."""
+    relative = os.path.relpath(source)
+    return [str(source), relative, os.path.join(relative, "..", source.name), str(link / source.name)]
+
+
+@pytest.mark.parametrize("layout", ["fastvideo", "merge", "table", "sidecars"])
+def test_keys_do_not_depend_on_how_the_source_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    folder = tmp_path / "real" / "set"
+    lay(folder, {"videos/a.mp4": "a", "videos/b.mp4": "b", "videos/a.txt": "x", "videos/b.txt": "y"})
+    (tmp_path / "link").symlink_to("real")
+    rows = [{"path": "a.mp4", "cap": ["x"]}, {"path": "b.mp4", "cap": ["y"]}]
+    tables = {"fastvideo": ["videos2caption.json"], "merge": ["merge.txt"], "table": ["metadata.csv"]}.get(
+        layout, []
+    )
+    if layout in ("fastvideo", "merge"):
+        lay(folder, {"videos2caption.json": json.dumps(rows)})
+        tables = ["videos2caption.json", *tables]
+    if layout == "merge":
+        lay(folder, {"merge.txt": "videos,videos2caption.json\n"})
+    if layout == "table":  # one path is relative, one is absolute and goes through the link
+        lay(folder, {"metadata.csv": f"video,caption\nvideos/a.mp4,x\n{tmp_path}/link/set/videos/b.mp4,y\n"})
+    (tmp_path / "elsewhere").mkdir()
+    for place in (tmp_path, folder, tmp_path / "elsewhere"):
+        monkeypatch.chdir(place)
+        for name in spellings_of(folder, tmp_path / "link"):
+            for source in (name, *(f"{name}/{table}" for table in tables)):
+                records, rejections = load_source(source)
+                assert keys(records) == ["videos/a", "videos/b"], source
+                assert rejections == []
+        for table in tables:
+            assert keys(load_source(str(tmp_path / "link" / "set" / table))[0]) == ["videos/a", "videos/b"]
+
+
+def test_parts_do_not_depend_on_how_the_source_is_named(tmp_path: Path) -> None:
+    lay(tmp_path / "real", {f"{n}.mp4": "x" for n in range(9)} | {f"{n}.txt": "x" for n in range(9)})
+    (tmp_path / "link").symlink_to("real")
+    parts = []
+    for source in (tmp_path / "real", tmp_path / "link", tmp_path / "link" / ".." / "real"):
+        parts.append(keys(select_part(load_source(str(source))[0], str(source), (1, 3))))
+    assert parts[0] == parts[1] == parts[2]
+    assert 0 < len(parts[0]) < 9
+
+
+def test_hidden_clips_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lay(
+        tmp_path,
+        {"a.mp4": "x", "a.txt": "x", "._a.mp4": "x", "b/._b.tar": "x", "._a.txt": "x", ".DS_Store": "x"},
+    )
+    assert keys(load_source(str(tmp_path))[0]) == ["a"]
+    assert f"{tmp_path}: 2 clips or archives are skipped, because their names begin with a dot" in caplog.text
+
+
+def test_a_rejection_is_short(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(f"video,caption\n{'x' * 100_000},y\n")
+    _, (rejection,) = load_source(str(tmp_path / "t.csv"))
+    assert max(map(len, (rejection.key, rejection.path, rejection.reason))) <= 4096

@@ -169,11 +169,10 @@ def test_fastvideo_json(tmp_path: Path, merge: str) -> None:
         text = f"{base}videos,{base}videos2caption.json\n{base}gone,{base}gone.json\nno comma\n"
         write(tmp_path / "merge.txt", text)
     rows, rejected = load(tmp_path)
-    folder = "" if merge else "videos/"
-    second = f"{folder}1~f76cfed7"
+    second = "videos/1~f76cfed7"
     assert {key: caption for key, (_, caption) in rows.items()} == {
-        f"{folder}0": "a picture",
-        f"{folder}1": "a caption",
+        "videos/0": "a picture",
+        "videos/1": "a caption",
         second: "another caption",
     }
     assert rows[second][0] == "1.mp4"
@@ -553,17 +552,26 @@ def test_archives_never_write_outside_the_target(tmp_path: Path, mp4: list[bytes
     assert len(reasons) == 8
 
 
-def test_a_full_disk_ends_the_scan(tmp_path: Path, mp4: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "No space left.*HF_DATASETS_CACHE"),
+        (errno.EFBIG, "File too large.*raise the limit .*ulimit -f"),
+    ],
+)
+def test_a_full_disk_ends_the_scan(
+    tmp_path: Path, mp4: list[bytes], monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
     path = tar(tmp_path / "a.tar", shard_members(mp4))
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(TarReader, "_copy", full)
     with TarReader(path) as reader:
         members = next(iter(reader.samples.values()))
         video = members["mp4"]
-        with pytest.raises(CacheError, match=r"cannot store 000000\.mp4 .*No space left.*HF_DATASETS_CACHE"):
+        with pytest.raises(CacheError, match=rf"cannot store 000000\.mp4 .*{fix}"):
             reader.unpack(video, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -587,16 +595,21 @@ def test_damaged_archives_say_so(tmp_path: Path, mp4: list[bytes]) -> None:
         assert f"cut{number}/a" in rows
         assert "damaged or cut off" in rejected[f"cut{number}.tar"], (number, rejected)
         assert (f"cut{number}/b" in rows) == (cut == cuts(data)[-1])
-    for name, content in [
-        ("empty.tar", b""),
-        ("text.tar", b"text" * 999),
-        ("z.tar.gz", b"\x1f\x8b" + data[:999]),
+    for name, content, reason in [
+        ("empty.tar", b"", "empty.tar is empty (0 bytes); copy or download the file again"),
+        ("text.tar", b"text" * 999, "text.tar is a text file, despite its name"),
+        ("bytes.tar", bytes(range(256)) * 9, "cannot be read as a tar archive (no tar header); copy or pack"),
+        (
+            "z.tar.gz",
+            b"\x1f\x8b" + data[:999],
+            "cannot be read as a tar archive (no tar header)",
+        ),
     ]:
         (tmp_path / name).write_bytes(content)
         rows, rejections = load_source(str(tmp_path / name), cache_dir=tmp_path / "cache")
         assert rows == []
         assert [rejection.key for rejection in rejections] == [name]
-        assert "copy or pack the archive again" in rejections[0].reason
+        assert reason in rejections[0].reason
 
 
 def test_random_damage_to_an_archive_never_crashes(tmp_path: Path, mp4: list[bytes]) -> None:

@@ -547,18 +547,18 @@ def no_frames(path: Path) -> Path:
 
 
 BROKEN = {
-    "missing": (lambda path: path / "a.mp4", "is not a regular file"),
-    "folder": (lambda path: path, "is not a regular file"),
-    "empty": (lambda path: write_text(path / "a.mp4", ""), "cannot be read as a video"),
+    "missing": (lambda path: path / "a.mp4", "does not exist"),
+    "folder": (lambda path: path, "is a folder, not a file"),
+    "empty": (lambda path: write_text(path / "a.mp4", ""), r"is empty \(0 bytes\)"),
     "text": (
         lambda path: write_text(path / "a.mp4", "a man rides a bicycle\n" * 99),
-        "cannot be read as a video",
+        "is a text file, despite its name",
     ),
     "playlist": (
         lambda path: write_text(
             path / "a.mp4", f"ffconcat version 1.0\nfile {write_clip(path / 'b.mp4').name}\n"
         ),
-        "is a text file in concat format, not a video",
+        "is a text file, despite its name",
     ),
     "mp4 cut before moov": (lambda path: half(write_clip(path / "a.mp4")), "cannot be read as a video"),
     "mp4 cut after moov": (
@@ -676,7 +676,7 @@ def test_a_colon_in_a_name_is_no_protocol(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.mp4")
-    with pytest.raises(DataError, match="not a regular file"):
+    with pytest.raises(DataError, match="is a named pipe, not a file"):
         list(decode_clip(tmp_path / "a.mp4", ClipSpec(fps=16)))
 
 
