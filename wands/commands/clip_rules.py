@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from wands.config.options import ClipOptions
 from wands.data.clips.clip import ClipSpec
+from wands.data.clips.filters import Filter
 from wands.data.clips.isolated import Crash
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord, Rejection
@@ -44,13 +45,20 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
     """List the clips of the source (folder, table, archive or data set) that `options` names.
 
     Returns:
-        A pair: the records of the usable clips (one for each caption), and the rejections of the unusable clips.
+        A pair: the records of the usable clips (one for each caption), and the rejections of the unusable clips. Clips that do
+        not meet --where are records, whose attribute `unmet` is the reason.
 
     Raises:
+        ConfigError: if --where cannot be used.
         DataError: if the source does not exist or contains no clip.
     """
     keys = {"split", "video_column", "caption_column"}
-    return load_source(options.source, **options.model_dump(include=keys))
+    where = None if options.where is None else Filter(options.where)
+    columns = where.columns if where else ()
+    records, rejections = load_source(
+        options.source, other_columns=columns, **options.model_dump(include=keys)
+    )
+    return where.mark(records) if where else records, rejections
 
 
 def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:

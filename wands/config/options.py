@@ -67,6 +67,10 @@ class ClipOptions(Options):
     caption_column: str | None = None
     """Name of the column that contains the captions, in a table or dataset [default: the first column with a usual name
     such as caption or text]."""
+    where: Annotated[str | None, Spelling(metavar="CONDITION")] = None
+    """Use only clips that meet this condition on the columns of a table, such as "motion > 0.2 and sharpness > 100". Other
+    clips are rejected with the reason. Compare columns by <, <=, >, >=, ==, !=, in and is None. Join comparisons by
+    and, or, not."""
     fps: float | None = None
     """Frame rate of the samples in frames per second. Clips with another frame rate are resampled [default: the frame
     rate of the model variant, such as 16]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ import pytest
 import torch
 
 from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
-from tests.support.commands import preprocess, record_decoded
+from tests.support.commands import check, preprocess, record_decoded
 from wands.commands.preprocess import decoding
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
-from wands.errors import CacheError
+from wands.errors import CacheError, DataError
 
 WINDOWS = SMALL | {"clip_mode": "slide"}
 
@@ -168,3 +169,33 @@ def test_another_licence_keeps_the_latents(
     monkeypatch.setattr(TextEncoder, "load", None)
     (source / "metadata.csv").write_text("video,caption\nman.mp4,A man.\nbikes.mp4,Bicycles.\n")
     assert run(source, tmp_path / "cache", tiny_pipeline, SMALL).num_reused == 2  # no column: nothing to do
+
+
+def test_where_leaves_clips_out_and_takes_them_back(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another --where changes the index of a cache, and encodes only clips that the cache lacks. `wands check` agrees."""
+    table = source / "metadata.jsonl"
+    rows = [
+        {"video": f"{stem}.mp4", "caption": stem, "motion": motion}
+        for stem, motion in (("man", 0.1), ("bikes", 0.3))
+    ]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first = run(table, tmp_path / "cache", tiny_pipeline, SMALL | {"where": "motion > .2"})
+    reason = "motion = 0.1, but --where requires motion > .2"
+    assert [(item.key, item.reason) for item in first.rejected] == [("man", reason)]
+    checked = check(table, where="motion > .2", max_frames=9, max_pixels=64 * 96)
+    assert [(clip.key, clip.reason, len(clip.samples)) for clip in checked.clips] == [
+        ("man", reason, 0),
+        ("bikes", "", 1),
+    ]
+    assert checked.problems()[0] == ("--where requires motion >", 1)
+    assert run(table, tmp_path / "cache", tiny_pipeline, SMALL).num_accepted == 2  # the same settings
+    with monkeypatch.context() as patch:
+        forbid_video(patch)
+        other = run(table, tmp_path / "cache", tiny_pipeline, SMALL | {"where": "motion < .2"})
+    assert (other.num_accepted, other.num_left_out) == (1, 1)
+    assert LatentCache(tmp_path / "cache").keys == ["man"]
+    with pytest.raises(DataError, match="gave no sample"):
+        run(table, tmp_path / "cache", tiny_pipeline, SMALL | {"where": "motion > 1"})
+    assert LatentCache(tmp_path / "cache").keys == ["man"]  # the index is kept

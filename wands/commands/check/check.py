@@ -99,8 +99,9 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     stored: set[str] = set()
     for row, clip in zip(rows, findings, strict=False):  # the findings of rejections follow
         caption = clean_caption(row.caption)
-        if not caption:
-            clip = replace(clip, samples=(), digests=(), warnings=(), reason=clip_rules.EMPTY_CAPTION)
+        if row.unmet or not caption:
+            reason = row.unmet or clip_rules.EMPTY_CAPTION
+            clip = replace(clip, samples=(), digests=(), warnings=(), reason=reason)
         first = first_rows.setdefault(clip.digests, row) if clip.digests else row
         samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
         clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)

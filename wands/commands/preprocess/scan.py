@@ -243,8 +243,8 @@ def _is_complete(windows: Mapping[str, IndexEntry]) -> bool:
 
 def _examine(row: ClipRecord) -> Clip | Rejection:
     caption = clean_caption(row.caption)
-    if not caption:
-        return Rejection(row.key, str(row.path), EMPTY_CAPTION)
+    if row.unmet or not caption:
+        return Rejection(row.key, str(row.path), row.unmet or EMPTY_CAPTION)
     try:
         content, video = _digests(row, caption)
     except OSError as error:

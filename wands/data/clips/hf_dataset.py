@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from wands.data.clips.captions import check_captions
+from wands.data.clips.filters import identifier
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     ClipRecord,
@@ -95,7 +96,8 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
         data = _load(source, name)
         source.check_columns(data.column_names)
         wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, "crop", *LICENSE_COLUMNS}
-        data = data.select_columns([column for column in data.column_names if column.lower() in wanted])
+        wanted |= {name for name in data.column_names if identifier(name) in source.other_columns}
+        data = data.select_columns([name for name in data.column_names if {name, name.lower()} & wanted])
         for column, feature in data.features.items():
             if isinstance(feature, datasets.Video | datasets.Image):  # reading a row would call torchcodec
                 data = data.cast_column(column, type(feature)(decode=False))

@@ -53,7 +53,8 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     Args:
         source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), tar archive, or name of a Hugging Face
             dataset (owner/name).
-        options: ``split``, ``video_column``, ``caption_column``, ``cache_dir`` and ``needs_caption`` of `Source`.
+        options: ``split``, ``video_column``, ``caption_column``, ``cache_dir``, ``needs_caption`` and ``other_columns`` of
+            `Source`.
 
     Returns:
         The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by key.

@@ -50,6 +50,7 @@ class ClipRecord:
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
         row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
         crop: part of the frames to use. None is the whole frame.
+        unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`), or "".
     """
 
     key: str
@@ -62,6 +63,7 @@ class ClipRecord:
     license: str = ""
     row: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     crop: Crop | None = None
+    unmet: str = field(default="", compare=False)
 
     @property
     def range_suffix(self) -> str:

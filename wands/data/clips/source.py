@@ -37,6 +37,8 @@ class Source:
         cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
             of the `datasets` library.
         needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
+        other_columns: further columns to read from a Hugging Face dataset, as `wands.data.clips.filters.identifier` writes
+            them. Tables and caption files are always read with all columns.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Source:
     caption_column: str | None = None
     cache_dir: Path | None = None
     needs_caption: bool = True
+    other_columns: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:

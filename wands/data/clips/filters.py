@@ -1,0 +1,169 @@
+"""Filter clips by the columns of their rows: the condition of --where.
+
+A condition is written like a Python expression, but Python never runs it. `ast` parses the condition, and `Filter` walks
+the parsed tree. It knows comparisons, and, or and not, and refuses everything else.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from wands.data.clips.records import ClipRecord
+from wands.errors import ConfigError, suggest
+from wands.texts import printable
+
+MAX_LENGTH = 1000
+"""Largest number of characters of a condition. It also limits how deeply a condition can be nested."""
+_UNKNOWN = 0.5
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
+    **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.In: lambda part, text: part in text},
+}
+_NEGATIONS: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.IsNot: ast.Is, ast.NotIn: ast.In}
+
+
+class Filter:
+    """Condition that every clip must meet, such as `motion > 0.2 and sharpness > 100`.
+
+    Attributes:
+        columns: names of the columns in the condition.
+    """
+
+    def __init__(self, text: str) -> None:
+        """Parse a condition.
+
+        Raises:
+            ConfigError: if the condition contains anything but comparisons of columns, and, or, not.
+        """
+        self._text = re.sub(r"[\r\n]", " ", text).strip()
+        if len(text) > MAX_LENGTH:
+            raise ConfigError(f"--where has {len(text):,} characters. Use at most {MAX_LENGTH:,}.")
+        try:
+            tree = ast.parse(self._text, mode="eval").body
+            self._test(tree, {})  # visits every node, because no test stops at its first false part
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            begin = (getattr(error, "offset", 1) or len(self._text) + 1) - 1  # 0 is the end
+            raise ConfigError(
+                f"--where {self._text} cannot be used: character {begin + 1} ({self._text[begin:][:30] or 'the end'}) breaks the "
+                'rules. Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, in ["a", "b"] or is None. Join '
+                "comparisons by and, or, not."
+            ) from None
+        self.columns = _names(tree)
+        self._parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+
+    def mark(self, records: Sequence[ClipRecord]) -> list[ClipRecord]:
+        """Return the records, with `ClipRecord.unmet` set for each clip that does not meet the condition.
+
+        Raises:
+            ConfigError: if no clip has a column of the condition.
+        """
+        rows = [columns_of(record) for record in records]
+        known = sorted({name for row in rows for name in row} or self.columns)
+        for name in set(self.columns).difference(known):
+            raise ConfigError(
+                f"--where names the column {name}, but the clips have the columns {', '.join(known)}; {suggest(name, known)}"
+            )
+        return [replace(record, unmet=self.reason(row)) for record, row in zip(records, rows, strict=True)]
+
+    def reason(self, row: Mapping[str, object]) -> str:
+        """Return why a clip with these columns does not meet the condition, or "" if it does.
+
+        The reason contains the first part of the condition that is not met, and the cells that this part compares.
+        """
+        for part in self._parts:
+            if (value := self._test(part, row)) < 1:
+                facts = [_fact(name, row.get(name), value == _UNKNOWN) for name in _names(part)]
+                rule = ast.get_source_segment(self._text, part)
+                return printable(f"{', '.join(facts)}, but --where requires {rule}")
+        return ""
+
+    def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
+        """Return 1 if a row meets a part of the condition, 0 if it does not, and 0.5 if a cell is empty or not a number.
+
+        With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
+        """
+        if isinstance(node, ast.BoolOp):
+            values = [self._test(value, row) for value in node.values]
+            return min(values) if isinstance(node.op, ast.And) else max(values)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            return 1 - self._test(node.operand, row)
+        if isinstance(node, ast.Compare) and _names(node):
+            sides = [node.left, *node.comparators]
+            return min([self._compare(*pair, row) for pair in zip(sides, node.ops, sides[1:], strict=False)])
+        raise self._refusal(node)
+
+    def _compare(self, left: ast.expr, op: ast.cmpop, right: ast.expr, row: Mapping[str, object]) -> float:
+        if type(op) in _NEGATIONS:
+            return 1 - self._compare(left, _NEGATIONS[type(op)](), right, row)
+        if isinstance(op, ast.In) and isinstance(right, ast.List | ast.Tuple) and right.elts:
+            return max([self._compare(left, ast.Eq(), item, row) for item in right.elts])
+        if isinstance(op, ast.Is) and isinstance(right, ast.Constant) and right.value is None:
+            return float(is_empty(self._value(left, row)))
+        cells = [self._value(side, row) for side in (left, right)]
+        is_text = any(
+            isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (left, right)
+        )
+        if type(op) not in _COMPARE or (isinstance(op, ast.In) and not is_text):
+            raise self._refusal(right)
+        values = [None if is_empty(cell) else str(cell) if is_text else read_number(cell) for cell in cells]
+        return _UNKNOWN if None in values else float(_COMPARE[type(op)](*values))
+
+    def _value(self, node: ast.expr, row: Mapping[str, object]) -> object:
+        """Return the cell of a column, or the number or text that a node contains."""
+        if isinstance(node, ast.Name):
+            return row.get(identifier(node.id))
+        value = ast.literal_eval(node) if isinstance(node, ast.Constant | ast.UnaryOp) else None
+        value = value if isinstance(value, str) else read_number(value)
+        if not is_empty(value):
+            return value
+        raise self._refusal(node)
+
+    def _refusal(self, node: ast.expr) -> SyntaxError:
+        begin = len(self._text.encode()[: node.col_offset].decode())
+        return SyntaxError("", ("", 1, begin + 1, ""))
+
+
+def columns_of(record: ClipRecord) -> dict[str, object]:
+    """Return the columns that a condition can compare, with the cells of a clip.
+
+    Every clip has the columns key, path, caption, license, start and end (seconds). The other columns are those of the
+    clip's row. In names, "_" replaces characters that are not letters, digits or "_".
+    """
+    own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
+    return {identifier(name): cell for name, cell in record.row.items()} | own
+
+
+def _fact(name: str, cell: object, is_unknown: bool) -> str:
+    kind = " (not a number)" if is_unknown and read_number(cell) is None else ""
+    return f"{name} is empty" if is_empty(cell) else f"{name} = {str(cell)[:60]}{kind}"
+
+
+def _names(node: ast.AST) -> tuple[str, ...]:
+    names = (identifier(name.id) for name in ast.walk(node) if isinstance(name, ast.Name))
+    return tuple(dict.fromkeys(names))
+
+
+def read_number(cell: Any) -> float | None:
+    """Return the number in a cell, or None if the cell does not contain a finite number."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(cell)):
+            return number
+    return None
+
+
+def is_empty(cell: object) -> bool:
+    """Return whether a cell is empty. pandas writes NaN, which differs from itself, for an empty cell."""
+    return cell is None or cell != cell or not str(cell).strip()
+
+
+def identifier(name: str) -> str:
+    """Return the name of a column as conditions write it: lower case, and "_" for each character such as a space."""
+    return re.sub(r"\W|^(?=\d)", "_", unicodedata.normalize("NFKC", name).lower())
