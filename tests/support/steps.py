@@ -224,9 +224,13 @@ def stock_gradients(
         pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.image_embeds)
         weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
         first = 1 if given else 0  # a frame that was given is not trained
-        error = (pred - target)[:, first:].square().mean()  # over the sample's own tokens and channels
+        trained = torch.ones(grid) if sample.token_weights is None else sample.token_weights
+        of_pixels = trained.to(dtype)[first:].repeat_interleave(2, 1).repeat_interleave(2, 2)
+        # over the sample's own tokens and channels
+        error = ((pred - target)[:, first:].square().mean(dim=0) * of_pixels).sum() / of_pixels.sum()
         if run.recipe.loss.reduction == "token":
-            error = error * (len(batch.tokens) - given)
+            error = error * float(trained[first:].double().sum())
+        error = error * sample.loss_weight
         (weight * error / run.denominator(plan)).backward()
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
 

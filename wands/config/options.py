@@ -209,6 +209,9 @@ class PreprocessOptions(ClipOptions):
     model: str
     """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
     model variant."""
+    trigger: str | None = None
+    """Word or text that is put in front of each caption, followed by a comma, unless the caption contains it. With another
+    trigger, only the captions are encoded again."""
     device: str | None = None
     """Device that runs the VAE and the other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
     text_device: str | None = None

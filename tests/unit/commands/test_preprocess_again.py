@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
 from tests.support.commands import check, preprocess, record_decoded
 from wands.commands.preprocess import decoding
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
+from wands.data.clips.captions import add_trigger
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.video import decode_clip
+from wands.data.clips.video_file import VideoReader
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, DataError
@@ -199,3 +206,42 @@ def test_where_leaves_clips_out_and_takes_them_back(
     with pytest.raises(DataError, match="gave no sample"):
         run(table, tmp_path / "cache", tiny_pipeline, SMALL | {"where": "motion > 1"})
     assert LatentCache(tmp_path / "cache").keys == ["man"]  # the index is kept
+
+
+def test_a_mask_is_stored_and_encodes_its_clip_again(
+    source: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    before = contents(tmp_path / "cache")
+    pixels = np.random.default_rng(0).integers(10, 246, (72, 88), np.uint8)
+    with closing(VideoReader(source / "man.mp4")) as reader:
+        Image.fromarray(pixels).resize((reader.info.width, reader.info.height)).save(source / "man.mask.png")
+    decoded = record_decoded(monkeypatch)
+    report = run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    assert decoded == [source / "man.mp4"]
+    assert report.num_accepted == 2
+    cache = LatentCache(tmp_path / "cache", verify=True)
+    bikes, man = (cache.read(cache.find(key)) for key in ("bikes", "man"))
+    assert bikes.token_weights is None
+    assert man.token_weights is not None
+    assert contents(tmp_path / "cache")["bikes"] == before["bikes"]
+
+    rgb = next(
+        decode_clip(source / "man.mask.png", ClipSpec(1, man.latents.shape[2] * 8, man.latents.shape[3] * 8))
+    )
+    grey = np.clip((rgb.frames[0].mean(axis=2) - 5) / 245, 0, 1)
+    tokens = grey.reshape(grey.shape[0] // 16, 16, -1, 16).mean(axis=(1, 3))
+    assert man.token_weights.shape == (man.latents.shape[1], *tokens.shape)
+    for frame in man.token_weights.float().numpy():
+        np.testing.assert_allclose(frame, tokens, atol=0.03)
+
+    given = {cache.keys[i]: cache.meta(i)["caption"] for i in range(2)}
+    captions = Counter(monkeypatch, TextEncoder, "encode")
+    forbid_video(monkeypatch)
+    run(source, tmp_path / "cache", tiny_pipeline, SMALL | {"trigger": "man"})
+    cache = LatentCache(tmp_path / "cache", verify=True)
+    assert cache.read(cache.find("man")).token_weights.equal(man.token_weights)
+    texts = {cache.keys[i]: cache.meta(i)["caption"] for i in range(2)}
+    assert texts == {key: add_trigger(text, "man") for key, text in given.items()}
+    assert texts != given
+    assert {call[0] for call in captions.calls} == set(texts.values()) - set(given.values())

@@ -86,8 +86,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     rows, rejections = rows[::step], rejections[::step]
     decode = partial(_decode, spec, variant, options.html_path is not None)
     tasks = [
-        *((row.path, row.start, row.end, row.crop) for row in rows),
-        *((Path(item.path), None, None, None) if _is_clip(item.path) else None for item in rejections),
+        *((row.path, row.start, row.end, row.crop, row.mask) for row in rows),
+        *((Path(item.path), None, None, None, None) if _is_clip(item.path) else None for item in rejections),
     ]
     findings = _decode_all(decode, tasks, options.num_workers)
     clips = [
@@ -151,9 +151,9 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 # ---- decoding of one clip in a worker process
 
 
-_Task = tuple[Path, float | None, float | None, Crop | None]
-"""A clip to decode: (path, start in seconds, end in seconds, crop). None is the start of the file, the end of the file,
-or the whole frame.
+_Task = tuple[Path, float | None, float | None, Crop | None, Path | None]
+"""A clip to decode: (path, start in seconds, end in seconds, crop, mask). None is the start of the file, the end of the file,
+the whole frame, or no mask.
 """
 
 
@@ -163,7 +163,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
     `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
     """
-    file_path, start, end, crop = task
+    file_path, start, end, crop, mask = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
     digests: list[str] = []
@@ -173,7 +173,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             file.seek(0, 2)
             file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(file_path, spec, start, end, crop):
+        for clip in decode_clip(file_path, spec, start, end, crop, mask):
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.

@@ -71,6 +71,7 @@ class Window:
         meta: metadata of the samples, without the entries that differ between captions.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
+        token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss; None without a mask.
         encoded: maps names to encoded arrays of the window, read from the cache; None if the window must be encoded.
     """
 
@@ -78,6 +79,7 @@ class Window:
     suffix: str
     meta: dict[str, Any]
     frames: Tensor | None = None
+    token_weights: Tensor | None = None
     encoded: dict[str, Tensor] | None = None
 
 
@@ -150,14 +152,18 @@ def _decoded_windows(
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            arguments = (Path(clip.path), settings.spec, clip.start, clip.end, clip.crop)
+            times = clip.start, clip.end
+            arguments = (Path(clip.path), settings.spec, *times, clip.crop, clip.mask)
             with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)
                     if decoded.suffix not in finished and clip.lacks(decoded.suffix):
                         frames = torch.from_numpy(decoded.frames)
                         frames = frames.pin_memory() if pin_memory else frames
-                        yield Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
+                        window = Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
+                        if decoded.token_weights is not None:
+                            window.token_weights = torch.from_numpy(decoded.token_weights).bfloat16()
+                        yield window
                     finished.add(decoded.suffix)
             return
         except Crash as crash:

@@ -27,7 +27,7 @@ from torch import Tensor
 from wands.commands.clip_rules import NO_MEMORY
 from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
-from wands.data.cache.format import to_bits
+from wands.data.cache.format import MASK_ARRAY, to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.cache.writer import ShardWriter
 from wands.data.clips.records import Rejection
@@ -249,7 +249,8 @@ class _ClipEncoder:
         finally:
             self._note("")  # this process is alive: the clips have not crashed it
         for window, tensors in zip(windows, encoded, strict=True):
-            window.encoded = tensors
+            masked = {} if window.token_weights is None else {MASK_ARRAY: window.token_weights}
+            window.encoded = {**tensors, **masked}
 
     def _store(self, window: Window) -> str | None:
         """Let the writer append the samples of an encoded window (range of frames of a clip) to the write-ahead log.
@@ -287,7 +288,8 @@ class _ClipEncoder:
             own = {"caption": row.caption, "license": row.license, "content": row.content}
             samples.append((row.key + window.suffix, window.meta | own | {"source": clip.path}))
         tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
-        self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], {"samples": samples})
+        meta = {"arrays": [*encoded], "samples": samples}
+        self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], meta)
         if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
             self._move_to_shard()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from wands.commands.clip_rules import EMPTY_CAPTION, no_access_reason
 from wands.data.cache.shards import IndexEntry
@@ -59,13 +59,14 @@ class Clip:
         path: the video or image file.
         start: start of the time range in seconds; None for the beginning of the file.
         end: end of the time range in seconds; None for the end of the file.
-        video: digest of the file, the time range and the crop. Clips with equal digests have equal latents.
+        video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
             the window (range of frames) and the size. Latents for which every caption already has a sample are left
             out.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
         crop: part of the frames to use; None for the whole frame.
+        mask: image or video that weights the loss; None without a mask.
     """
 
     path: str
@@ -76,6 +77,7 @@ class Clip:
     latents: tuple[tuple[str, int, str], ...] = ()
     decode: bool = True
     crop: Crop | None = None
+    mask: Path | None = None
 
     def lacks(self, suffix: str) -> list[Row]:
         """Return the captions of this clip whose sample is missing in the cache.
@@ -249,8 +251,8 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         content, video = _digests(row, caption)
     except OSError as error:
         return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
-    only_row = Row(row.key, caption, content, row.license)
-    return Clip(str(row.path), row.start, row.end, video, (only_row,), crop=row.crop)
+    rows = (Row(row.key, caption, content, row.license),)
+    return Clip(str(row.path), row.start, row.end, video, rows, crop=row.crop, mask=row.mask)
 
 
 _PIECE, _PIECES = 1 << 16, 8
@@ -259,13 +261,17 @@ _WHOLE = 1 << 24
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests of a row (clip with one caption). The second digest depends on the file's content, the time
-    range and the crop (if it is set). The first digest also depends on the caption and the licence (if it is stated).
+    range, and the crop and the mask (if there are any). The first digest also depends on the caption and the licence (if it is
+    stated).
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.
     """
     pieces = _read_pieces(row.path)
-    size, part = row.path.stat().st_size, (row.start, row.end, *filter(None, [row.crop]))
+    part: list[Any] = [row.start, row.end, *filter(None, [row.crop])]
+    size = row.path.stat().st_size
+    if row.mask is not None:
+        part.append({"mask": hashlib.blake2b(_read_pieces(row.mask), digest_size=16).hexdigest()})
     content, video = (
         hashlib.blake2b(pieces + json.dumps(rest).encode(), digest_size=16).hexdigest()
         for rest in ([size, caption, *part, *filter(None, [row.license])], [size, *part])

@@ -61,6 +61,12 @@ def check_captions(value: Any, place: str, *, required: bool = True) -> list[str
     return [_check_caption(item, place) for item in value or [None]]
 
 
+def add_trigger(caption: str, trigger: str) -> str:
+    """Return the caption with a trigger word and a comma in front. A caption that contains the word is returned unchanged."""
+    contains = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.ASCII)
+    return caption if contains else f"{trigger}, {caption}"
+
+
 def _check_caption(value: Any, place: str) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         raise DataError(f"missing caption; write a caption in {place}")

@@ -23,6 +23,7 @@ from wands.data.clips.records import (
     Rejection,
     check_file,
     clip_key,
+    is_mask,
     locate,
     records_of_clip,
     reject,
@@ -174,7 +175,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         if isinstance(files, Rejection):
             yield files
             continue
-        clips = [root / name for name in files if name.lower().endswith(wanted)]
+        stems = {Path(name).stem for name in files}
+        clips = [root / name for name in files if name.lower().endswith(wanted) and not is_mask(name, stems)]
         left = [path for path in clips if _composed(path) not in known]
         if left:
             if nodes is None:
@@ -239,7 +241,7 @@ def _scan_rows(
             name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
             captions = check_captions(caption, place, required=source.needs_caption)
-            yield from records_of_clip(name, path, captions, place, read_range(row, path), row)
+            yield from records_of_clip(name, path, captions, place, read_range(row, path), row, folders)
         except DataError as error:
             yield reject(place, video or table, error)
 
@@ -296,12 +298,12 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
     file = listing.file
     folder, used = file.parent, set[str]()
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    present = {path.name for path in paths}
+    present, stems = {path.name for path in paths}, {path.stem for path in paths}
     for path in paths:
         name = path.name
         if is_tar(path):
             yield from scan_tar(path, folder, listing.source, captions, used)
-        elif name.lower().endswith(CLIP_EXTENSIONS):
+        elif name.lower().endswith(CLIP_EXTENSIONS) and not is_mask(name, stems):
             written = name_in_captions(name, captions, present)
             used.add(written or name)
             try:

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
@@ -27,6 +27,8 @@ IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
+MASK_ENDINGS = (".mask.png", ".mask.mp4")
+"""Endings of masks next to a clip: a.mask.png is the mask of a.mp4. A column of a table may name masks of all formats."""
 Range = tuple[float | None, float | None]
 """(start, end) of a time range in seconds. None stands for the clip's own start or end."""
 
@@ -51,6 +53,7 @@ class ClipRecord:
         row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
         crop: part of the frames to use. None is the whole frame.
         unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`), or "".
+        mask: image or video that weights the loss, from black (0) to white (1). None weights all pixels with 1.
     """
 
     key: str
@@ -64,6 +67,7 @@ class ClipRecord:
     row: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     crop: Crop | None = None
     unmet: str = field(default="", compare=False)
+    mask: Path | None = None
 
     @property
     def range_suffix(self) -> str:
@@ -113,7 +117,13 @@ def reject(key: str, path: object, reason: object) -> Rejection:
 
 
 def records_of_clip(
-    name: str, path: Path, captions: list[str], place: str, seconds: Range, row: Mapping[str, object]
+    name: str,
+    path: Path,
+    captions: list[str],
+    place: str,
+    seconds: Range,
+    row: Mapping[str, object],
+    folders: tuple[Path, ...] = (),
 ) -> Iterator[ClipRecord | Rejection]:
     """Yield one record for each caption of a clip.
 
@@ -123,17 +133,46 @@ def records_of_clip(
         captions: checked captions, [""] for a clip without a caption. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
         seconds: time range of the clip.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a licence and a crop. {} if
-            there is no row and no JSON object.
+        row: row or JSON object that describes the clip, with lower-case names. It may state a licence, a crop and a mask.
+            {} if there is no row and no JSON object.
+        folders: folders to which the path of the mask may be relative. Default: the folder of the clip.
 
     Raises:
-        DataError: if the name cannot be stored or printed, or the crop is not a rectangle.
+        DataError: if the name cannot be stored or printed, the crop is not a rectangle, or the mask does not exist.
     """
     check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
+    mask = _find_mask(path, row.get("mask"), folders or (path.parent,))
     for index, caption in enumerate(dict.fromkeys(captions)):
-        yield ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row, pick_crop(row))
+        record = ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row)
+        yield replace(record, crop=pick_crop(row), mask=mask)
+
+
+def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
+    """Return the mask that a row names, or else the mask next to the clip. Return None if there is none.
+
+    Raises:
+        DataError: if the row names a file that does not exist.
+    """
+    # pandas writes NaN, which differs from itself, for an empty cell.
+    text = "" if written is None or written != written else str(written).strip()
+    try:
+        if text:
+            return locate(text, folders)[1]
+    except DataError as error:
+        raise DataError(f"mask={text[:100]}: {error}") from None
+    return next(filter(Path.is_file, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None)
+
+
+def is_mask(file: str, stems: Container[str]) -> bool:
+    """Return whether a file is the mask of a file next to it, such as a.mask.png of a.mp4.
+
+    Args:
+        file: name of the file.
+        stems: names without extension of the files in the folder.
+    """
+    return any(file.endswith(end) and file.removesuffix(end) in stems for end in MASK_ENDINGS)
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

@@ -19,11 +19,13 @@ from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
+    MASK_ENDINGS,
     VIDEO_EXTENSIONS,
     ClipRecord,
     Rejection,
     check_file,
     clip_key,
+    is_mask,
     records_of_clip,
     reject,
     safe_name,
@@ -100,7 +102,7 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
             if is_tar(path):
                 yield None
                 yield from scan_tar(path, folder, source)
-            if not file.lower().endswith(CLIP_EXTENSIONS):
+            if not file.lower().endswith(CLIP_EXTENSIONS) or is_mask(file, stems):
                 continue
             yield None
             name = path.relative_to(folder).as_posix()
@@ -341,6 +343,7 @@ def scan_tar(
         with TarReader(archive) as reader:
             for sample, members in reader.samples.items():
                 key = f"{base}/{sample}"
+                masks = [members.pop(end[1:]) for end in MASK_ENDINGS if end[1:] in members]
                 try:
                     (extension, video), *others = _clips_of_sample(members)
                     for _, other in others:
@@ -358,6 +361,8 @@ def scan_tar(
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
                     name, seconds = f"{key}.{extension}", read_range(row, path)
+                    # A mask of an archive is in the archive: a path in the .json file could lead to any file.
+                    row = row | {"mask": next((reader.unpack(mask, path.parent) for mask in masks), None)}
                     yield from records_of_clip(name, path, texts, f"{place}:{written}", seconds, row)
                 except DataError as error:
                     yield reject(safe_name(key), place, error)

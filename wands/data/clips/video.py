@@ -9,12 +9,12 @@ need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError, plan_sizes, plan_windows
+from wands.data.clips.records import IMAGE_EXTENSIONS
 from wands.data.clips.source import Crop
 from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
 from wands.errors import DataError
@@ -31,8 +32,13 @@ from wands.files import atomic_path
 if TYPE_CHECKING:
     import torch
 
+MASK_RATIO = 0.01
+"""Largest relative difference between the aspect ratios of a mask and its clip."""
+_MASK_LEVELS = np.clip((np.arange(256, dtype=np.float32) - 5) / 245, 0, 1)
+"""Maps a brightness to a weight. Codecs change black and white a little, so 0 to 5 is black and 250 to 255 is white."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class DecodedClip:
     """One window (range of frames) of a clip, decoded and resized for the VAE.
 
@@ -46,6 +52,8 @@ class DecodedClip:
         source: properties of the file. With a crop, width and height are the stored size of the cropped frames.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
+        token_weights: float [frames, rows, columns] in tokens, mean brightness of the mask in each token, from 0 (black) to 1
+            (white). None without a mask.
     """
 
     frames: np.ndarray
@@ -55,6 +63,7 @@ class DecodedClip:
     source: VideoInfo
     variable_fps: bool = False
     interlaced: bool = False
+    token_weights: np.ndarray | None = None
 
 
 def _choose(
@@ -159,8 +168,64 @@ class _Renderer:
         return upright[top : top + height, left : left + width]
 
 
+def _read_mask(
+    mask: Path,
+    clip: VideoReader,
+    crop: Crop | None,
+    sizes: Mapping[str, FrameSize],
+    side: int,
+    start: float,
+    times: Iterable[float],
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield for each time the mean brightness of the mask in each token, from 0 to 1, [rows, columns], for each frame size.
+
+    Args:
+        mask: image or video. An image is the mask of every frame.
+        clip: open video of the clip.
+        crop: part of the clip's frames to use; None for the whole frame.
+        sizes: maps the suffix of each sample's key to its frame size.
+        side: width and height of a token in pixels.
+        start: time of the first frame.
+        times: times of all frames of all windows.
+    """
+    with _damage_named(mask), closing(VideoReader(mask)) as reader:
+        info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
+        (width, height), (clip_width, clip_height) = info.display_size, of_clip.display_size
+        ratio, wanted = float(width / height), float(clip_width / clip_height)
+        # Many programs make a mask with the stored pixels of the clip, and forget their aspect ratio.
+        stored = wanted * float(of_clip.sar) ** (1 if of_clip.rotation % 180 else -1)
+        if all(abs(ratio / allowed - 1) > MASK_RATIO for allowed in (wanted, stored)):
+            shape = f"is a mask of aspect ratio {ratio:.3f} for a clip of {wanted:.3f}"
+            raise reader.error(shape, "make the mask in the size of the clip")
+        # A mask may have one or two frames less or more: programs round durations.
+        if not is_image and abs(info.duration - of_clip.duration) > 2.1 / min(info.fps, of_clip.fps):
+            length = f"is a mask of {info.duration:.2f} s for a clip of {of_clip.duration:.2f} s"
+            raise reader.error(length, "make the mask in the length of the clip")
+        cropper, scale = None, (width / clip_width, height / clip_height) * 2
+        if crop:
+            x, y, w, h = (int(value * factor) for value, factor in zip(crop, scale, strict=True))
+            cropper = _Cropper(reader, (x, y, w, h))
+        renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
+        chosen = repeat(reader.first) if is_image else _choose(reader, reader.frames(start), times)
+        latest, weights = None, dict[str, np.ndarray]()
+        for found in chain(chosen, repeat(None)):
+            frame = found or latest or reader.first  # after the end of the mask, its last frame
+            if frame is not latest:
+                for suffix, render in renders.items():
+                    levels = _MASK_LEVELS[render(frame.image)]
+                    blocks = levels.reshape(render.size[0] // side, side, -1, side * 3)
+                    weights[suffix] = blocks.mean(axis=(1, 3))
+            latest = frame
+            yield dict(weights)
+
+
 def _read_windows(
-    reader: VideoReader, spec: ClipSpec, start: float | None, end: float | None, crop: Crop | None
+    reader: VideoReader,
+    spec: ClipSpec,
+    start: float | None,
+    end: float | None,
+    crop: Crop | None,
+    mask: Path | None,
 ) -> Iterator[DecodedClip]:
     duration = reader.info.duration
     slack = reader.tolerance(duration)
@@ -177,17 +242,27 @@ def _read_windows(
     info = cropper.info if cropper else reader.info
     sizes, size_error = plan_sizes(spec, *info.display_size)
     renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
-    times = (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
-    chosen = _choose(reader, reader.frames(first_window[0]), times)
+
+    def times() -> Iterator[float]:
+        return (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
+
+    chosen = _choose(reader, reader.frames(first_window[0]), times())
+    of_mask: Iterator[Mapping[str, np.ndarray]] = repeat({})
+    if mask is not None:
+        of_mask = _read_mask(mask, reader, crop, sizes, spec.size_multiple, first_window[0], times())
+    is_black = False
     for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
         # The arrays are filled in place. Stacking a list of frames would halve the speed.
         images = {
             suffix: np.empty((length, *render.size, 3), dtype=np.uint8) for suffix, render in renders.items()
         }
+        weights: dict[str, list[np.ndarray]] = {suffix: [] for suffix in renders}
         filled, latest = 0, None
-        for frame in islice(chosen, length):
+        for frame, of_tokens in zip(islice(chosen, length), of_mask, strict=False):
             for suffix, frames in images.items():
                 frames[filled] = frames[filled - 1] if frame is latest else renders[suffix](frame.image)
+            for suffix, of_token in of_tokens.items():
+                weights[suffix].append(of_token)
             filled, latest = filled + 1, frame
         if filled < length and reader.reached < duration - slack:
             raise reader.error(
@@ -204,9 +279,22 @@ def _read_windows(
             window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
             flags = reader.variable_fps, reader.interlaced
             for suffix, frames in images.items():
-                yield DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
+                clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
+                if mask is not None:
+                    grids = np.stack(weights[suffix][:kept])
+                    # The first latent frame encodes one frame, each other latent frame encodes `frame_stride` frames.
+                    rest = grids[1:].reshape(kept // spec.frame_stride, spec.frame_stride, *grids.shape[1:])
+                    clip.token_weights = np.concatenate([grids[:1], rest.mean(axis=1)])
+                if clip.token_weights is None or clip.token_weights.any():
+                    yield clip
+                else:
+                    is_black = True
         if filled < length:
             break
+    if is_black:
+        raise reader.error(
+            f"has the mask {mask}, which is black in a whole sample", "remove the clip or the mask"
+        )
     if size_error:
         raise size_error
 
@@ -217,6 +305,7 @@ def decode_clip(
     start: float | None = None,
     end: float | None = None,
     crop: Crop | None = None,
+    mask: Path | None = None,
 ) -> Iterator[DecodedClip]:
     """Decode the windows (ranges of frames) of a clip that ``spec`` selects, lazily and in time order.
 
@@ -230,6 +319,7 @@ def decode_clip(
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
         crop: part of the frames to use, before scaling. None is the whole frame.
+        mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are left out.
 
     Yields:
         A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
@@ -237,13 +327,13 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small. If the file is too small only for a limit in `spec.more_pixels`, the error is raised
-            after all clips were yielded.
+            is too short or too small, or the mask does not fit the clip. If the mask is black in a window, or the file is too
+            small only for a limit in `spec.more_pixels`, the error is raised after all other clips were yielded.
     """
     path = Path(path)
     try:
         with _damage_named(path), closing(VideoReader(path)) as reader:
-            yield from _read_windows(reader, spec, start, end, crop)
+            yield from _read_windows(reader, spec, start, end, crop, mask)
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
     except MemoryError as error:

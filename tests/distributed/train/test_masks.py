@@ -1,0 +1,148 @@
+"""Masks through the trainer: packed next to clips without one, on any grid, the step is the weighted loss of each clip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed.train.test_context import TOLERANCE, check_step
+from tests.support.runs import make_run
+from tests.support.steps import GRIDS, Grid, Step, optimizer_step, stock_gradients, worst, zero
+from tests.support.world import WorldPool
+from wands.data.cache.reader import CacheWriter
+from wands.data.collate import PackedBatch
+from wands.data.patchify import grid_size
+from wands.train.run import TrainingRun
+
+SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6))
+
+
+def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
+    """Clips of 1, 25, 9, 7 and 15 tokens, and the overrides that train on them in one bin.
+
+    Args:
+        kind: "masks": three clips have a random mask; "ones": all have a mask of ones; "none": no clip has a mask.
+    """
+    run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(3)
+    with CacheWriter(path, run.variant, {}) as writer:
+        for number, shape in enumerate(SHAPES):
+            latents = torch.randn(run.shape.out_channels, *shape, generator=draw).bfloat16()
+            text = torch.randn(100 + 80 * number, run.shape.text_dim, generator=draw).bfloat16()
+            weights = torch.rand(grid_size(shape, run.shape.patch_size), generator=draw)
+            weights = (weights - 0.3).clamp(min=0).bfloat16()
+            mask = {"masks": weights if number in (1, 3, 4) else None, "ones": torch.ones_like(weights)}.get(
+                kind
+            )
+            meta = {"num_frames": 4 * shape[0] - 3, "fps": 16.0, "content": f"c{number}"}
+            writer.add(f"clip-{number}", latents, text, meta, token_weights=mask)
+        writer.commit(torch.randn(1, run.shape.text_dim, generator=draw).bfloat16())
+    return (
+        *("data.mock=null", "packing.max_tokens=57", "train.max_steps=1", "train.bins_per_step=1"),
+        *("flow.weighting=linear", f"data.sources=[{{path: {path}, loss_weight: 0.5}}]"),
+    )
+
+
+@pytest.fixture(scope="module")
+def masked(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return write_cache(tmp_path_factory.mktemp("masks") / "cache", tiny_pipeline, "masks")
+
+
+@pytest.mark.parametrize("reduction", ["sample", "token"])
+def test_one_process_is_stock_diffusers_clip_by_clip(
+    masked: tuple[str, ...], reduction: str, worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    overrides = (*masked, f"loss.reduction={reduction}")
+    [ours] = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(2), torch.float64)
+    run = make_run(tiny_pipeline, tmp_path, overrides, world_size=1)
+    assert worst(ours.gradients, stock_gradients(tiny_pipeline, run)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("grid", "stage", "reduction", "verify"),
+    [
+        (Grid(1, 1, 2), 3, "token", "false"),
+        *(
+            pytest.param(grid, 1 + number % 3, reduction, "false", marks=pytest.mark.full)
+            for number, grid in enumerate(GRIDS[1:])
+            for reduction in ("sample", "token")
+        ),
+    ],
+    ids=str,
+)
+def test_any_grid_is_one_process(
+    masked: tuple[str, ...],
+    grid: Grid,
+    stage: int,
+    reduction: str,
+    verify: str,
+    worlds: WorldPool,
+    tiny_pipeline: Path,
+    tmp_path: Path,
+):
+    overrides = (*masked, f"loss.reduction={reduction}", f"train.bins_per_step={grid.dp}")
+    one = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0]
+    spread = (*overrides, *grid.overrides, f"data.verify={verify}")
+    ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, spread, zero(stage))
+    assert check_step(ranks, one) <= TOLERANCE
+
+
+def test_a_mask_of_ones_is_bitwise_no_mask(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
+    steps: list[Step] = []
+    for kind in ("none", "ones"):
+        overrides = (*write_cache(tmp_path / kind, tiny_pipeline, kind), "loss.reduction=token")
+        steps += worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))
+    none, ones = steps
+    assert (none.digest, none.loss, none.grad_norm, none.clips) == (
+        ones.digest,
+        ones.loss,
+        ones.grad_norm,
+        ones.clips,
+    )
+    assert all(torch.equal(ones.gradients[name], grad) for name, grad in none.gradients.items())
+
+
+# ---- the same mistakes, made on purpose
+
+
+def not_sliced() -> Any:
+    right = PackedBatch.rank_slice
+
+    def wrong(batch: PackedBatch, layout: Any) -> Any:
+        from dataclasses import replace
+
+        part = right(batch, layout)
+        return replace(part, token_weights=batch.token_weights[: len(part.token_weights)])
+
+    return mock.patch.object(PackedBatch, "rank_slice", wrong)
+
+
+MISTAKES = {
+    "weights not sliced": not_sliced,
+    "sum not weighted": lambda: mock.patch.object(
+        PackedBatch, "trained_lens", property(lambda self: self.seq_lens)
+    ),
+    "denominator not weighted": lambda: mock.patch.object(
+        TrainingRun, "_masked_tokens", property(lambda self: 0.0 * self.seq_lens)
+    ),
+}
+
+
+def wrong_step(mistake: str, *args: Any) -> Step:
+    with MISTAKES[mistake]():
+        return optimizer_step(*args)
+
+
+@pytest.mark.slow
+def test_a_mistake_would_be_seen(
+    masked: tuple[str, ...], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    for mistake, reduction in zip(MISTAKES, ("sample", "sample", "token"), strict=True):
+        overrides = (*masked, f"loss.reduction={reduction}")
+        one = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, overrides, zero(0))[0]
+        args = (tiny_pipeline, tmp_path, (*overrides, *Grid(1, 1, 2).overrides), zero(2))
+        ranks = worlds[2].run(wrong_step, mistake, *args)
+        assert worst(ranks[0].gradients, one.gradients) > 1e3 * TOLERANCE, mistake

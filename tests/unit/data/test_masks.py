@@ -1,0 +1,126 @@
+"""Token weights in a cache: stored for samples with a mask alone, and carried by every tool; their loss, clip by clip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from data_tools.export import export
+from data_tools.import_cache import import_cache
+from data_tools.inspect import describe
+from data_tools.merge import copy_samples
+from data_tools.verify import verify
+from tests.unit.data.test_collate import THREE, collator
+from tests.unit.data_tools.test_verify import FINGERPRINT, NULL, VARIANT, make_sample
+from wands.data.cache.format import INDEX_NAME
+from wands.data.cache.reader import CacheWriter, LatentCache
+from wands.data.patchify import grid_size
+from wands.flow.loss import flow_matching_loss, loss_weights
+from wands.variants import DiTShape
+
+
+def weights_like(latents: torch.Tensor, seed: int) -> torch.Tensor:
+    grid = grid_size(tuple(latents.shape[1:]), DiTShape.patch_size)
+    return torch.rand(grid, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def write(path: Path, masked: set[int]) -> Path:
+    with CacheWriter(path, VARIANT, FINGERPRINT) as writer:
+        for number in range(4):
+            sample = make_sample(number)
+            meta = {"num_frames": 5, "fps": 16.0, "content": f"c{number}"}
+            weights = weights_like(sample.latents, number) if number in masked else None
+            writer.add(f"k{number}", sample.latents, sample.text_embeds, meta, token_weights=weights)
+        writer.commit(NULL)
+    return path
+
+
+def check(path: Path, masked: set[int]) -> None:
+    cache = LatentCache(path, verify=True)
+    for number in range(4):
+        sample, wanted = cache.read(number), weights_like(make_sample(number).latents, number)
+        if number not in masked:
+            assert sample.token_weights is None
+            assert not cache.mask_sums[number].any()
+            continue
+        assert torch.equal(sample.token_weights, wanted)
+        sums = [float(wanted.double().sum()), float(wanted[0].double().sum())]
+        assert cache.mask_sums[number].tolist() == sums
+    assert not verify(path).problems
+
+
+def test_a_mask_goes_through_every_tool(tmp_path: Path):
+    masked = {1, 3}
+    check(write(tmp_path / "cache", masked), masked)
+    cache = LatentCache(tmp_path / "cache")
+    rank = replace(cache.read(1, (0, 0)))
+    assert torch.equal(rank.token_weights, cache.read(1).token_weights)  # a rank reads all weights
+    copy_samples(cache, tmp_path / "copy", [(cache, i) for i in range(4)])
+    check(tmp_path / "copy", masked)
+    for layout in ("safetensors", "webdataset"):
+        export(tmp_path / "cache", tmp_path / layout, layout)
+        import_cache(tmp_path / layout, tmp_path / f"from_{layout}")
+        check(tmp_path / f"from_{layout}", masked)
+    assert "masks         2 sample(s)" in describe(cache, 4)
+
+
+def test_a_cache_without_masks_is_what_it_was(tmp_path: Path):
+    import numpy as np
+
+    check(write(tmp_path / "cache", set()), set())
+    with np.load(tmp_path / "cache" / INDEX_NAME) as stored:
+        assert "mask_sums" not in stored.files
+        assert stored["offsets"].shape == (4, 2)
+
+
+def loss_of(samples: list, reduction: str, pred: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    batch = collator()(samples, [0] * len(samples), 0)
+    segment_ids = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(batch.seq_lens))
+    weights = loss_weights(batch.trained_lens, batch.weights, torch.ones(len(samples)), reduction)
+    return flow_matching_loss(pred, batch.tokens, segment_ids, weights, batch.token_weights)[0]
+
+
+@pytest.mark.parametrize("reduction", ["sample", "token"])
+def test_the_loss_is_the_weighted_loss_of_each_clip(reduction: str):
+    """Masks next to clips without one, and a source of another weight, against a loop in fp64."""
+    a, b, c = THREE
+    samples = [a, replace(b, token_weights=weights_like(b.latents, 1), loss_weight=0.25), c]
+    batch = collator()(samples, [0, 0, 0], 0)
+    pred = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    loss_of(samples, reduction, pred).backward()
+    truth = torch.zeros_like(pred, dtype=torch.float64)
+    row = 0
+    for sample, length in zip(samples, batch.seq_lens, strict=True):
+        w = torch.ones(length) if sample.token_weights is None else sample.token_weights.flatten()
+        total = float(w.double().sum()) if reduction == "sample" else 1.0
+        for token in range(row, row + length):
+            error = pred[token].detach().double() - batch.tokens[token].double()
+            share = sample.loss_weight * float(w[token - row]) / total
+            truth[token] = 2 * share * error / len(error)
+        row += length
+    torch.testing.assert_close(pred.grad.double(), truth, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["sample", "token"])
+def test_a_mask_of_ones_is_bitwise_no_mask(reduction: str):
+    ones = [replace(one, token_weights=torch.ones_like(weights_like(one.latents, 0))) for one in THREE]
+    pred = torch.randn(collator()(THREE, [0] * 3, 0).tokens.shape)
+    gradients = []
+    for samples in (THREE, ones):
+        leaf = pred.clone().requires_grad_()
+        loss_of(samples, reduction, leaf).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+
+
+def test_the_dropout_of_a_source_takes_the_place_of_the_global_one():
+    always = [replace(one, caption_dropout=1.0) for one in THREE]
+    batch = collator()(always, [0] * 3, 0)
+    assert set(batch.text_lens) == {2}  # the empty caption
+    never = [replace(one, caption_dropout=0.0) for one in THREE]
+    assert collator(cfg_dropout=1.0)(never, [0] * 3, 0).text_lens == (3, 1, 5)
+    evaluated = replace(collator(), drops_captions=False)
+    assert evaluated(always, [0] * 3, 0).text_lens == (3, 1, 5)
