@@ -33,6 +33,7 @@ from wands.errors import ConfigError, DataError
 from wands.files import iter_rows, write_text
 from wands.texts import safe_lines
 
+Part = dict[str, Any]
 VERSION = 1
 """Version of `find_parts`. Films that another version has read are decoded again."""
 LIMIT_SECONDS = 120.0
@@ -49,7 +50,7 @@ BORDER_FILM_SECONDS = 3.0  # shortest total length of the shots with equal borde
 BORDER_SECONDS = 0.5  # seconds between two frames that are searched for black borders
 
 
-def find_parts(path: Path) -> Iterator[dict[str, Any]]:
+def find_parts(path: Path) -> Iterator[Part]:
     """Decode a film, and find its shots, transitions, and black, static and unreadable parts.
 
     Yields:
@@ -76,23 +77,18 @@ def find_parts(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with closing(VideoReader(path)) as reader:
             info = reader.info
-            size = info.width, info.height
             for index, frame in enumerate(reader.frames(0)):
-                if times and frame.time <= times[-1]:
-                    raise DataError(
-                        f"video={path} has timestamps that run backwards at {times[-1]:.3f} s; "
-                        "re-encode the video (ffmpeg -i IN OUT)"
-                    )
                 rgb = frame.image.reformat(128, 72, "rgb24", interpolation="AREA", threads=1).to_ndarray()
-                cuts.update(
-                    cut.frame_num
-                    for cut in detector.process_frame(FrameTimecode(index, 25.0), rgb[..., ::-1])
-                )
+                new_cuts = detector.process_frame(FrameTimecode(index, 25.0), rgb[..., ::-1])
+                cuts.update(cut.frame_num for cut in new_cuts)
                 if frame.after_loss and bad:
                     bad[-1] = True
-                bad.append(frame.damaged or (frame.image.width, frame.image.height) != size)
+                bad.append(
+                    frame.damaged or (frame.image.width, frame.image.height) != (info.width, info.height)
+                )
                 small.append(rgb.reshape(18, 4, 32, 4, 3).mean((1, 3)).astype(np.uint8))
-                times.append(frame.time)
+                # A timestamp that runs backwards: `wands check` rejects the clip with this reason.
+                times.append(max(frame.time, times[-1] if times else frame.time))
                 if not bad[-1] and (not samples or frame.time >= times[samples[-1][0]] + BORDER_SECONDS):
                     luma = np.rot90(frame.image.reformat(format="gray").to_ndarray(), info.rotation // 90)
                     luma = luma[:, ::-1] if info.mirrored else luma
@@ -110,7 +106,7 @@ def find_parts(path: Path) -> Iterator[dict[str, Any]]:
     shots = np.cumsum([index in cuts for index in range(len(labels))])
     for (kind, _), group in itertools.groupby(zip(labels, shots, strict=True)):
         last = first + len(list(group))
-        part: dict[str, Any] = {"start": times[first], "end": times[last], "kind": kind}
+        part: Part = {"start": times[first], "end": times[last], "kind": kind}
         if kind == "shot" and (inside := [sample for sample in samples if first <= sample[0] < last]):
             sides = [np.max([sample[axis] for sample in inside], axis=0) for axis in (1, 2)]
             scale = (info.sar, 1)[:: -1 if info.rotation % 180 else 1]
@@ -166,24 +162,22 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
 
 
 def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
-    """Return the crop that removes black borders as text, or "" if there are no borders. Borders have equal widths on both sides.
+    """Return the crop that removes black borders as text, or "" if there are none. Borders have equal widths on both sides.
 
     Args:
         columns: largest luma of each column of the upright frames of a shot.
         rows: largest luma of each row.
         scale: displayed pixels for each upright pixel, horizontally and vertically.
     """
-    starts, sizes = [], []
+    spans = []
     for luma, factor in zip((columns, rows), scale, strict=True):
         bright = np.flatnonzero(luma > BORDER_LUMA)
-        first, last = (int(bright[0]), int(bright[-1]) + 1) if len(bright) else (0, len(luma))
-        first, last = first + first % 2, last - last % 2
+        first, last = (int(bright[0] + 1) // 2 * 2, int(bright[-1] + 1) // 2 * 2) if len(bright) else (0, 0)
         if abs(first - (len(luma) - last)) > 0.02 * len(luma) or last - first > 0.98 * len(luma):
             first, last = 0, len(luma)
-        starts.append(round(first * factor))
-        sizes.append(int((last - first) * factor))
-    whole = [int(len(luma) * factor) for luma, factor in zip((columns, rows), scale, strict=True)]
-    return "" if sizes == whole else ",".join(map(str, (*starts, *sizes)))
+        spans.append((round(first * factor), int((last - first) * factor), last - first == len(luma)))
+    (x, width, all_columns), (y, height, all_rows) = spans
+    return "" if all_columns and all_rows else f"{x},{y},{width},{height}"
 
 
 def split(options: SplitOptions) -> str:
@@ -194,20 +188,18 @@ def split(options: SplitOptions) -> str:
         DataError: if the source has no film, or no film has a shot.
     """
     out, work = options.out, options.out.with_suffix(".films.jsonl")
-    if out.suffix not in (".csv", ".jsonl"):
-        raise ConfigError(f"--out {out} must end in .csv or .jsonl; rename the file")
+    if out.suffix != ".csv":
+        raise ConfigError(f"--out {out} must end in .csv; rename the file")
     if options.min_seconds > options.max_seconds:
         raise ConfigError(
             f"--min-seconds={options.min_seconds:g} is more than --max-seconds={options.max_seconds:g}; use a smaller value"
         )
     records, rejections = load_source(options.source, needs_caption=False)
     ranges = {(r.path, r.start, r.end): r for r in records if not r.name.lower().endswith(IMAGE_EXTENSIONS)}
-    paths = {str(record.path): _identity(record.path) for record in ranges.values()}
-    known = {
-        film["path"]: film
-        for film in iter_rows(work)
-        if film.get("identity") == paths.get(str(film.get("path")))
-    }
+    files = {str(record.path): record.path.stat() for record in ranges.values()}
+    paths = {path: [VERSION, status.st_size, status.st_mtime_ns] for path, status in files.items()}
+    stored = {film.get("path"): film for film in iter_rows(work)}
+    known = {path: film for path in paths if (film := stored.get(path)) and film["identity"] == paths[path]}
     todo = [path for path in paths if path not in known]
     failed = {item.path: item.reason for item in rejections}
     # Without a line that an interrupted call left incomplete.
@@ -224,51 +216,38 @@ def split(options: SplitOptions) -> str:
     rows, lines, films = [], [], []
     for record in sorted(ranges.values(), key=lambda record: record.key):
         if result := known.get(str(record.path)):
-            pieces = list(_pieces(result["parts"], record, options))
-            rows += [_row(record, out, piece) for piece in pieces if piece["kind"] == "kept"]
-            totals = dict.fromkeys(KINDS, 0.0)
+            pieces, totals = list(_pieces(result["parts"], record, options)), dict.fromkeys(KINDS, 0.0)
             for piece in pieces:
                 totals[piece["kind"]] += piece["end"] - piece["start"]
-            films.append(
-                {"key": record.key, "seconds": sum(totals.values()), "totals": totals, "pieces": pieces}
-            )
-            text = ", ".join(f"{seconds:.2f} {kind}" for kind, seconds in totals.items() if seconds)
-            lines.append(f"{record.key}: {sum(totals.values()):.2f} s = {text}")
+                rows += [_row(record, out.absolute().parent, piece)] if piece["kind"] == "kept" else []
+            seconds = sum(totals.values())
+            films.append({"key": record.key, "seconds": seconds, "totals": totals, "pieces": pieces})
+            text = ", ".join(f"{length:.2f} {kind}" for kind, length in totals.items() if length)
+            lines.append(f"{record.key}: {seconds:.2f} s = {text}")
     lines += [f"rejected: {path}: {reason}" for path, reason in failed.items()]
     if not rows:
-        raise DataError(
-            "\n".join(
-                [f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films", *lines]
-            )
-        )
-    _write_table(out, rows)
+        reason = f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films"
+        raise DataError("\n".join([reason, *lines]))
+    names = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(table := io.StringIO(), names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(out, table.getvalue())
     if options.html_path is not None:
         from wands.report.page import render
 
-        page = render(
-            Path(__file__).parent,
-            "shots.html",
-            source=options.source,
-            films=films,
-            kinds=KINDS,
-            failed=failed,
-        )
-        write_text(options.html_path, page)
+        values = {"source": options.source, "films": films, "kinds": KINDS, "failed": failed}
+        write_text(options.html_path, render(Path(__file__).parent, "shots.html", **values))
     return safe_lines("\n".join([*lines, f"{len(rows):,} clips in {out}"]))
 
 
-def _identity(path: Path) -> list[int]:
-    status = path.stat()
-    return [VERSION, status.st_size, status.st_mtime_ns]
-
-
-def _analyse(paths: Sequence[str], num_workers: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _analyse(paths: Sequence[str], num_workers: int | None) -> Iterator[tuple[str, Part]]:
     """Yield (path, result) of each film when it is finished. The result is the last item of `find_parts`, or has the key
     `reason` if the film cannot be used.
     """
     remaining = iter(paths)  # shared by the threads: next() of a list's iterator is atomic
 
-    def run(worker: IsolatedWorker) -> Iterator[tuple[str, dict[str, Any]]]:
+    def run(worker: IsolatedWorker) -> Iterator[tuple[str, Part]]:
         for path in remaining:
             try:
                 *_, result = worker.run(find_parts, Path(path), limit_seconds=LIMIT_SECONDS)
@@ -281,49 +260,25 @@ def _analyse(paths: Sequence[str], num_workers: int | None) -> Iterator[tuple[st
     return run_in_workers(run, min(num_workers or num_cores(), len(paths)), [__name__])
 
 
-def _pieces(
-    parts: Sequence[dict[str, Any]], record: ClipRecord, options: SplitOptions
-) -> Iterator[dict[str, Any]]:
+def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
     """Yield the parts of a film (or of the time range of its row), with shots cut into windows. Every kind is one of `KINDS`."""
     for part in parts:
-        start, stop = max(part["start"], record.start or 0.0), part["end"]
-        stop = stop if record.end is None else min(stop, record.end)
-        while start < stop:
-            end, kind = stop, part["kind"]
-            if kind == "shot":
-                end = min(stop, start + options.max_seconds)
-                is_rest = start > max(part["start"], record.start or 0.0)
-                kind = (
-                    "kept"
-                    if end - start > options.min_seconds - 1e-6
-                    else "left over"
-                    if is_rest
-                    else "too short"
-                )
-            yield part | {"start": start, "end": end, "kind": kind}
-            start = end
+        start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"
+        end = min(end, record.end or end)
+        while start < end and part["kind"] == "shot":
+            window = min(end - start, options.max_seconds)
+            kind = "kept" if window > options.min_seconds - 1e-6 else rest
+            yield part | {"start": start, "end": start + window, "kind": kind}
+            start, rest = start + window, "left over"
+        if start < end:
+            yield part | {"start": start, "end": end}
 
 
-def _row(record: ClipRecord, out: Path, piece: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of the table for a clip. Other columns of the film's row are carried through."""
-    folder = out.absolute().parent
+def _row(record: ClipRecord, folder: Path, piece: Part) -> Part:
+    """Return the row of the table in `folder` for a clip. Other columns of the film's row are carried through."""
     video = record.path.relative_to(folder) if record.path.is_relative_to(folder) else record.path
     # Rounded down: no frame of the next shot may begin before `end`.
-    start, end = (int(piece[name] * 1e6) / 1e6 for name in ("start", "end"))
-    crop = ",".join(map(str, record.crop)) if record.crop else piece.get("crop", "")
-    own = {"video": video.as_posix(), "start": start, "end": end, "crop": crop, "caption": ""}
+    own = {"video": video.as_posix()} | {name: int(piece[name] * 1e6) / 1e6 for name in ("start", "end")}
+    own |= {"crop": ",".join(map(str, record.crop)) if record.crop else piece.get("crop", ""), "caption": ""}
     used = {*own, *RANGE_COLUMNS, *VIDEO_COLUMNS, *CAPTION_COLUMNS}
     return own | {name: value for name, value in record.row.items() if name not in used}
-
-
-def _write_table(out: Path, rows: Sequence[dict[str, Any]]) -> None:
-    text = io.StringIO(newline="")
-    if out.suffix == ".jsonl":
-        text.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    else:
-        writer = csv.DictWriter(
-            text, dict.fromkeys(name for row in rows for name in row), lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows(rows)
-    write_text(out, text.getvalue())
