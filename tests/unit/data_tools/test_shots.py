@@ -219,9 +219,7 @@ def test_mistakes_end_in_one_sentence(tmp_path: Path, clips_dir: Path):
     ):
         with pytest.raises(error, match=text):
             shots.split(SplitOptions(source=film, num_workers=1, **options))
-    result = CliRunner().invoke(
-        main, ["split", film, "--out", str(tmp_path / "b.csv"), "--min-seconds", "2"]
-    )
+    result = CliRunner().invoke(main, ["split", film, "--out", str(tmp_path / "b.csv"), "--min-seconds", "2"])
     assert result.exit_code == 0, result.output
     assert "bikes: 10.00 s = " in result.output
     assert len(load_source(str(tmp_path / "b.csv"), needs_caption=False)[0]) == 3
