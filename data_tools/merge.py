@@ -1,6 +1,6 @@
 """Merge several caches of the same model and settings.
 
-python -m data_tools.merge OUT CACHE...
+python -m data_tools.merge CACHE... --out OUT
 
 Nothing is encoded again. The lists of rejected clips are joined. If the program is killed, the same command continues the
 merge.
@@ -190,11 +190,19 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="folder of the merged cache")
     parser.add_argument(
         "cache", type=Path, nargs="+", help="folders of the caches to merge, written by wands preprocess"
     )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the merged cache [default: the first folder, as in earlier versions]",
+    )
     options = parser.parse_args(arguments)
+    if options.out is None:
+        options.out, *options.cache = options.cache
+    if not options.cache:
+        parser.error("no cache to merge; name the caches and --out")
     log_to_stderr(logging.INFO, "%(message)s")
     merged = merge(options.out, options.cache)
     print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_670
+TOTAL = 21_678
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,8 +19,8 @@ CORE_FILES = (
 FOLDERS = {
     ".": 788,
     "attention": 929,
-    "commands": 4432,
-    "config": 1222,
+    "commands": 4439,
+    "config": 1223,
     "data": 4341,
     "distributed": 389,
     "encoders": 349,

@@ -229,13 +229,16 @@ class PreprocessOptions(ClipOptions):
     """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use this option if the VAE runs out of
     memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about
     2 % of their standard deviation, mostly where tiles meet."""
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Annotated[int | None, Field(ge=1)] = None
     """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process encodes
-    a fixed part of the clips."""
+    a fixed part of the clips [default: one per GPU, or one without a GPU, because each process loads all encoders]."""
+    limit: Annotated[int | None, Field(ge=1)] = None
+    """Encode only the first clips of SOURCE, sorted by name: at most this number. Run the command again without --limit to
+    add the other clips to the cache."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
     """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on a
     cluster without a common launcher. Run one part on each node. Then join the parts into the folder CACHE with
-    `python -m data_tools.merge CACHE OUT/part-*`, where OUT is the value of --out."""
+    `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is the value of --out."""
 
 
 class PackOptions(RecipeOptions):

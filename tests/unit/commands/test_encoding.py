@@ -320,3 +320,12 @@ def test_a_rank_without_the_shared_disk_is_lost(tmp_path: Path, monkeypatch: pyt
     assert (
         f"rank 1 does not see {tmp_path / 'nowhere'}. All nodes need the same --out" in gathered[0][0].reason
     )
+
+
+@pytest.mark.parametrize(("device", "num_workers"), [(None, 3), ("cuda", 3), ("cpu", 1)])
+def test_one_worker_per_gpu(monkeypatch: pytest.MonkeyPatch, device: str | None, num_workers: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(WorkerPool, "devices", lambda *_: None)
+    assert WorkerPool(None, device, None).size == num_workers
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert WorkerPool(None, device, None).size == 1

@@ -245,3 +245,15 @@ def test_a_mask_is_stored_and_encodes_its_clip_again(
     assert texts == {key: add_trigger(text, "man") for key, text in given.items()}
     assert texts != given
     assert {call[0] for call in captions.calls} == set(texts.values()) - set(given.values())
+
+
+def test_a_limit_encodes_the_first_clips_and_the_next_run_the_others(
+    source: Path, tiny_pipeline: Path, tmp_path: Path
+) -> None:
+    first = run(source, tmp_path / "cache", tiny_pipeline, SMALL | {"limit": 1})
+    assert first.num_accepted == 1
+    assert list(LatentCache(tmp_path / "cache").keys) == ["bikes"]
+    second = run(source, tmp_path / "cache", tiny_pipeline, SMALL)
+    assert (second.num_accepted, second.num_reused) == (2, 1)
+    run(source, tmp_path / "whole", tiny_pipeline, SMALL)
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")

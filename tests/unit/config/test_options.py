@@ -81,7 +81,7 @@ def test_fields_become_parameters_of_their_type():
     assert params["max_pixels"].multiple
     assert params["center_crop"].is_flag
     assert params["clip_mode"].type.choices == ("head", "middle", "slide")
-    assert (params["workers"].type.min, params["workers"].default) == (1, 1)
+    assert (params["workers"].type.min, params["workers"].default) == (1, None)
     memory = next(param for param in main.commands["plan"].params if param.name == "gpu_memory")
     assert (memory.type.min, memory.type.min_open) == (0, True)
     forward = next(param for param in main.commands["convert"].params if param.name == "forward")

@@ -14,6 +14,7 @@ import torch
 
 from data_tools import merge as merge_module
 from data_tools import split as split_module
+from data_tools.merge import main as merge_main
 from data_tools.merge import merge, to_variant
 from data_tools.split import name_hash, split
 from data_tools.verify import verify
@@ -229,3 +230,11 @@ def test_a_split_with_an_empty_side_is_refused(
     with pytest.raises(ConfigError, match=message):
         split(parts[1], tmp_path / "a", tmp_path / "b", fraction=fraction)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_output_is_named_by_an_option_or_first(parts: list[Path], tmp_path: Path) -> None:
+    assert merge_main([*map(str, parts), "--out", str(tmp_path / "new")]) == 0
+    assert merge_main([str(tmp_path / "old"), *map(str, parts)]) == 0
+    assert list(LatentCache(tmp_path / "new").keys) == list(LatentCache(tmp_path / "old").keys)
+    with pytest.raises(SystemExit):
+        merge_main([str(tmp_path / "alone")])

@@ -103,6 +103,10 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
             raise DataError(
                 f"--part {options.part} contains no clip of SOURCE={options.source}. Use fewer parts: a smaller N in --part I/N."
             )
+    if options.limit:
+        clips = dict.fromkeys((row.path, row.range_suffix) for row in rows)
+        chosen = set(list(clips)[: options.limit])
+        rows = [row for row in rows if (row.path, row.range_suffix) in chosen]
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
         settings = EncodeSettings(writer.path, options, spec, writer.digest, max_samples, variant.conditions)

@@ -60,13 +60,14 @@ class WorkerPool:
         slots: numbers of the workers that have not failed. Only these workers get captions and clips.
     """
 
-    def __init__(self, workers: int, device: str | None, text_device: str | None) -> None:
+    def __init__(self, workers: int | None, device: str | None, text_device: str | None) -> None:
         """Choose the workers and their devices. No process is started.
 
         A launcher is recognised by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher.
+            workers: number of worker processes if there is no launcher. None starts one per GPU, or one if `device` names
+                the CPU or one GPU, because each process loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
 
@@ -74,6 +75,9 @@ class WorkerPool:
             ConfigError: if a device cannot be used, or `workers` and a launcher both ask for several processes.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if workers is None:
+            num_gpus = torch.cuda.device_count() if device in (None, "cuda") and world_size == 1 else 0
+            workers = max(1, num_gpus)
         if world_size > 1 and workers > 1:
             raise ConfigError(
                 f"--workers {workers} starts processes, but a launcher has started {world_size} already. "
