@@ -176,6 +176,24 @@ def test_a_long_caption_is_shortened_in_reports(clips: Path, clips_dir: Path, tm
     assert len(report.to_json()) < 10_000 < report.cache_bytes
 
 
+def test_it_says_how_much_footage_is_used(clips_dir: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4"}, clips_dir)
+    for mode in ("head", "slide"):
+        report = check(str(folder), **SMALL, clip_mode=mode)
+        (clip,) = report.clips
+        assert clip.source is not None
+        used, present, with_slide = clip.footage
+        assert used == pytest.approx(sum(sample.num_frames for sample in clip.samples) / 16)
+        assert present == pytest.approx(clip.source.duration, abs=0.1)
+        if mode == "head":
+            text, expected = f"uses 0.6 of {present:.1f} s; --clip-mode slide would use", with_slide
+        else:
+            text = f"uses {used:.1f} of {present:.1f} s\n"
+            assert used == with_slide == pytest.approx(expected)
+        assert text in report.render(width=300)
+    assert report.footage() == [round(seconds, 1) for seconds in clip.footage]
+
+
 def test_a_row_of_the_terminal_is_one_row(tmp_path: Path) -> None:
     folder = tmp_path / "a\nfolder"
     folder.mkdir()

@@ -31,7 +31,7 @@ from wands.commands.check.check_report import (
 from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
-from wands.data.clips.clip import ClipSpec, check_frames
+from wands.data.clips.clip import ClipSpec, check_frames, plan_windows
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.source import Crop
@@ -199,12 +199,29 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     return CheckedClip(
         "",
         path,
+        footage=_footage(spec, samples, last.span)
+        if last and not path.lower().endswith(IMAGE_EXTENSIONS)
+        else (0, 0, 0),
         source=source,
         samples=tuple(samples),
         digests=tuple(digests),
         warnings=tuple(warnings),
         reason=reason,
         thumbnail=thumbnail,
+    )
+
+
+def _footage(
+    spec: ClipSpec, samples: Sequence[CheckedSample], span: tuple[float, float]
+) -> tuple[float, float, float]:
+    """Return `CheckedClip.footage` of a clip with these samples, whose windows are taken from the seconds in `span`."""
+    used = sum({sample.start_seconds: sample.num_frames for sample in samples}.values()) / spec.fps
+    windows = plan_windows(replace(spec, clip_mode="slide"), *span) if spec.max_frames else ()
+    present = span[1] - span[0]
+    return (
+        min(used, present),
+        present,
+        min(max(used, sum(frames for _, frames in windows) / spec.fps), present),
     )
 
 

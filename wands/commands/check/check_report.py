@@ -58,6 +58,8 @@ class CheckedClip:
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
+        footage: seconds of video that the samples use, seconds that the clip has, and seconds that the samples would use
+            with --clip-mode slide; zeros for an image and a clip that cannot be decoded.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -70,6 +72,7 @@ class CheckedClip:
     source: VideoInfo | None = None
     samples: tuple[CheckedSample, ...] = ()
     digests: tuple[str, ...] = ()
+    footage: tuple[float, float, float] = (0.0, 0.0, 0.0)
     warnings: tuple[str, ...] = ()
     reason: str = ""
     thumbnail: bytes = b""
@@ -158,9 +161,17 @@ class CheckReport:
             "samples": len(self.samples),
             "frames": frames,
             "seconds_of_video": round(frames / self.spec.fps, 3),
+            "footage": self.footage(),
             "tokens": int(self.tokens.sum()),
             "cache_bytes": self.cache_bytes,
         }
+
+    def footage(self) -> list[float]:
+        """Return the sums of `CheckedClip.footage` over the accepted clips. Several captions of one clip count once."""
+        accepted = [clip for clip in self.clips if clip.samples and not clip.reason]
+        seconds = {(clip.path, clip.digests): clip.footage for clip in accepted}
+        sums: list[float] = np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
+        return sums
 
     def to_json(self) -> str:
         """Return the report as JSON. Thumbnails are left out."""
@@ -201,6 +212,7 @@ class CheckReport:
         lines.append(
             f"{totals['samples']:,} samples for {self.variant}, {totals['seconds_of_video']:,.1f} s of video"
         )
+        lines.append(describe_footage(totals["footage"]))
         lines.append(token_histogram(self.tokens))
         text = "" if self.exact_text else " (text tokens are estimated; --model counts them exactly)"
         lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
@@ -246,7 +258,16 @@ def describe_samples(clip: CheckedClip) -> str:
     frames = sum(sample.num_frames for sample in clip.samples)
     tokens = sum(sample.num_tokens for sample in clip.samples)
     heading = f"{many} samples, " if many > 1 else ""
-    return f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
+    text = f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
+    # Up to 3 frames at the end of a clip are always dropped.
+    return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
+
+
+def describe_footage(footage: Sequence[float]) -> str:
+    """Return the text "uses 5.1 of 55.1 s", with the seconds that --clip-mode slide would use if they are more."""
+    used, present, with_slide = footage
+    more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
+    return f"uses {used:,.1f} of {present:,.1f} s{more}"
 
 
 def _kind(clip: CheckedClip, text: str) -> str:

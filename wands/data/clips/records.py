@@ -162,7 +162,7 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
             return locate(text, folders)[1]
     except DataError as error:
         raise DataError(f"mask={text[:100]}: {error}") from None
-    return next(filter(Path.is_file, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None)
+    return next(filter(os.path.isfile, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None)
 
 
 def is_mask(file: str, stems: Container[str]) -> bool:

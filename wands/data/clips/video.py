@@ -52,6 +52,7 @@ class DecodedClip:
         source: properties of the file. With a crop, width and height are the stored size of the cropped frames.
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
+        span: start and end in seconds of the part of the file from which windows are taken.
         token_weights: float [frames, rows, columns] in tokens, mean brightness of the mask in each token, from 0 (black) to 1
             (white). None without a mask.
     """
@@ -63,6 +64,7 @@ class DecodedClip:
     source: VideoInfo
     variable_fps: bool = False
     interlaced: bool = False
+    span: tuple[float, float] = (0.0, 0.0)
     token_weights: np.ndarray | None = None
 
 
@@ -277,7 +279,7 @@ def _read_windows(
             )
         if kept == length or index == 0 or kept > spec.frame_stride:
             window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-            flags = reader.variable_fps, reader.interlaced
+            flags = reader.variable_fps, reader.interlaced, (begin, finish)
             for suffix, frames in images.items():
                 clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
                 if mask is not None:
