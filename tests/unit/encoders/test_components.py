@@ -96,3 +96,16 @@ def test_every_loader_is_told_to_run_no_code():
             if node.func.attr in names and not is_safe:
                 unsafe.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not unsafe
+
+
+def test_no_network_is_said_in_words_of_wands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from huggingface_hub import constants
+
+    from wands.model.files.hub import fetch_model
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"\(no connection to the Hub, and no copy in its cache\); check the name"
+    ):
+        fetch_model("owner/name-of-no-model")

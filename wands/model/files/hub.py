@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from wands.errors import ConfigError, one_line
 
@@ -45,7 +45,9 @@ def fetch_model(
     try:
         return Path(snapshot_download(name, allow_patterns=allow, ignore_patterns=ignore))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
+        offline = "no connection to the Hub, and no copy in its cache"
+        reason = offline if isinstance(error, LocalEntryNotFoundError) else one_line(error)
         raise ConfigError(
-            f"{key}={name} is not a folder and cannot be downloaded from the Hub ({one_line(error)}); check the name, the "
+            f"{key}={name} is not a folder and cannot be downloaded from the Hub ({reason}); check the name, the "
             "network and your access."
         ) from None
