@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_708
+TOTAL = 21_838
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 788,
     "attention": 929,
-    "commands": 4466,
+    "commands": 4471,
     "config": 1223,
-    "data": 4342,
+    "data": 4467,
     "distributed": 389,
     "encoders": 349,
     "export": 393,

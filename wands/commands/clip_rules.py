@@ -41,8 +41,12 @@ def no_access_reason(path: object, error: str) -> str:
     return f"video={path} cannot be read ({error}); fix the permissions of the file"
 
 
-def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]]:
+def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord], list[Rejection]]:
     """List the clips of the source (folder, table, archive or data set) that `options` names.
+
+    Args:
+        options: options of the command.
+        more: further options of `load_source`.
 
     Returns:
         A pair: the records of the usable clips (one for each caption), and the rejections of the unusable clips. Clips that do
@@ -56,7 +60,7 @@ def read_source(options: ClipOptions) -> tuple[list[ClipRecord], list[Rejection]
     where = None if options.where is None else Filter(options.where)
     columns = where.columns if where else ()
     records, rejections = load_source(
-        options.source, other_columns=columns, **options.model_dump(include=keys)
+        options.source, other_columns=columns, **options.model_dump(include=keys), **more
     )
     return where.mark(records) if where else records, rejections
 

@@ -80,7 +80,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         variant = read_variant(options.model)
     variant = variant or VARIANTS[ASSUMED]
     spec = clip_rules.plan_samples(options, variant)
-    rows, rejections = clip_rules.read_source(options)
+    notes: list[str] = []
+    rows, rejections = clip_rules.read_source(options, log=notes.append)
     num_clips = len(rows) + len(rejections)
     step = max(-(-num_clips // max_clips), 1) if max_clips else 1
     rows, rejections = rows[::step], rejections[::step]
@@ -126,6 +127,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         packing=_forecast(clips, variant, options.max_tokens, options.bins_per_step),
         num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
+        notes=tuple(notes),
     )
 
 

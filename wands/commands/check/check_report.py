@@ -118,6 +118,7 @@ class CheckReport:
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
         num_skipped: number of clips of the source that were not decoded, because the caller limits the number of clips.
+        notes: messages about settings of the source (dataset configuration of another trainer) that are not applied.
     """
 
     source: str
@@ -129,6 +130,7 @@ class CheckReport:
     packing: PackingForecast | None
     seconds: float
     num_skipped: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def samples(self) -> list[CheckedSample]:
@@ -186,6 +188,7 @@ class CheckReport:
             "exact_text": self.exact_text,
             "settings": asdict(self.spec),
             "totals": self.totals(),
+            "notes": self.notes,
             "packing": asdict(self.packing) if self.packing else None,
             "clips": clips,
         }
@@ -200,6 +203,7 @@ class CheckReport:
         table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colours
         if len(self.clips) > SHOWN_CLIPS:
             lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
+        lines += self.notes
         totals = self.totals()
         lines.append(
             f"{totals['clips']:,} clips: {totals['fine']:,} fine, {totals['warned']:,} with warnings, "

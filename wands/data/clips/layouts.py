@@ -29,12 +29,14 @@ from wands.data.clips.listings import listed_file, listed_folder, single_clip
 from wands.data.clips.records import CLIP_EXTENSIONS, ClipRecord, Rejection, settle_keys
 from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
+from wands.data.clips.trainer_configs import trainer_config
 from wands.errors import DataError
 
 Layout = Callable[[Source], Iterator[ClipRecord | Rejection] | None]
 LAYOUTS: tuple[Layout, ...] = (
     tar_archive,
     single_clip,
+    trainer_config,
     listed_file,
     listed_folder,
     folder_with_sidecars,
@@ -51,10 +53,10 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     that exists on disk is never searched on the Hub.
 
     Args:
-        source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), tar archive, or name of a Hugging Face
-            dataset (owner/name).
-        options: ``split``, ``video_column``, ``caption_column``, ``cache_dir``, ``needs_caption`` and ``other_columns`` of
-            `Source`.
+        source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), dataset configuration of another trainer
+            (.toml, .json), tar archive, or name of a Hugging Face dataset (owner/name).
+        options: ``split``, ``video_column``, ``caption_column``, ``cache_dir``, ``needs_caption``, ``other_columns`` and
+            ``log`` of `Source`.
 
     Returns:
         The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by key.

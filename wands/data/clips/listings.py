@@ -171,7 +171,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     nodes: set[tuple[int, int]] | None = None
     keys = {clip_key(item.name) for item in items if isinstance(item, ClipRecord)}
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
-    for root, files in walk(folder):
+    for root, files in walk(folder, listing.source.recursive):
         if isinstance(files, Rejection):
             yield files
             continue

@@ -41,8 +41,6 @@ _READ_EXTENSIONS = (*CLIP_EXTENSIONS, *TAR_EXTENSIONS)
 CAPTIONS_OF_FOLDER = "captions.json"  # diffusion-pipe: captions of the clips in a folder
 VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
-# Extensions of caption files next to a clip. The first existing file counts.
-_SIDECARS = (".txt", ".json", ".jsonl")
 # Extensions of clips that wands does not read. They are reported, so that users do not miss them.
 # fmt: off
 _UNREAD_VIDEOS = (
@@ -89,7 +87,7 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
     the folder contains clips or archives.
     """
     folder = source.path
-    for root, files in walk(folder):
+    for root, files in walk(folder, source.recursive):
         if isinstance(files, Rejection):
             yield files
             continue
@@ -109,16 +107,17 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
             siblings = stems[path.stem]
             try:
                 check_file(name, path)
-                if clip := _clip_of_poster(file, siblings):
+                if clip := _clip_of_poster(file, siblings, source.sidecars):
                     raise DataError(
                         f"the image has the same name as {clip} and may be a preview of this video, so the image is "
                         "not used; rename the image if it is a separate clip"
                     )
-                sidecar = _sidecar_of(siblings)
+                sidecar = _sidecar_of(siblings, source.sidecars)
                 if sidecar is None and source.needs_caption:
+                    wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
                     raise DataError(
-                        f"missing caption; write a caption in {path.stem}.txt or {path.stem}.json next to the clip. If a "
-                        "table contains the captions, pass the path of the table as SOURCE"
+                        f"missing caption; write a caption in {wanted} next to the clip. If a table contains the captions, "
+                        "pass the path of the table as SOURCE"
                     )
                 captions, row = [""], dict[str, Any]()
                 if sidecar is not None:
@@ -129,8 +128,8 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                 yield reject(clip_key(name), path, error)
 
 
-def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
-    """Yield `folder` and each folder below it, with the sorted names of the visible files in the yielded folder.
+def walk(folder: Path, recursive: bool = True) -> Iterator[tuple[Path, list[str] | Rejection]]:
+    """Yield `folder` and, if `recursive`, each folder below it, with the sorted names of the visible files in the yielded folder.
 
     A folder that cannot be read is yielded with a rejection instead of file names. Each real folder is visited once, so
     that links cannot cause an endless loop.
@@ -144,7 +143,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if recursive and not name.startswith("."))
         yield Path(root), sorted(name for name in files if not name.startswith("."))
         num_hidden += sum(name.startswith(".") and name.lower().endswith(_READ_EXTENSIONS) for name in files)
     for error in errors:
@@ -159,7 +158,7 @@ def walk(folder: Path) -> Iterator[tuple[Path, list[str] | Rejection]]:
         )
 
 
-def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
+def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     """Return the video that has the same name as an image, apart from the extension. The image is then probably a
     preview of the video.
 
@@ -167,22 +166,22 @@ def _clip_of_poster(file: str, siblings: list[str]) -> str | None:
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
-    stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings)
+    stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings, extensions)
     # A camera writes CLIP.MP4, CLIP.JPG and CLIP.TXT, all in upper case.
     if caption and not PurePosixPath(caption).suffix.islower():
         return next((name for name in siblings if name.lower().endswith(VIDEO_EXTENSIONS)), None)
     return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in siblings), None)
 
 
-def _sidecar_of(siblings: list[str]) -> str | None:
+def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     """Return the caption file among files that have the same name without extension, or None.
 
     If there are several caption files, lower-case extensions are preferred to upper-case extensions, and then the
-    first extension of `_SIDECARS` is used.
+    first of `extensions` is used.
     """
     endings = [PurePosixPath(name).suffix for name in siblings]
     for written in (endings, [ending.lower() for ending in endings]):
-        for ending in _SIDECARS:
+        for ending in extensions:
             if ending in written:
                 return siblings[written.index(ending)]
     return None
@@ -206,14 +205,14 @@ def _reject_unread(
     clips = {
         stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
     }
-    has_sidecars = any(_sidecar_of(stems[stem]) for stem in clips)
+    has_sidecars = any(_sidecar_of(stems[stem], source.sidecars) for stem in clips)
     for stem, files in stems.items():
-        sidecar = None if stem in clips else _sidecar_of(files)
+        sidecar = None if stem in clips else _sidecar_of(files, source.sidecars)
         captioned = sidecar is not None and _may_be_caption(root / sidecar, source)
         reported = False
         for file in files:
             kind = PurePosixPath(file).suffix.lower()
-            if kind in (*CLIP_EXTENSIONS, *_SIDECARS) or is_tar(root / file):
+            if kind in (*CLIP_EXTENSIONS, *source.sidecars) or is_tar(root / file):
                 continue
             name = (root / file).relative_to(folder).as_posix()
             known = kind in _UNREAD_VIDEOS or kind in _UNREAD_IMAGES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ class Source:
         needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
         other_columns: further columns to read from a Hugging Face dataset, as `wands.data.clips.filters.identifier` writes
             them. Tables and caption files are always read with all columns.
+        sidecars: extensions of caption files next to a clip. The first existing file counts.
+        recursive: whether the sub-folders of a folder are searched for clips.
+        log: function that receives messages about settings of the source that are not applied.
     """
 
     name: str
@@ -48,6 +52,9 @@ class Source:
     cache_dir: Path | None = None
     needs_caption: bool = True
     other_columns: tuple[str, ...] = ()
+    sidecars: tuple[str, ...] = (".txt", ".json", ".jsonl")
+    recursive: bool = True
+    log: Callable[[str], object] = field(default=logging.getLogger(__name__).warning, compare=False)
 
     @property
     def path(self) -> Path:

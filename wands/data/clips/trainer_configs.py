@@ -1,0 +1,165 @@
+"""Dataset configurations of musubi-tuner, diffusion-pipe (dataset.toml) and finetrainers (training.json).
+
+A configuration has sections. Each section names a folder, a table or a dataset, and its clips are read as if the user had
+passed this name as SOURCE. Settings of sizes, lengths and repeats are not applied. They are logged, each with the option of
+wands that has the same effect.
+
+Sources: musubi-tuner (docs/dataset_config.md, dataset/config_utils.py), diffusion-pipe (examples/dataset.toml,
+utils/dataset.py), finetrainers (examples/training, trainer/sft_trainer/trainer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from wands.data.clips.captions import check_captions
+from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
+from wands.data.clips.listings import listed_file, listed_folder
+from wands.data.clips.records import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, ClipRecord, Rejection, reject
+from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
+from wands.data.clips.source import Source
+from wands.errors import DataError, one_line
+from wands.texts import printable
+
+_Settings = dict[str, Any]
+MAX_BYTES = 1 << 16
+"""Largest size in bytes of a configuration. `tomllib` needs quadratic time for a key of many parts."""
+_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
+# Folders whose sub-folders the trainers do not read, then other sources.
+_FOLDERS = ("image_directory", "video_directory", "path")
+_CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
+_TEXTS = (*_CLIPS, "caption_extension", "caption_prefix", "id_token", "dataset_type")
+_SIZES = ("resolution", "resolutions", "size_buckets", "image_resolution_buckets", "video_resolution_buckets")
+_NOTES = {
+    **dict.fromkeys(("enable_bucket", "enable_ar_bucket", "ar_buckets"), "not used; clips keep their shape"),
+    **dict.fromkeys(("mask_path", "control_directory", "control_path"), "not supported, so it is ignored"),
+    **dict.fromkeys(("caption_options", "rename_columns"), "use --video-column and --caption-column"),
+    "batch_size": "use packing.max_tokens in the recipe",
+    "frame_extraction": "use --clip-mode: head for head and full, slide for other values",
+    "num_repeats": "use data.sources[].repeat in the recipe, with a cache for these clips alone",
+    "source_fps": "not used, because the frame rate is read from each video",
+}
+"""Messages about settings that are not applied, without settings of sizes and lengths."""
+
+
+def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
+    """Layout: dataset configuration of musubi-tuner, diffusion-pipe or finetrainers. Return the clips of its sections, or
+    None if the source is not such a file.
+    """
+    file = source.path
+    parse = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix.lower())
+    if parse is None or not file.is_file():
+        return None
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES:,} bytes")
+        config: Any = parse(file.read_text(encoding="utf-8-sig"))
+        name = "directory" if "directory" in config else "datasets"
+        sections, general = config.pop(name, None), config.pop("general", {})
+        if not (sections and all(isinstance(part, dict) for part in [general, *sections])):
+            raise ValueError("no section [[datasets]] or [[directory]]")
+        return _scan(source, config | general, sections)
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
+        if parse is json.loads:  # a table
+            return None
+        raise DataError(f"SOURCE={file} is not a dataset.toml ({one_line(error)}); correct it") from None
+
+
+def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
+    """Yield the clips of all sections. If a name occurs in several folders, the name gets its folder as prefix.
+
+    Args:
+        source: the configuration.
+        shared: settings of all sections, which a section can override.
+        sections: settings of each section.
+    """
+    file, notes = source.path, defaultdict[str, list[str]](list)
+    for number, settings in enumerate((shared, *sections)):
+        for note in filter(None, map(_note, settings, settings.values())):
+            notes[note].append(f"section {number}" if number else "all sections")
+    for note, places in notes.items():
+        source.log(f"{file.name}, {', '.join(places[:9])}: {note}")
+    items: list[tuple[Path, ClipRecord | Rejection]] = []
+    roots, known = defaultdict[str, set[Path]](set), set()
+    for number, section in enumerate(sections, start=1):
+        place = f"{file.name}:section {number}"
+        try:
+            part, ignored, prefix = parsed = _read_section(source, shared | section)
+            if parsed in known:  # trainers name a folder again for each size or length
+                continue
+            known.add(parsed)
+            root = part.path.parent if part.path.is_file() else part.path
+            found = (result for layout in _LAYOUTS if (result := layout(part)) is not None)
+            clips = next(found, [reject(place, part.name, "section contains no clip; correct the path")])
+            for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):
+                if isinstance(item, ClipRecord):
+                    roots[item.name].add(root)
+                    if prefix and item.caption:
+                        item = replace(item, caption=check_captions(prefix + item.caption, place)[0])
+                items.append((root, item))
+        except (DataError, OSError) as error:
+            yield reject(place, file, one_line(error, 1000))
+    top = os.path.commonpath([root for root, _ in items] or [file])
+    for root, item in items:
+        if isinstance(item, ClipRecord) and len(roots[item.name]) > 1:
+            item = replace(item, name=(root.relative_to(top) / item.name).as_posix())
+        yield item
+
+
+def _read_section(source: Source, settings: _Settings) -> tuple[Source, tuple[str, ...], str]:
+    """Return the source that a section names, the extensions of files to ignore in it, and the prefix of its captions.
+
+    A relative path is relative to the working directory, as in the trainers, or else to the folder of the configuration.
+
+    Raises:
+        DataError: if the section does not name an existing source, or a value is not text.
+    """
+    if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
+        raise DataError(f"{wrong[0]} is not text; write text in quotes")
+    if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
+        raise DataError(f"section names no clips; add a path as {' or '.join(_CLIPS)}")
+    name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]
+    paths = [os.path.normpath(base / name) for base in (Path.cwd(), source.path.parent)]
+    on_hub = name if key == "data_root" and name[0] not in "/~." else ""
+    if not (path := next(filter(os.path.exists, paths), on_hub)):
+        raise DataError(f"{key}={name} does not exist (looked for {paths[0]}); correct the path")
+    extension, token = settings.get("caption_extension"), settings.get("id_token")
+    sidecars = (f".{extension.lstrip('.')}",) if extension else source.sidecars
+    ignored = {"image": VIDEO_EXTENSIONS, "video": IMAGE_EXTENSIONS}.get(kind, ())
+    prefix = f"{token} " if token else settings.get("caption_prefix", "")
+    return replace(source, name=path, sidecars=sidecars, recursive=key not in _FOLDERS), ignored, prefix
+
+
+def _note(key: str, value: Any) -> str:
+    """Return the message about a setting that is not applied, or "" for a setting that is applied."""
+    if key in _TEXTS or (key == "num_repeats" and value == 1):
+        return ""
+    note = _NOTES.get(key, "ignored, because wands has no such setting")
+    try:
+        text = json.dumps(value, default=str)
+        if key in ("target_frames", "frame_buckets", "max_frames"):
+            note = f"use --max-frames {max(value) if isinstance(value, list) else int(value)}"
+        elif key in _SIZES:
+            note = f"use {_pixels(key, value)}"
+    except (IndexError, OverflowError, RecursionError, TypeError, ValueError):
+        text, note = "...", "not used, because the value has another form than in the other trainer"
+    return printable(f"{key[:99]} = {text[:99]}: {note[:199]}")
+
+
+def _pixels(key: str, value: Any) -> str:
+    """Return the options of wands for a setting of sizes."""
+    sizes = [value] if key == "resolution" else value
+    step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
+    sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]
+    # diffusion-pipe scales each clip to all `resolutions`; of buckets, a clip uses only one.
+    areas = dict.fromkeys(size[0] * size[1] for size in sizes)
+    options = [f"--max-pixels {area}" for area in (areas if key == "resolutions" else [max(areas)])]
+    options += [f"--max-frames {max(size[2] for size in sizes)}"] if len(sizes[0]) > 2 else []
+    return " ".join(options)
