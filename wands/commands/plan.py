@@ -150,7 +150,7 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
         ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
         if candidates := search(Task(workload, lens, machine, ds_configs)):
             best = candidates[0].workload
-            words = [candidates[0].ds_name.replace("_offload", " offload")]
+            words = [candidates[0].ds_name]
             words += [f"cp {best.cp_size}"] if best.cp_size > 1 else []
             words += [best.recipe.model.checkpointing]
             words += [quantize] if quantize != "none" else []

@@ -258,6 +258,7 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
         return code
 
     monkeypatch.setattr(GraphLowering, "codegen", record)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # a cached kernel is not counted
     lens, width = (700, 4, 1300), 1536
     rows = fused._timestep_rows(lens, torch.device("cpu"))
     hidden, table = torch.randn(sum(lens), width), torch.randn(len(lens), width)
@@ -286,7 +287,7 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
         results = torch.compile(function)(*args)
         least = sum(x.nbytes for x in tree_leaves((args, results)) if isinstance(x, Tensor))
         # The sums over the tokens of a timestep read their operands a second time.
-        assert moved.pop() <= (1.6 if name == "gate, backward" else 1.35) * least, name
+        assert moved.pop() <= (1.51 if name == "gate, backward" else 1.35) * least, name
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
