@@ -258,7 +258,9 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
         return code
 
     monkeypatch.setattr(GraphLowering, "codegen", record)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # a cached kernel is not counted
+    monkeypatch.setattr(
+        torch._inductor.config, "force_disable_caches", True
+    )  # a cached kernel is not counted
     lens, width = (700, 4, 1300), 1536
     rows = fused._timestep_rows(lens, torch.device("cpu"))
     hidden, table = torch.randn(sum(lens), width), torch.randn(len(lens), width)
