@@ -54,6 +54,7 @@ def test_every_key_of_a_resolved_recipe_is_listed():
     assert {key.name for key in KEYS if "[]" in key.name} == {
         "model.merge_loras[].path", "model.merge_loras[].scale",
         "data.sources[].path", "data.sources[].weight", "data.sources[].repeat",
+        "data.sources[].loss_weight", "data.sources[].caption_dropout",
     }  # fmt: skip
 
 
