@@ -16,7 +16,7 @@ get() {
     --platform manylinux2014_x86_64 --platform any -d "$folder" "$@"
 }
 build() { "$python" -m pip wheel --quiet --no-deps --no-build-isolation --disable-pip-version-check -w "$folder" "$@"; }
-get diffusers datasets ftfy wcwidth pydantic annotated-types typing-inspection hjson dill multiprocess py-cpuinfo
+get diffusers datasets ftfy wcwidth pydantic annotated-types typing-inspection hjson dill multiprocess py-cpuinfo msgpack xxhash
 get "$(grep -m1 -oE 'pydantic-core==[0-9.]+' <(unzip -p "$folder"/pydantic-2*.whl '*/METADATA'))"
 DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build deepspeed -c "$root/scripts/constraints.txt"
 source_copy="$(mktemp -d)" # a build leaves folders in its source
