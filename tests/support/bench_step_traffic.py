@@ -12,6 +12,7 @@ from the difference between two and three blocks. `traffic` is then in parts of 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,8 @@ def main() -> None:
             for name in found
         }
     json.dump(found, stdout)
+    stdout.flush()
+    os._exit(0)  # threads of torch.compile can abort a process that has finished its work
 
 
 if __name__ == "__main__":
