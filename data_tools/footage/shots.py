@@ -7,7 +7,6 @@ each finished film, so that a later call with the same --out decodes only other 
 from __future__ import annotations
 
 import base64
-import csv
 import io
 import itertools
 import json
@@ -26,8 +25,7 @@ from wands.config.options import SplitOptions
 from wands.data.clips.isolated import Crash, IsolatedWorker, num_cores, run_in_workers
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
-from wands.data.clips.source import CAPTION_COLUMNS, VIDEO_COLUMNS
-from wands.data.clips.tables import RANGE_COLUMNS
+from wands.data.clips.tables import table_row, write_table
 from wands.data.clips.video_file import BROKEN, VideoReader
 from wands.errors import ConfigError, DataError
 from wands.files import iter_rows, write_text
@@ -219,7 +217,11 @@ def split(options: SplitOptions) -> str:
             pieces, totals = list(_pieces(result["parts"], record, options)), dict.fromkeys(KINDS, 0.0)
             for piece in pieces:
                 totals[piece["kind"]] += piece["end"] - piece["start"]
-                rows += [_row(record, out.absolute().parent, piece)] if piece["kind"] == "kept" else []
+                if piece["kind"] == "kept":
+                    # Rounded down: no frame of the next shot may begin before `end`.
+                    columns = {name: int(piece[name] * 1e6) / 1e6 for name in ("start", "end")}
+                    crop = ",".join(map(str, record.crop)) if record.crop else piece.get("crop", "")
+                    rows.append(table_row(record, out, **columns, crop=crop, caption=""))
             seconds = sum(totals.values())
             films.append({"key": record.key, "seconds": seconds, "totals": totals, "pieces": pieces})
             text = ", ".join(f"{length:.2f} {kind}" for kind, length in totals.items() if length)
@@ -228,11 +230,7 @@ def split(options: SplitOptions) -> str:
     if not rows:
         reason = f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films"
         raise DataError("\n".join([reason, *lines]))
-    names = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(table := io.StringIO(), names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(out, table.getvalue())
+    write_table(out, rows)
     if options.html_path is not None:
         from wands.report.page import render
 
@@ -272,13 +270,3 @@ def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) ->
             start, rest = start + window, "left over"
         if start < end:
             yield part | {"start": start, "end": end}
-
-
-def _row(record: ClipRecord, folder: Path, piece: Part) -> Part:
-    """Return the row of the table in `folder` for a clip. Other columns of the film's row are carried through."""
-    video = record.path.relative_to(folder) if record.path.is_relative_to(folder) else record.path
-    # Rounded down: no frame of the next shot may begin before `end`.
-    own = {"video": video.as_posix()} | {name: int(piece[name] * 1e6) / 1e6 for name in ("start", "end")}
-    own |= {"crop": ",".join(map(str, record.crop)) if record.crop else piece.get("crop", ""), "caption": ""}
-    used = {*own, *RANGE_COLUMNS, *VIDEO_COLUMNS, *CAPTION_COLUMNS}
-    return own | {name: value for name, value in record.row.items() if name not in used}

@@ -160,6 +160,29 @@ class SplitOptions(Options):
     """Write the timeline of each film, with a picture of each shot, to this HTML file."""
 
 
+class MeasureOptions(Options):
+    """Measure motion, sharpness and brightness of clips, and find near-duplicates.
+
+    The command writes a table with the columns motion, sharpness, brightness and duplicate_of. It measures the first 10
+    seconds of each clip. To resume an interrupted run, run the same command again.
+
+    Examples:
+        wands measure captioned.csv --out measured.csv
+        wands check measured.csv --where 'motion>0.05 and duplicate_of is None' --html clips.html
+    """
+
+    source: Annotated[str, ARGUMENT]
+    """Clips to measure: a table, a folder, tar archives or a Hugging Face dataset. Captions are not needed."""
+    out: Path
+    """Table to write (.csv or .jsonl), with all columns of SOURCE. The file OUT.measures.jsonl next to the table stores the
+    results, so that an unchanged clip is decoded only once."""
+    duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
+    """Largest difference between near-duplicates: in each of three frames, at most this number of the 64 bits of a
+    perceptual hash differ."""
+    num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
+    """Number of clips that are decoded at the same time [default: one per CPU core]."""
+
+
 class CheckOptions(ClipOptions):
     """Report which clips can be used, and why other clips cannot.
 

@@ -20,6 +20,7 @@ from wands.commands.check.check import check
 from wands.config.options import CheckOptions, SplitOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
+from wands.data.clips.tables import write_table
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError
 
@@ -146,7 +147,7 @@ def test_every_second_is_counted_and_long_shots_become_windows(
     assert page.count("<i class=") == 7 + 7  # legend and timeline
     assert page.count("<img") == 4
     table = tmp_path / "shots.csv"
-    table.write_text(table.read_text().replace(",,", ",,a caption").replace("captiona caption", "caption"))
+    write_table(table, [{**row, "caption": "a caption"} for row in rows])
     report = check(CheckOptions(source=str(table), num_workers=1))
     assert {clip.key for clip in report.clips} >= {"film@0.000-2.400"}
 

@@ -32,6 +32,7 @@ from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames, plan_windows
+from wands.data.clips.filters import Filter, numeric_columns
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.source import Crop
@@ -128,6 +129,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
+        columns=numeric_columns(rows),
+        thresholds=Filter(options.where).thresholds if options.where else (),
     )
 
 

@@ -6,8 +6,8 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -118,6 +118,8 @@ class CheckReport:
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
         num_skipped: number of clips of the source that were not decoded, because the caller limits the number of clips.
+        columns: sorted numbers of each numeric column of the source's table.
+        thresholds: (column, number) of each comparison that --where requires.
         notes: messages about settings of the source (dataset configuration of another trainer) that are not applied.
     """
 
@@ -131,6 +133,8 @@ class CheckReport:
     seconds: float
     num_skipped: int = 0
     notes: tuple[str, ...] = ()
+    columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    thresholds: Sequence[tuple[str, float]] = ()
 
     @property
     def samples(self) -> list[CheckedSample]:
@@ -175,6 +179,13 @@ class CheckReport:
         sums: list[float] = np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
         return sums
 
+    def column_texts(self) -> dict[str, str]:
+        """Return minimum, median and maximum of each numeric column of the table, as text."""
+        return {
+            name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"
+            for name, row in self.columns.items()
+        }
+
     def to_json(self) -> str:
         """Return the report as JSON. Thumbnails are left out."""
         clips = []
@@ -210,6 +221,7 @@ class CheckReport:
             f"{totals['rejected']:,} rejected; checked in {self.seconds:.1f} s"
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
+        lines += [f"{name}: {text}" for name, text in self.column_texts().items()]
         if not self.samples:
             lines.append("no sample: wands preprocess would reject this source")
             return table + safe_lines("\n".join(lines))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
+import numpy as np
 from markupsafe import Markup
 from rich import filesize
 
@@ -16,6 +17,8 @@ from wands.commands.length_histogram import count_lengths
 from wands.report.page import render
 from wands.texts import format_seconds
 
+NUM_BARS = 30
+"""Number of bars of the histogram of a column."""
 MAX_ROWS = 5000
 """Largest number of clips on the page. Rejected clips are first, then clips with warnings.
 
@@ -45,6 +48,7 @@ def render_page(report: CheckReport) -> str:
         ],
         bars=bars,
         most=max((count for _, count in bars), default=1),
+        columns=[(name, text, *_histogram(report, name)) for name, text in report.column_texts().items()],
         training=_training(report),
         problems=report.problems()[:SHOWN_PROBLEMS],
         buttons=[("all", len(report.clips)), *((verdict, totals[verdict]) for verdict in VERDICTS)],
@@ -54,6 +58,20 @@ def render_page(report: CheckReport) -> str:
         describe_source=describe_source,
         base64=lambda data: Markup(base64.b64encode(data).decode()),
     )
+
+
+def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
+    """Return the height of each bar of a column's histogram, from 0 to 1, and the places of the column's thresholds.
+
+    The width of the histogram is NUM_BARS.
+    """
+    values = report.columns[name]
+    marks = [number for column, number in report.thresholds if column == name]
+    # Halves: the difference of two large numbers may be infinite.
+    places = np.array([*values, *marks]) / 2 - values[0] / 2
+    places *= NUM_BARS / (max(values[-1] / 2 - values[0] / 2, 1e-290))
+    bars = np.bincount(places[: len(values)].astype(int).clip(0, NUM_BARS - 1), minlength=NUM_BARS)
+    return (bars / bars.max()).tolist(), places[len(values) :].clip(0, NUM_BARS).tolist()
 
 
 def _settings(report: CheckReport) -> str:

@@ -17,11 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from wands.data.clips.records import ClipRecord
+from wands.data.clips.tables import RANGE_COLUMNS
 from wands.errors import ConfigError, suggest
 from wands.texts import printable
 
 MAX_LENGTH = 1000
 """Largest number of characters of a condition. It also limits how deeply a condition can be nested."""
+MAX_COLUMNS = 16
+"""Largest number of columns that `numeric_columns` returns."""
 _UNKNOWN = 0.5
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     **{ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge},
@@ -35,6 +38,7 @@ class Filter:
 
     Attributes:
         columns: names of the columns in the condition.
+        thresholds: (column, number) of each comparison such as `motion > 0.2` that every clip must meet.
     """
 
     def __init__(self, text: str) -> None:
@@ -58,6 +62,12 @@ class Filter:
             ) from None
         self.columns = _names(tree)
         self._parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
+        self.thresholds = [
+            (identifier(part.left.id), number)
+            for part in self._parts
+            if isinstance(part, ast.Compare) and isinstance(part.left, ast.Name)
+            if (number := read_number(getattr(part.comparators[0], "value", None))) is not None
+        ]
 
     def mark(self, records: Sequence[ClipRecord]) -> list[ClipRecord]:
         """Return the records, with `ClipRecord.unmet` set for each clip that does not meet the condition.
@@ -141,6 +151,21 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
     return {identifier(name): cell for name, cell in record.row.items()} | own
 
 
+def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
+    """Return the last columns of the clips' rows in which every cell is a number or empty, with their sorted numbers.
+
+    Time ranges are left out. The names are those that conditions use.
+    """
+    columns: dict[str, list[Any]] = {}
+    for record in records:
+        for name, cell in record.row.items():
+            if cell is not None and not (isinstance(cell, str | float) and is_empty(cell)):
+                columns.setdefault(name, []).append(read_number(cell))
+    numbers = {name: sorted(cells) for name, cells in columns.items() if None not in cells}
+    names = [name for name in numbers if name not in RANGE_COLUMNS]
+    return {identifier(name): numbers[name] for name in names[-MAX_COLUMNS:]}
+
+
 def _fact(name: str, cell: object, is_unknown: bool) -> str:
     kind = " (not a number)" if is_unknown and read_number(cell) is None else ""
     return f"{name} is empty" if is_empty(cell) else f"{name} = {str(cell)[:60]}{kind}"
@@ -154,7 +179,7 @@ def _names(node: ast.AST) -> tuple[str, ...]:
 def read_number(cell: Any) -> float | None:
     """Return the number in a cell, or None if the cell does not contain a finite number."""
     with suppress(TypeError, ValueError, OverflowError):
-        if math.isfinite(number := float(cell)):
+        if not isinstance(cell, bytes) and math.isfinite(number := float(cell)):
             return number
     return None
 

@@ -1,6 +1,6 @@
 """Tables of clips: read the rows of a .csv, .jsonl or .json file, or of a pair of .txt files (paths and captions).
 
-The module also reads the time range that a row selects in its clip.
+The module also reads the time range that a row selects in its clip, and writes .csv and .jsonl files.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wands.data.clips.file_kinds import decode_text, explain_error
-from wands.data.clips.records import Range
-from wands.errors import DataError
+from wands.data.clips.records import ClipRecord, Range
+from wands.data.clips.source import CAPTION_COLUMNS, VIDEO_COLUMNS
+from wands.errors import ConfigError, DataError
+from wands.files import atomic_path
 
 RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
 
@@ -237,3 +239,64 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
         if not isinstance(row, dict):
             row = "item is not a JSON object; write an object with video and caption"
         yield number, row
+
+
+def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, object]:
+    """Return the row for a clip in a new table.
+
+    The row has one video column, one caption column, and the time range in seconds. All other columns of the record's
+    row are copied.
+
+    Args:
+        record: the clip.
+        table: file of the new table. Paths of clips and masks in the folder of this file become relative to this folder.
+        columns: further columns, which replace columns of the same name.
+    """
+    folder = table.absolute().parent
+
+    def written(path: Path) -> str:
+        return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix()
+
+    mask = {"mask": written(record.mask)} if record.mask else {}
+    times = {name: time for name in ("start", "end") if (time := getattr(record, name)) is not None}
+    replaced = {*VIDEO_COLUMNS, *CAPTION_COLUMNS, *RANGE_COLUMNS}
+    copied = {name: value for name, value in record.row.items() if name not in replaced}
+    return {"video": written(record.path), "caption": record.caption, **times, **copied, **mask, **columns}
+
+
+def check_table_name(table: Path) -> None:
+    """Raise ConfigError if `write_table` cannot write a file with this extension."""
+    if table.suffix.lower() not in (".csv", ".jsonl"):
+        raise ConfigError(f"--out={table} must end in .csv or .jsonl; rename the file")
+
+
+def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows to a .csv or .jsonl file, which is complete or unchanged. `read_table` reads this file.
+
+    A value that is not a JSON value, such as the bytes of a clip in a dataset, becomes null. In a .csv file, lists and objects
+    become JSON texts.
+
+    Raises:
+        ConfigError: if the file has another extension.
+        WandsError: if the file cannot be written.
+    """
+    check_table_name(table)
+
+    def to_json(value: object) -> str:
+        return json.dumps(value, default=lambda unknown: None)
+
+    with (
+        atomic_path(table) as partial,
+        partial.open("w", encoding="utf-8", errors="replace", newline="") as file,
+    ):
+        if table.suffix.lower() == ".jsonl":
+            file.writelines(to_json(row) + "\n" for row in rows)
+            return
+        names = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(file, list(names), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            plain = {
+                name: to_json(value) for name, value in row.items() if isinstance(value, list | dict | bytes)
+            }
+            writer.writerow({**row, **plain})

@@ -75,11 +75,18 @@ def test_reasons(condition: str, reason: str) -> None:
         *[("motion > 1 if motion else 2", 1), ("[x for x in motion] > 1", 1), ("*motion > 1", 1), ("motion > '\0'", 1)],
         *[("motion > ...", 10), ("motion > ''", 10), ("motion > (yield)", 11), ("'a' is None and motion > 1", 1)],
         *[("motion > 1 \ud800", 1), ("(" * 300 + "motion > 1" + ")" * 300, 201), ("-motion > 1", 1)],
+        *[("motion > b'1'", 10)],
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_at_its_place(condition: str, character: int) -> None:
     with pytest.raises(ConfigError, match=rf"^--where .*: character {character} \(.*and, or, not\.$"):
         Filter(condition)
+
+
+def test_thresholds_are_the_numbers_that_every_clip_must_meet() -> None:
+    condition = "Motion > .2 and 100 < sharpness and note != 'a' and brightness < 0.9 and (a > 1 or b > 2) and c in [1]"
+    assert Filter(condition).thresholds == [("motion", 0.2), ("brightness", 0.9)]
+    assert Filter("motion > 1 or motion < 0").thresholds == []
 
 
 def test_a_long_condition_is_refused() -> None:

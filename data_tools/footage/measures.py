@@ -1,0 +1,149 @@
+"""The command `wands measure`: write a table with the motion, sharpness and brightness of clips, and their near-duplicates.
+
+Clips are decoded in subprocesses, as by `wands check`. The file OUT.measures.jsonl next to the table stores the results, so
+that a later call with the same --out decodes only new and changed clips.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+
+from wands.commands.clip_rules import LIMIT_SECONDS, crash_reason
+from wands.commands.progress import progress
+from wands.config.options import MeasureOptions
+from wands.data.clips.clip import ClipSpec
+from wands.data.clips.isolated import Crash, map_isolated
+from wands.data.clips.layouts import load_source
+from wands.data.clips.records import ClipRecord
+from wands.data.clips.tables import check_table_name, table_row, write_table
+from wands.data.clips.video import decode_clip
+from wands.errors import ConfigError, DataError
+from wands.files import iter_rows, write_text
+from wands.texts import safe_lines
+
+VERSION = 1
+"""Version of `measure_clip`. Clips that another version has measured are decoded again."""
+AREA = 399_360
+"""Pixels of a frame when its sharpness is measured: 832 x 480 in the frame's own shape. Smaller frames are scaled up."""
+SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
+"""Frames to measure: windows of 2 seconds."""
+EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
+"""Columns of a clip that cannot be decoded."""
+
+
+def measure_clip(clip: ClipRecord) -> dict[str, Any]:
+    """Decode the start of a clip, and measure it.
+
+    Returns:
+        A dictionary with hashes (64-bit perceptual hashes of three frames) and columns: motion (mean length of the optical
+        flow, in frame widths per second; None for an image), sharpness (mean variance of the Laplacian of the luma) and
+        brightness (mean luma, 0 to 1). For a clip that cannot be decoded, a dictionary with the key `reason`.
+
+    Raises:
+        ConfigError: if OpenCV is missing.
+    """
+    try:
+        import cv2
+    except ImportError:
+        raise ConfigError('wands measure needs OpenCV; run pip install "wands[footage]"') from None
+    cv2.setNumThreads(1)
+    frames: list[np.ndarray] = []
+    try:
+        for window in islice(decode_clip(clip.path, SPEC, clip.start, clip.end, clip.crop), 5):
+            frames += [cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in window.frames]
+    except DataError as error:
+        if not frames:  # otherwise, the part before the damage is measured
+            return {"reason": str(error)}
+    scale = (AREA / frames[0].size) ** 0.5
+    large = [cv2.resize(frame, None, fx=scale, fy=scale) for frame in frames]
+    small = [cv2.resize(frame, None, fx=0.5, fy=0.5, interpolation=cv2.INTER_AREA) for frame in large]
+    flow: Any = cv2.DISOpticalFlow.create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
+    steps = [np.linalg.norm(flow.calc(*pair, None), axis=2).mean() for pair in pairwise(small)]
+    hashes = []
+    for sixth in (1, 3, 5):
+        tiny = cv2.resize(frames[len(frames) * sixth // 6], (32, 32), interpolation=cv2.INTER_AREA)
+        waves = cv2.dct(tiny.astype(np.float32))[:8, :8].ravel()
+        hashes.append(int(np.packbits(waves > np.median(waves)).view(np.uint64)[0]))
+    motion = round(float(np.mean(steps)) * SPEC.fps / small[0].shape[1], 4) if steps else None
+    sharpness = round(float(np.mean([cv2.Laplacian(frame, cv2.CV_32F).var() for frame in large])), 1)
+    columns = {"motion": motion, "sharpness": sharpness, "brightness": round(float(np.mean(frames)) / 255, 4)}
+    return {"hashes": hashes, "columns": columns}
+
+
+def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[str, str]:
+    """Return a dictionary that maps the name of each near-duplicate to the name of the most similar clip.
+
+    A clip is compared only with earlier clips that are not duplicates themselves.
+
+    Args:
+        hashes: maps the name of each clip to its three hashes.
+        max_bits: largest number of bits in which each hash of a clip may differ from that of a similar clip.
+    """
+    names: list[str] = []
+    kept, found = np.empty((len(hashes), 3), np.uint64), {}
+    for name, row in hashes.items():
+        kept[len(names)] = row
+        distances = np.bitwise_count(kept[: len(names)] ^ kept[len(names)]).max(axis=1)
+        if (distances <= max_bits).any():
+            found[name] = names[distances.argmin()]
+        else:
+            names.append(name)
+    return found
+
+
+def measure(options: MeasureOptions) -> str:
+    """Run `wands measure`: write the table, and return a summary with the reason of each clip that cannot be measured.
+
+    Raises:
+        ConfigError: if --out has another extension, or OpenCV is missing.
+        DataError: if the source has no clip.
+    """
+    out, work = options.out, options.out.with_suffix(".measures.jsonl")
+    check_table_name(out)
+    records, rejections = load_source(options.source, needs_caption=False)
+    lines = [f"rejected: {item.path}: {item.reason}" for item in rejections]
+    if not records:
+        raise DataError("\n".join([f"SOURCE={options.source} has no clip to measure", *lines]))
+    names = [_identity(record) for record in records]
+    clips: dict[str, ClipRecord] = {}
+    for name, record in zip(names, records, strict=True):
+        clips.setdefault(name, replace(record, row={}))  # a clip with several captions is measured once
+    known = {row["clip"]: row for row in iter_rows(work) if row.get("clip") in clips}
+    todo = [name for name in clips if name not in known]
+    # Without a line that an interrupted call left incomplete.
+    write_text(work, "".join(json.dumps(row) + "\n" for row in known.values()))
+    tasks, num_workers = [clips[name] for name in todo], options.num_workers
+    results = map_isolated(
+        measure_clip, tasks, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=[__name__]
+    )
+    with work.open("a", buffering=1, encoding="utf-8") as file, progress("clips", len(todo)) as advance:
+        for index, result in results:
+            clip = tasks[index]
+            if isinstance(result, Crash):
+                result = {"reason": crash_reason(clip.path, result)}
+            if "reason" in result:
+                lines.append(f"not measured: {clip.key}: {result['reason']}")
+            else:
+                known[todo[index]] = {"clip": todo[index], **result}
+                file.write(json.dumps(known[todo[index]]) + "\n")
+            advance()
+    hashes = {name: known[name]["hashes"] for name in clips if name in known}
+    found = find_duplicates(hashes, options.duplicate_bits)
+    for name, first in found.items():
+        known[name]["columns"]["duplicate_of"] = clips[first].key
+    columns = [EMPTY | known.get(name, {}).get("columns", {}) for name in names]
+    write_table(out, [table_row(record, out, **row) for record, row in zip(records, columns, strict=True)])
+    counts = f"{len(todo):,} clips decoded now, {len(found):,} near-duplicates"
+    return safe_lines("\n".join([*lines, f"{len(records):,} rows in {out}: {counts}"]))
+
+
+def _identity(record: ClipRecord) -> str:
+    """Return a text that differs between clips, and changes if the file, the time range or the crop of a clip changes."""
+    status, part = record.path.stat(), (record.start, record.end, record.crop)
+    return json.dumps([VERSION, str(record.path), status.st_size, status.st_mtime_ns, *part])
