@@ -129,6 +129,17 @@ def test_show_timesteps_follows_the_recipe():
     assert " 450 -  500    0.0%" not in low
 
 
+def test_show_timesteps_of_a_published_model_needs_no_file(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("wands.commands.plan.read_model", lambda recipe: pytest.fail("a file was read"))
+    both = invoke("train", "wan2.2-t2v-a14b-lora", "--show-timesteps").output
+    assert "high-noise expert (transformer)" in both
+    assert "low-noise expert (transformer_2)" in both
+    cut = ("--set", "flow.min_timestep=100", "--set", "model.experts=low")
+    low = invoke("train", "wan2.2-t2v-a14b-lora", "--show-timesteps", *cut).output
+    assert "high-noise" not in low
+    assert "  50 -  100    0.0%" in low
+
+
 def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_path: Path):
     result = invoke(
         "train",

@@ -10,10 +10,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from wands.commands.plan import find_model
 from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
-from wands.config.options import TrainOptions
-from wands.config.recipe import Recipe
+from wands.config.options import PlanOptions, TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import (
     accelerator_type,
@@ -38,7 +38,7 @@ from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.terminal import Terminal
 from wands.train.watchdog import Watchdog
-from wands.train.weights import read_model
+from wands.train.weights import cut_range
 from wands.variants import VARIANTS
 
 
@@ -63,7 +63,7 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     overrides = (*_mock_overrides(options.mock), *options.overrides, *more)
     options = options.model_copy(update={"overrides": overrides})
     if options.show_timesteps:
-        _show_timesteps(load_recipe(options.recipe, options.overrides), log)
+        _show_timesteps(options, log)
         return
     log = terminal = Terminal(log if rank == 0 else None)
     with closing(terminal), Watchdog(launcher, terminal.heartbeat) as watchdog, ExitStack() as stack:
@@ -189,12 +189,15 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
     log(f"memory may not be enough: {problem}")
 
 
-def _show_timesteps(recipe: Recipe, log: Log) -> None:
+def _show_timesteps(options: TrainOptions, log: Log) -> None:
     """Log a histogram of the sampled timesteps for each expert (DiT for a range of noise levels) that the recipe trains.
 
-    If the recipe has no `model.path`, log one histogram over all noise levels.
+    If the recipe has no `model.path`, log one histogram over all noise levels. For a published model, no model file is read.
     """
-    experts = read_model(recipe)[2] if recipe.model.path else ()
+    recipe = load_recipe(options.recipe, options.overrides)
+    model = PlanOptions(recipe=options.recipe, overrides=options.overrides)
+    experts = find_model(recipe, model)[1] if recipe.model.path else ()
+    experts = tuple(cut_range(expert, recipe.flow) for expert in experts)
     for expert in experts or (None,):
         if expert and expert.name:
             log(f"{expert.name}-noise expert ({expert.subfolder})")

@@ -46,10 +46,10 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
                 f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
-    return config, variant, tuple(_cut_range(expert, recipe.flow) for expert in experts)
+    return config, variant, tuple(cut_range(expert, recipe.flow) for expert in experts)
 
 
-def _cut_range(expert: Expert, flow: FlowConfig) -> Expert:
+def cut_range(expert: Expert, flow: FlowConfig) -> Expert:
     """Return the expert with the part of its noise levels that `flow.min_timestep` and `flow.max_timestep` leave."""
     (least, most), (low, high) = expert.sigma_range, flow.sigma_range
     if max(least, low) >= min(most, high):
