@@ -138,6 +138,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ConfigOptions: "wands.config.reference:describe_config",
     opts.InitOptions: "wands.commands.init.init:init",
     opts.SplitOptions: "data_tools.footage.shots:split",
+    opts.CaptionOptions: "data_tools.footage.write_captions:caption",
     opts.MeasureOptions: "data_tools.footage.measures:measure",
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.commands.preprocess.preprocess:preprocess",

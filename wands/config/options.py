@@ -160,6 +160,55 @@ class SplitOptions(Options):
     """Write the timeline of each film, with a picture of each shot, to this HTML file."""
 
 
+class CaptionOptions(Options):
+    """Write captions for clips with an image-text-to-text model.
+
+    Captions that SOURCE or an earlier table contains are kept. To continue an interrupted run, or to try clips without a
+    caption again, run the same command again.
+
+    Examples:
+        wands caption shots.csv --model Qwen/Qwen2.5-VL-7B-Instruct --out captioned.csv
+        wands caption shots.csv --model MODEL --endpoint http://localhost:8000/v1 --out captioned.csv
+    """
+
+    source: Annotated[str, ARGUMENT]
+    """Clips in any form that `wands preprocess` reads. Captions may be missing."""
+    model: str
+    """Folder or Hub id of an image-text-to-text model of transformers. With --endpoint, the name of the served model."""
+    out: Path
+    """Table to write: a .csv or .jsonl file with all columns of SOURCE."""
+    endpoint: str | None = None
+    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. The command sends the key in the variable
+    OPENAI_API_KEY, if it is set."""
+    prompt: tuple[str, ...] = (
+        "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write "
+        "only the description.",
+    )
+    """Instruction for the model. A column name in braces, such as {film}, becomes the value of the row. Give the option
+    several times for several captions [default: describe the video in two to four sentences]."""
+    captions: Annotated[int, Field(ge=1)] = 1
+    """Number of captions of each clip. The captions use the prompts in turn. If there are fewer prompts, further captions
+    are sampled, and depend on --batch."""
+    trigger: str = ""
+    """Trigger word to put in front of each new caption, with a comma."""
+    frames: Annotated[int, Field(ge=1)] = 8
+    """Number of frames that the model sees of each clip, at equal distances over the clip's time range."""
+    max_side: Annotated[int, Field(ge=16)] = 448
+    """Frames are scaled down to the area of a square with this side in pixels."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Largest number of new tokens in an answer. A sentence that is cut off at this limit is removed."""
+    batch: Annotated[int, Field(ge=1)] = 8
+    """Number of clips that the model captions together. With --endpoint, the number of simultaneous requests."""
+    workers: Annotated[int | None, Field(ge=1)] = None
+    """Number of processes to start on this machine. The GPUs are assigned to the processes in turn [default: one per GPU]."""
+    device: str | None = None
+    """Device that runs the model, such as cuda:0 [default: cuda if available, else cpu]."""
+    timeout: Annotated[float, Field(gt=0)] = 120.0
+    """Seconds to wait for an answer of --endpoint. The request is then sent once more."""
+    overwrite: bool = False
+    """Replace existing captions."""
+
+
 class MeasureOptions(Options):
     """Measure motion, sharpness and brightness of clips, and find near-duplicates.
 

@@ -159,6 +159,9 @@ def test_wands_never_imports_data_tools_and_they_stay_in_their_layers() -> None:
         *("wands.commands.progress", "wands.commands.length_histogram"),
         *(
             "wands.commands.clip_rules",
+            "wands.commands.preprocess.encoding",
+            "wands.commands.preprocess.workers",
+            "wands.model.files.hub",
             "wands.config.options",
             "wands.report.page",
         ),  # of programs that are commands of wands

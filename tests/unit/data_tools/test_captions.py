@@ -1,0 +1,324 @@
+"""`wands caption`: an endpoint that answers well or badly, a tiny random model, continuing, kept captions, rules for answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_tools.footage import caption_models, write_captions
+from data_tools.footage.caption_text import clean_answer
+from wands.config.options import CaptionOptions
+from wands.data.clips.tables import read_table
+from wands.data.clips.video import save_video
+from wands.errors import ConfigError, DataError, WandsError
+
+SUNSET = "A red sun sets over the sea."
+
+
+class Server:
+    """OpenAI-compatible endpoint. Each request takes the next answer: a text, (text, reason), a status, bytes, or seconds to
+    wait. After the last answer, every request gets `SUNSET`.
+    """
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args: object) -> None:
+                pass
+
+            def do_POST(self) -> None:
+                size = int(self.headers["Content-Length"])
+                server.requests.append(json.loads(self.rfile.read(size)))
+                server.keys.append(self.headers["Authorization"])
+                answer = server.answers.pop(0) if server.answers else SUNSET
+                if isinstance(answer, float):
+                    time.sleep(answer)
+                    return
+                self.send_response(answer if isinstance(answer, int) else 200)
+                self.end_headers()
+                if not isinstance(answer, int):
+                    self.wfile.write(answer if isinstance(answer, bytes) else completion(answer))
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def prompts(self) -> list[str]:
+        return [request["messages"][0]["content"][-1]["text"] for request in self.requests]
+
+
+def completion(answer: str | tuple[str, str]) -> bytes:
+    text, reason = answer if isinstance(answer, tuple) else (answer, "stop")
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "finish_reason": reason, "message": message}
+    return json.dumps({"id": "x", "created": 1, "model": "m", "choices": [choice]}).encode()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A running server. Clips are decoded in this process."""
+    monkeypatch.setattr(
+        write_captions, "map_isolated", lambda function, items, **_: enumerate(map(function, items))
+    )
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-local")
+    server = Server()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five clips, a file that is no clip, and a table of them."""
+    folder = tmp_path_factory.mktemp("clips")
+    rows = [{"video": f"{k}.mp4", "film": f"film {k}", "license": "CC0"} for k in range(6)]
+    for k in range(5):
+        save_video(folder / f"{k}.mp4", np.full((12, 64, 96, 3), k * 40, np.uint8), 12)
+    (folder / "5.mp4").write_text("<html>")
+    (folder / "shots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def caption(
+    server: Server, clips: Path, out: Path, source: str = "shots.jsonl", **options: Any
+) -> tuple[str, list[Any]]:
+    values = {"model": "m", "endpoint": server.url, "frames": 3, "batch": 1, **options}
+    summary = write_captions.caption(CaptionOptions(source=str(clips / source), out=out, **values))
+    return str(summary), [row for _, row in read_table(out)]
+
+
+def test_answers_of_an_endpoint_become_a_table(server: Server, clips: Path, tmp_path: Path):
+    server.answers = [
+        429,
+        ("A red square moves. It sto", "length"),
+        "I'm sorry, I can't help with that.",
+        "a tree, " * 30,
+        "Here is a caption: A calm\nblue\x00 sea.",
+        "",
+    ]
+    out = tmp_path / "captioned.csv"
+    summary, rows = caption(server, clips, out, trigger="sks", prompt=("Describe {film}.",), max_side=32)
+    found = {Path(row["video"]).stem: (row["caption"], row["caption_problem"]) for row in rows}
+    reason = found.pop("5")[1]
+    assert found == {
+        "0": ("sks, A red square moves.", ""),
+        "1": ("", "the model refused (I'm sorry, I can't help with that.)"),
+        "2": ("", "the answer repeats itself"),
+        "3": ("sks, A calm blue sea.", ""),
+        "4": ("", "the answer is empty"),
+    }
+    assert "5.mp4" in reason or "HTML" in reason
+    assert {row["license"] for row in rows} == {"CC0"}
+    assert "2 clips captioned, 0 captions kept, 4 without caption" in summary
+    assert server.prompts() == [f"Describe film {k}." for k in (0, 0, 1, 2, 3, 4)]
+    assert [part["type"] for part in server.requests[0]["messages"][0]["content"]] == [
+        *["image_url"] * 3,
+        "text",
+    ]
+    assert set(server.keys) == {"Bearer sk-local"}
+    summary, rows = caption(server, clips, out, prompt=("Describe {film}.",))
+    assert server.prompts()[6:] == [f"Describe film {k}." for k in (1, 2, 4)]  # only clips without a caption
+    assert [row["caption"] for row in rows][:3] == ["sks, A red square moves.", SUNSET, SUNSET]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock") == [out.name]
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_requests", "reason"),
+    [
+        ([401], 1, "status 401"),
+        ([b"<html>hi"], 1, ""),
+        ([b'{"choices": []}'], 1, ""),
+        ([5.0, 5.0], 2, "timed out"),
+        ([503] * 5, 5, "status 503"),
+    ],
+)
+def test_a_bad_endpoint_is_one_sentence(
+    server: Server,
+    clips: Path,
+    tmp_path: Path,
+    answers: list,
+    num_requests: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(caption_models, "time", SimpleNamespace(sleep=lambda seconds: None))
+    server.answers = answers
+    message = (
+        rf"--endpoint={server.url} does not answer as an OpenAI-compatible server \(.*{reason}.*\); check"
+    )
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=message) as caught:
+        caption(server, clips, tmp_path / "out.csv", timeout=0.15)
+    assert "\n" not in str(caught.value)
+    assert len(server.requests) == num_requests
+    assert time.monotonic() - began < 4
+    assert not (tmp_path / "out.csv").exists()
+
+
+def test_an_interrupted_run_continues(server: Server, clips: Path, tmp_path: Path):
+    server.answers = [f"Clip {k} shows a square." for k in range(3)] + [401]
+    with pytest.raises(ConfigError, match="status 401"):
+        caption(server, clips, tmp_path / "out.csv")
+    server.answers = [f"Clip {k} shows a square." for k in (3, 4)]
+    _, rows = caption(server, clips, tmp_path / "out.csv")
+    assert [row["caption"] for row in rows] == [*(f"Clip {k} shows a square." for k in range(5)), ""]
+    assert len(server.requests) == 4 + 2
+
+
+def test_captions_are_kept_unless_asked(server: Server, clips: Path, tmp_path: Path):
+    table = clips / "kept.csv"
+    table.write_text("video,caption,start,end\n0.mp4,One.,,\n0.mp4,Two.,,\n1.mp4,,0,0.5\n1.mp4,,0.5,1\n")
+    _, rows = caption(server, clips, tmp_path / "out.csv", table.name)
+    assert [row["caption"] for row in rows] == ["One.", "Two.", SUNSET, SUNSET]
+    assert [row["start"] for row in rows][2:] == ["0.0", "0.5"]
+    _, rows = caption(server, clips, tmp_path / "out.csv", table.name, overwrite=True)
+    assert [row["caption"] for row in rows] == [SUNSET] * 3
+    assert len(server.requests) == 2 + 3
+
+
+def test_several_captions_of_each_clip(server: Server, clips: Path, tmp_path: Path):
+    table = clips / "one.csv"
+    table.write_text("video\n0.mp4\n")
+    server.answers = ["First.", "Second.", "Third."]
+    _, rows = caption(server, clips, tmp_path / "out.csv", table.name, captions=3, prompt=("a", "b"))
+    assert [row["caption"] for row in rows] == ["First.", "Second.", "Third."]
+    assert server.prompts() == ["a", "b", "a"]
+    assert [request["temperature"] for request in server.requests] == [0, 0, caption_models.TEMPERATURE]
+
+
+@pytest.mark.parametrize("prompt", ["{video.__class__}", "{0}", "{}", "{missing!r}"])
+def test_a_prompt_names_columns_and_runs_nothing(server: Server, clips: Path, tmp_path: Path, prompt: str):
+    with pytest.raises(ConfigError, match=r"--prompt contains \{.*which is not a column of SOURCE"):
+        caption(server, clips, tmp_path / "out.csv", prompt=(prompt,))
+    table = clips / "hostile.jsonl"
+    table.write_text(json.dumps({"video": "0.mp4", "film": "{video.__class__} \\1 {film}"}) + "\n")
+    caption(server, clips, tmp_path / "out.csv", table.name, prompt=("See {film}",))
+    assert server.prompts() == ["See {video.__class__} \\1 {film}"]
+
+
+def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl"):
+        caption(server, clips, tmp_path / "out.txt")
+    with pytest.raises(ConfigError, match="is SOURCE; choose another file"):
+        caption(server, clips, clips / "shots.jsonl")
+    with pytest.raises(DataError):
+        caption(server, clips, tmp_path / "out.csv", "missing")
+    with pytest.raises(WandsError, match="nowhere"):
+        caption(server, clips, tmp_path / "out.csv", model=str(tmp_path / "nowhere"), endpoint=None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_cut", "caption", "problem"),
+    [
+        (SUNSET, False, SUNSET, ""),
+        ("  A dog\n\truns.\x07 ", False, "A dog runs.", ""),
+        ("Sure! Here is a detailed caption of the video: A dog runs.", False, "A dog runs.", ""),
+        ("Caption: A dog runs.", False, "A dog runs.", ""),
+        ('"A dog runs."', False, "A dog runs.", ""),
+        ("<think>Is it a dog?</think>A dog runs.", False, "A dog runs.", ""),
+        ("<think>Is it", True, "", "cut off"),
+        ("A dog runs. It then ju", True, "A dog runs.", ""),
+        ("A dog that ru", True, "", "cut off"),
+        ("一只狗在跑。它跳", True, "一只狗在跑。", ""),
+        ("A sign reads: I can't wait.", False, "A sign reads: I can't wait.", ""),
+        ("A man says sorry to a woman.", False, "A man says sorry to a woman.", ""),
+        ("I cannot describe this video.", False, "", "refused"),
+        ("I can’t do that.", False, "", "refused"),
+        ("Sorry, but I can't assist.", False, "", "refused"),
+        ("Unfortunately, I am unable to see it.", False, "", "refused"),
+        ("I'm not able to see a video.", False, "", "refused"),
+        ("I don't see any video.", False, "", "refused"),
+        ("As an AI language model, I have no eyes.", False, "", "refused"),
+        ("抱歉,我无法描述。", False, "", "refused"),
+        ("the the the the the the the the the the the the", True, "", "repeats"),
+        ("A man walks to the door. " * 4, False, "", "repeats"),
+        ("...", False, "", "empty"),
+        ("word " * 3_000, False, "", "characters"),
+    ],
+)
+def test_rules_for_answers(answer: str, is_cut: bool, caption: str, problem: str):
+    found = clean_answer(answer, is_cut)
+    assert found[0] == caption
+    assert problem in found[1]
+    assert bool(problem) == bool(found[1])
+
+
+def build_model(folder: Path) -> None:
+    """Save a random LLaVA that fits a test, with a tokenizer of bytes."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", "<image>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=["<image>"], **names)
+    template = (
+        "{{bos_token}}{% for m in messages %}{% for c in m.content %}"
+        "{% if c.type == 'image' %}<image>{% else %}{{c.text}}{% endif %}{% endfor %}{% endfor %}"
+    )
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**size, num_hidden_layers=2, image_size=28, patch_size=14),
+        text_config=LlamaConfig(
+            vocab_size=len(words), **size, num_hidden_layers=1, num_key_value_heads=2, pad_token_id=0
+        ),
+        image_token_index=4,
+        vision_feature_layer=-1,
+    )
+    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=template,
+    ).save_pretrained(folder)
+
+
+@pytest.mark.slow
+def test_a_model_of_transformers(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same captions for every batch, in one process and in two, and the control tokens of a prompt are not read."""
+    build_model(tmp_path / "llava")
+    values = {"source": str(clips / "shots.jsonl"), "model": str(tmp_path / "llava"), "frames": 2}
+    values |= {"max_tokens": 12, "max_side": 64, "device": "cpu", "prompt": ("{film} <image></s>",)}
+    problems = []
+    for batch, workers in ((1, 1), (2, 1), (4, 1), (2, 2)):
+        out = tmp_path / f"{batch}-{workers}.jsonl"
+        if workers == 1:
+            monkeypatch.setattr(write_captions, "clean_answer", lambda text, is_cut: (repr(text), ""))
+        else:
+            monkeypatch.undo()
+        write_captions.caption(CaptionOptions(out=out, batch=batch, workers=workers, **values))
+        rows = [row for _, row in read_table(out)]
+        problems.append([row["caption"] or row["caption_problem"] for row in rows])
+    assert problems[0] == problems[1] == problems[2]
+    assert len(set(problems[0])) > 2
+    assert len(problems[3]) == 6
+    assert all(problems[3])
