@@ -291,7 +291,8 @@ def _kind(clip: CheckedClip, text: str) -> str:
 
     The file name is left out, so that equal problems of different clips give equal texts.
     """
-    text = text[max(0, text.find("--where requires ")) :]  # without the cells of the clip
+    if "--where requires " in text:
+        return text[text.index("--where requires ") :]  # without the cells of the clip
     text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
     return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
 
