@@ -387,7 +387,7 @@ def test_json_has_everything(report: CheckReport, tmp_path: Path) -> None:
 
 
 def test_clips_that_do_not_meet_a_condition_are_counted_together(clips_dir: Path, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, {name: "carphone_pristine.mp4" for name in "ab"}, clips_dir)
+    folder = folder_of(tmp_path / "set", {name: "carphone_pristine.mp4" for name in "ab"}, clips_dir)
     for name, score in (("a", 1), ("b", 2)):
         (folder / f"{name}.txt").unlink(missing_ok=True)
         (folder / f"{name}.json").write_text(json.dumps({"caption": name, "score": score}))
