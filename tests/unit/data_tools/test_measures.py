@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def test_frames_of_unusual_shapes_and_single_frames(tmp_path: Path):
     assert image["brightness"] == pytest.approx(0.5, abs=0.02)
 
 
+def test_a_clip_is_measured_up_to_the_first_damage(tmp_path: Path):
+    path = write_clip(tmp_path / "a.mkv", moving_square(step=1, count=80), fps=FPS)
+    whole = measured(path)
+    path.write_bytes(path.read_bytes()[: int(0.7 * path.stat().st_size)])
+    assert measured(path)["motion"] == pytest.approx(whole["motion"], rel=0.2)
+    path.write_bytes(path.read_bytes()[: int(0.2 * path.stat().st_size)])
+    assert "replace the file" in measures.measure_clip(ClipRecord("", path, ""))["reason"]
+
+
 def test_duplicates_of_duplicates_name_the_first_clip():
     hashes = {"a": [0] * 3, "b": [7, 0, 0], "c": [63, 0, 0], "d": [2**64 - 1] * 3, "e": [0, 0, 2**63]}
     # c is similar to b, but b is a duplicate itself.
@@ -164,6 +174,12 @@ def test_table_of_a_folder(tmp_path: Path, in_process: list[str]):
     (films / "list.csv").write_text("video,end\na.mp4,\nb.mkv,1\nc.mp4,\n")  # and another time range of b.mkv
     run(films / "list.csv", out)
     assert in_process[6:] == ["a.mp4", "b.mkv"]
+    status = (films / "c.mp4").stat()
+    os.utime(films / "c.mp4", ns=(status.st_atime_ns, status.st_mtime_ns + 10**9))
+    run(films / "list.csv", out)
+    assert in_process[8:] == ["c.mp4"]
+    run(films / "list.csv", out)
+    assert in_process[9:] == []
 
 
 def test_measure_then_check_where(tmp_path: Path):
@@ -220,6 +236,7 @@ def test_mistakes_end_in_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
     write_clip(tmp_path / "a.mp4", [texture(1)] * 4, fps=FPS)
     with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl; rename the file"):
         run(tmp_path, tmp_path / "a.txt")
+    assert not in_process  # the extension is checked before clips are decoded
     (tmp_path / "list.csv").write_text("video\nnone.mp4\n")
     with pytest.raises(DataError, match="has no clip to measure"):
         run(tmp_path / "list.csv", tmp_path / "b.csv")
