@@ -245,6 +245,7 @@ def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
         ("抱歉,我无法描述。", False, "", "refused"),
         ("the the the the the the the the the the the the", True, "", "repeats"),
         ("A man walks to the door. " * 4, False, "", "repeats"),
+        (" ".join(f"thing {n}" for n in range(30)) * 4, False, "", "repeats"),  # a long period
         ("...", False, "", "empty"),
         ("word " * 3_000, False, "", "characters"),
     ],
