@@ -160,6 +160,12 @@ class SplitOptions(Options):
     """Write the timeline of each film, with a picture of each shot, to this HTML file."""
 
 
+_CAPTION_PROMPT = (
+    "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write only "
+    "the description."
+)
+
+
 class CaptionOptions(Options):
     """Write captions for clips with an image-text-to-text model.
 
@@ -180,9 +186,8 @@ class CaptionOptions(Options):
     endpoint: str | None = None
     """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. The command sends the key in the variable
     OPENAI_API_KEY, if it is set."""
-    prompt: tuple[str, ...] = (
-        "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write "
-        "only the description.",
+    prompt: Annotated[tuple[str, ...], BeforeValidator(lambda prompts: prompts or (_CAPTION_PROMPT,))] = (
+        _CAPTION_PROMPT,
     )
     """Instruction for the model. A column name in braces, such as {film}, becomes the value of the row. Give the option
     several times for several captions [default: describe the video in two to four sentences]."""

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from data_tools.footage import caption_models, write_captions
 from data_tools.footage.caption_text import clean_answer
+from wands.cli import main
 from wands.config.options import CaptionOptions
 from wands.data.clips.tables import read_table
 from wands.data.clips.video import save_video
@@ -207,6 +209,17 @@ def test_a_prompt_names_columns_and_runs_nothing(server: Server, clips: Path, tm
     table.write_text(json.dumps({"video": "0.mp4", "film": "{video.__class__} \\1 {film}"}) + "\n")
     caption(server, clips, tmp_path / "out.csv", table.name, prompt=("See {film}",))
     assert server.prompts() == ["See {video.__class__} \\1 {film}"]
+
+
+def test_the_command_has_a_prompt(monkeypatch: pytest.MonkeyPatch):
+    given: list[CaptionOptions] = []
+    monkeypatch.setattr(write_captions, "caption", given.append)
+    for more in ([], ["--prompt", "one", "--prompt", "two"]):
+        result = CliRunner().invoke(main, ["caption", "clips", "--model", "m", "--out", "a.csv", *more])
+        assert result.exit_code == 0, result.output
+    assert given[0].prompt == CaptionOptions(source="clips", model="m", out=Path("a.csv")).prompt
+    assert given[0].prompt[0].startswith("Describe this video")
+    assert given[1].prompt == ("one", "two")
 
 
 def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
