@@ -215,14 +215,14 @@ class CaptionOptions(Options):
 
 
 class MeasureOptions(Options):
-    """Measure motion, sharpness and brightness of clips, and find near-duplicates.
+    """Measure motion, sharpness and brightness of clips.
 
-    The command writes a table with the columns motion, sharpness, brightness and duplicate_of. It measures the first 10
-    seconds of each clip. To resume an interrupted run, run the same command again.
+    The command also finds near-duplicates. It writes a table with the columns motion, sharpness, brightness and
+    duplicate_of. It measures the first 10 seconds of each clip. To resume an interrupted run, run the same command again.
 
     Examples:
         wands measure captioned.csv --out measured.csv
-        wands check measured.csv --where 'motion>0.05 and duplicate_of is None' --html clips.html
+        wands measure captioned.csv --out measured.csv --duplicate-bits 10
     """
 
     source: Annotated[str, ARGUMENT]

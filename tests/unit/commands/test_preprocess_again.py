@@ -196,7 +196,7 @@ def test_where_leaves_clips_out_and_takes_them_back(
         ("man", reason, 0),
         ("bikes", "", 1),
     ]
-    assert checked.problems()[0] == ("--where requires motion >", 1)
+    assert checked.problems()[0] == ("--where requires motion > .2", 1)
     assert run(table, tmp_path / "cache", tiny_pipeline, SMALL).num_accepted == 2  # the same settings
     with monkeypatch.context() as patch:
         forbid_video(patch)
