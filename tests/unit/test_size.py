@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_942
+TOTAL = 21_947
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 929,
     "commands": 4496,
     "config": 1250,
-    "data": 4517,
+    "data": 4522,
     "distributed": 389,
     "encoders": 349,
     "export": 393,

@@ -54,7 +54,12 @@ class Filter:
             tree = ast.parse(self._text, mode="eval").body
             self._test(tree, {})  # visits every node, because no test stops at its first false part
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            begin = (getattr(error, "offset", 1) or len(self._text) + 1) - 1  # 0 is the end
+            odd = re.search(
+                r"[\0\ud800-\udfff]", self._text
+            )  # each version of Python names another place for these
+            begin = (
+                odd.start() if odd else (getattr(error, "offset", 1) or len(self._text) + 1) - 1
+            )  # 0: the end
             raise ConfigError(
                 f"--where {self._text} cannot be used: character {begin + 1} ({self._text[begin:][:30] or 'the end'}) breaks the "
                 'rules. Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, in ["a", "b"] or is None. Join '

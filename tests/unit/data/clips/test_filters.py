@@ -72,9 +72,9 @@ def test_reasons(condition: str, reason: str) -> None:
         *[("motion > " + "9" * 900, 10), ("é > 1 and motion.x > 1", 11), ("motion > None", 10), ("motion is 1", 11)],
         *[("(x := motion) > 1", 2), ("lambda: motion > 1", 1), ("f'{motion}' > '1'", 1), ("motion @ 2", 1)],
         *[("motion in []", 11), ("motion.x in []", 1), ("motion in license", 11), ("motion in [[1]]", 12)],
-        *[("motion > 1 if motion else 2", 1), ("[x for x in motion] > 1", 1), ("*motion > 1", 1), ("motion > '\0'", 1)],
+        *[("motion > 1 if motion else 2", 1), ("[x for x in motion] > 1", 1), ("*motion > 1", 1), ("motion > '\0'", 11)],
         *[("motion > ...", 10), ("motion > ''", 10), ("motion > (yield)", 11), ("'a' is None and motion > 1", 1)],
-        *[("motion > 1 \ud800", 1), ("(" * 300 + "motion > 1" + ")" * 300, 201), ("-motion > 1", 1)],
+        *[("motion > 1 \ud800", 12), ("(" * 300 + "motion > 1" + ")" * 300, 201), ("-motion > 1", 1)],
         *[("motion > b'1'", 10)],
     ],
 )  # fmt: skip
