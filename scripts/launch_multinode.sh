@@ -8,8 +8,9 @@ bash scripts/launch_multinode.sh OPTIONS -- [arguments of wands train]
 
 With torchrun: run the same command on every node (Kubernetes, srun, a shell on each node).
   --nnodes N             number of nodes, or MIN:MAX; also NNODES [in SLURM: the nodes of the job]
-  --node-rank R          number of this node, 0 to N-1; also NODE_RANK [in SLURM: the number of the task's node]
-  --master-addr HOST     name or address of node 0, as the other nodes reach it; also MASTER_ADDR [in SLURM: the first node]
+  --node-rank R          number of this node, 0 to N-1; also NODE_RANK [in SLURM: the number of the task's node; of one node: 0]
+  --master-addr HOST     name or address of node 0, as the other nodes reach it; also MASTER_ADDR [in SLURM: the first node;
+                         of one node: 127.0.0.1]
   --nproc-per-node G     processes on this node [default: the number of GPUs]; also NPROC_PER_NODE
 
   If a process crashes, is killed or hangs, all processes start again and resume from the newest checkpoint. The run ends
@@ -96,6 +97,9 @@ with_torchrun() {
     fi
     # Two jobs may share a node: each gets a port of its own, the same on all nodes of a job.
     master_port="${master_port:-$((20000 + ${SLURM_JOB_ID:-0} % 10000))}"
+  fi
+  if [ "$nnodes" = 1 ]; then
+    node_rank="${node_rank:-0}" master_addr="${master_addr:-127.0.0.1}"
   fi
   [ -n "$nnodes" ] || die "--nnodes is missing: the number of nodes (or use --hostfile FILE)."
   local most="${nnodes#*:}"

@@ -157,6 +157,11 @@ def test_torchrun_on_each_node(fake, start):
     told += " --rdzv-conf read_timeout=600,is_host=1 --local-addr b -m wands train"
     assert lines == [*told.split(), "OMP=5", "NCCL=ib0", "GLOO=ib0"]
 
+    lines = say(start(MULTINODE, ["--nnodes", 1, "--nproc-per-node", 2, "--", "r"], env))
+    told = f"{AGENT} --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29500"
+    told += " --rdzv-conf read_timeout=600,is_host=1 --local-addr 127.0.0.1 -m wands train r"
+    assert lines[: len(told.split())] == told.split()
+
 
 def test_each_rank_gets_its_share_of_the_cores(fake, start):
     """torchrun alone would give an offloaded Adam one thread."""

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_947
+TOTAL = 21_955
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 929,
-    "commands": 4496,
+    "commands": 4504,
     "config": 1250,
     "data": 4522,
     "distributed": 389,

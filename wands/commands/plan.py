@@ -12,10 +12,10 @@ import numpy as np
 
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
-from wands.config.recipe import Recipe
+from wands.config.recipe import DataConfig, Recipe
 from wands.config.recipe_loading import list_recipes, load_recipe
 from wands.data.datasets import open_data
-from wands.errors import ConfigError
+from wands.errors import CacheError, ConfigError
 from wands.files import write_text
 from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
 from wands.planning.memory import to_gib
@@ -37,7 +37,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
     "ring x ulysses": lambda one: f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
     "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
-    "blocks": lambda one: str(one.workload.recipe.model.num_recomputed(one.workload.shape.num_layers)),
+    "recomputed": lambda one: str(one.workload.recipe.model.num_recomputed(one.workload.shape.num_layers)),
     "bin": lambda one: f"{one.workload.recipe.packing.max_tokens:,}",
     "GiB/GPU": lambda one: f"{one.memory.needed / 2**30:.1f}",
     "host GiB": lambda one: f"{one.host / 2**30:.0f}",
@@ -61,6 +61,7 @@ def plan(options: PlanOptions) -> str:
     Raises:
         ConfigError: if no settings fit the machine. The message describes the settings that need the least memory.
             Also if an option is wrong, or the recipe names no model.
+        CacheError: if the recipe names a cache that cannot be read.
     """
     if options.table:
         return what_fits()
@@ -213,15 +214,22 @@ def find_model(recipe: Recipe, options: PlanOptions) -> Model:
     return variant, choose_experts(variant, recipe.model.experts), variant.dit.to_config()
 
 
+def _has_data(data: DataConfig) -> bool:
+    return bool(data.cache or data.sources or data.mock)
+
+
 def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
     """Return the number of video tokens of each clip, int64 [number of clips].
 
-    If the recipe names no data, the function assumes `options.clips` equal clips of `options.size` with `options.frames`
-    frames.
+    With `options.clips`, or if the recipe names no data, the function assumes equal clips of `options.size` with
+    `options.frames` frames: `options.clips` of them, or 1,000.
     """
     data, dit = recipe.data, variant.dit
-    if data.cache or data.sources or data.mock:
-        dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
+    if options.clips is None and _has_data(data):
+        try:
+            dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
+        except CacheError as error:
+            raise CacheError(f"{error} To plan without a cache, add --clips N.") from None
         return dataset.num_tokens(dit.patch_size)
     size = options.size
     parts = SIZES.get(size) or size.lower().split("x")
@@ -238,7 +246,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
         raise ConfigError(
             f"--size {size} is smaller than one video token of {variant.name}; use a larger size, such as 480p."
         )
-    return np.full(options.clips, tokens, np.int64)
+    return np.full(options.clips or 1000, tokens, np.int64)
 
 
 def _table(candidates: Sequence[Candidate]) -> str:
@@ -258,7 +266,8 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
     cache, checkpoint = _cache_bytes(task, variant) / 1e9, _checkpoint_bytes(best) / 1e9
-    evaluation = [_evaluation_line(best, variant, steps)] if recipe.eval else []
+    total = recipe.train.max_steps or recipe.train.epochs * steps
+    evaluation = [_evaluation_line(best, variant, total)] if recipe.eval else []
     lines = [
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",
@@ -266,8 +275,8 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"host    {host}",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
-        f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; an epoch of {tokens:,} tokens "
-        f"is {steps:,} steps, {format_seconds(steps * best.seconds)}",
+        f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; the run of {total:,} steps takes "
+        f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
         *evaluation,
     ]
     if recipe.sample:
@@ -279,11 +288,14 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     return "\n  ".join(lines)
 
 
-def _evaluation_line(best: Candidate, variant: Variant, steps_per_epoch: int) -> str:
-    """Return a line with the share of the time that evaluations take. All clips are assumed to have the mean length."""
+def _evaluation_line(best: Candidate, variant: Variant, total: int) -> str:
+    """Return a line with the share of the time that evaluations take, for a run of `total` steps.
+
+    All clips are assumed to have the mean length.
+    """
     load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
     assert recipe.eval is not None
-    total, clip = recipe.train.max_steps or recipe.train.epochs * steps_per_epoch, int(lens.mean())
+    clip = int(lens.mean())
     training = (
         total * recipe.train.bins_per_step * best.prediction.cp * best.prediction.flops * load.num_models
     )
@@ -304,9 +316,11 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
         ds_json = shlex.quote(str(options.out / "deepspeed.json"))
         words = [shlex.quote(str(options.out / "recipe.yaml")), f"--deepspeed {ds_json}"]
     else:
-        model = [] if best.workload.recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
+        recipe = best.workload.recipe
+        missing = [] if recipe.model.path else ["model.path=DIR_OR_HUB_ID"]
+        missing += [] if _has_data(recipe.data) else ["data.cache=DIR"]
         words = [*([options.recipe] if options.recipe else []), f"--deepspeed {best.ds_name}"]
-        words += [f"--set {shlex.quote(key)}" for key in (*model, *options.overrides, *best.changes())]
+        words += [f"--set {shlex.quote(key)}" for key in (*missing, *options.overrides, *best.changes())]
     launcher = f"deepspeed --num_gpus {gpus} --module wands train" if gpus > 1 else "wands train"
     if gpus > per_node:
         nodes = gpus // per_node

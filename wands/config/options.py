@@ -359,6 +359,7 @@ class PlanOptions(RecipeOptions):
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
+        wands plan my.yaml --clips 200 --hardware rtx4090 --gpus 1
         wands plan --table
     """
 
@@ -385,11 +386,12 @@ class PlanOptions(RecipeOptions):
     gpus_per_node: Annotated[int | None, Field(ge=1)] = None
     """Number of GPUs in one node [default: a typical value for --hardware]."""
     size: str = "480p"
-    """Frame size of the clips, used only if RECIPE names no data. Give 480p, 720p or HEIGHTxWIDTH in pixels."""
+    """Frame size of the clips, with --clips or without data. Give 480p, 720p or HEIGHTxWIDTH in pixels."""
     frames: Annotated[int, Field(ge=1)] = 81
-    """Number of frames in each clip, used only if RECIPE names no data."""
-    clips: Annotated[int, Field(ge=1)] = 1000
-    """Number of clips in the data set, used only if RECIPE names no data."""
+    """Number of frames in each clip, with --clips or without data."""
+    clips: Annotated[int | None, Field(ge=1)] = None
+    """Plan for this number of equal clips. The cache is then not read [default: the data of RECIPE, or 1,000 clips if RECIPE
+    names no data]."""
     deepspeed: Path | None = None
     """Plan with only this DeepSpeed config: a JSON file, or a name in ds_configs/ such as zero3. Without --deepspeed, all
     shipped configs are tried."""

@@ -21,8 +21,9 @@ from wands.commands.train import run_train
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.options import CalibrateOptions, TrainOptions
 from wands.config.recipe_loading import load_recipe
-from wands.errors import ConfigError
+from wands.errors import CacheError, ConfigError
 from wands.planning.hardware import MACHINES, Machine, measurement_file
+from wands.texts import format_seconds
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -72,6 +73,25 @@ def test_a_plan_recomputes_no_more_blocks_than_memory_asks_for():
     for number, fits in ((num_blocks, True), (num_blocks - 1, False)):
         keys = ("model.checkpointing=selective", f"model.checkpoint_blocks={number}")
         assert (settings in [row[:3] for row in rows_of(run(overrides=keys))]) == fits
+
+
+def test_a_plan_needs_no_cache(tmp_path):
+    options = {
+        "recipe": "wan2.1-t2v-1.3b-lora",
+        "overrides": ("data.cache=nowhere", "train.max_steps=1500"),
+        "gpus": 1,
+    }
+    with pytest.raises(
+        CacheError, match=r"cache=nowhere is not a folder; .* To plan without a cache, add --clips N\.$"
+    ):
+        run(**options)
+    few, many = (run(**options, clips=number) for number in (40, 400))
+    seconds = seconds_of(many)
+    assert f"the run of 1,500 steps takes {format_seconds(1500 * seconds)}; " in many
+    assert "an epoch of 1,310,400 tokens has 5 steps" in few
+    assert "an epoch of 13,104,000 tokens has 50 steps" in many
+    assert "--set data.cache=DIR" not in many
+    assert "--set data.cache=DIR" in run("wan2.1-t2v-1.3b-lora")
 
 
 def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():

@@ -32,10 +32,12 @@ How to add a kernel:
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add a CUDA kernel to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
-   tests/unit/attention/test_kernels.py. For a CUDA kernel from a package, add a fake module with the package's
-   signatures, so that machines without a GPU test the two functions, and add the name to the tests of `auto`. For a CPU
-   kernel, add the name to the tests of padding rows, autocast and self-check. Add a CUDA kernel to the table of kernels
-   in docs/performance.md. scripts/bench_attention.py measures every `FlashBackend` of `FLASH_BACKENDS`.
+   tests/unit/attention/test_kernels.py. For a CUDA kernel, add the name to the tests of `auto`, which list the order of
+   all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
+   without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
+   self-check. Add a CUDA kernel to docs/performance.md (table and order of `auto`), to the help text of
+   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py. scripts/bench_attention.py measures every
+   `FlashBackend` of `FLASH_BACKENDS`.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. Once
    per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
    results are wrong.
@@ -53,8 +55,9 @@ What the two functions receive:
 - There can be more rows than the segments contain. The rows after the last segment are padding.
 - A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
   are not called if no row of q has a key.
-- In the backward pass, `lse` can be +inf for a row of q (self_check.py tests this). This row must add nothing to any
-  gradient.
+- In the backward pass, `lse` is -inf for rows of q without keys. It can be +inf for a row that must add nothing to any
+  gradient: exp(score - inf) is 0. Nothing in wands passes +inf today; self_check.py tests it.
+- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py refuses it.
 
 What the two functions return:
 

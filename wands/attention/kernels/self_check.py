@@ -79,7 +79,8 @@ def check_backend(
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = torch.zeros(q.shape, dtype=lse.dtype, device=device)
     for part, part_lse in parts:
-        # Set the weight of rows without keys to 0, because -inf - -inf is nan.
+        # The formula of the papers, not the more accurate weights of ring.py: the check is independent of what it checks.
+        # Rows without keys get the weight 0, because -inf - -inf is nan.
         weight = (part_lse - lse).exp().masked_fill(part_lse.isneginf(), 0)
         merged += part * weight.mT[..., None]
     out = merged.to(dtype)
