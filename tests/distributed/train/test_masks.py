@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +19,12 @@ from wands.data.collate import PackedBatch
 from wands.data.patchify import grid_size
 from wands.train.run import TrainingRun
 
-SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6))
+SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
+MASKED = (1, 3, 4)
 
 
 def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
-    """Clips of 1, 25, 9, 7 and 15 tokens, and the overrides that train on them in one bin.
+    """Clips of 1, 25, 9, 7, 15 and 6 tokens, and the overrides that train on them in one bin.
 
     Args:
         kind: "masks": three clips have a random mask; "ones": all have a mask of ones; "none": no clip has a mask.
@@ -32,16 +34,19 @@ def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
         for number, shape in enumerate(SHAPES):
             latents = torch.randn(run.shape.out_channels, *shape, generator=draw).bfloat16()
             text = torch.randn(100 + 80 * number, run.shape.text_dim, generator=draw).bfloat16()
+            images: dict[str, torch.Tensor] = {}
+            if run.shape.condition_channels:
+                images["image_latents"] = torch.randn(latents.shape, generator=draw).bfloat16()
+            if width := run.shape.image_dim:
+                images["image_embeds"] = torch.randn(run.shape.image_len, width, generator=draw).bfloat16()
             weights = torch.rand(grid_size(shape, run.shape.patch_size), generator=draw)
             weights = (weights - 0.3).clamp(min=0).bfloat16()
-            mask = {"masks": weights if number in (1, 3, 4) else None, "ones": torch.ones_like(weights)}.get(
-                kind
-            )
+            masks = {"masks": weights if number in MASKED else None, "ones": torch.ones_like(weights)}
             meta = {"num_frames": 4 * shape[0] - 3, "fps": 16.0, "content": f"c{number}"}
-            writer.add(f"clip-{number}", latents, text, meta, token_weights=mask)
+            writer.add(f"clip-{number}", latents, text, meta, token_weights=masks.get(kind), **images)
         writer.commit(torch.randn(1, run.shape.text_dim, generator=draw).bfloat16())
     return (
-        *("data.mock=null", "packing.max_tokens=57", "train.max_steps=1", "train.bins_per_step=1"),
+        *("data.mock=null", "packing.max_tokens=63", "train.max_steps=1", "train.bins_per_step=1"),
         *("flow.weighting=linear", f"data.sources=[{{path: {path}, loss_weight: 0.5}}]"),
     )
 
@@ -88,6 +93,47 @@ def test_any_grid_is_one_process(
     spread = (*overrides, *grid.overrides, f"data.verify={verify}")
     ranks = worlds[grid.world_size].run(optimizer_step, tiny_pipeline, tmp_path, spread, zero(stage))
     assert check_step(ranks, one) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(1, 1, 1), Grid(1, 2, 1), *(pytest.param(grid, marks=pytest.mark.full) for grid in GRIDS[4:])],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [("wan2.2-ti2v-5b", "sample"), ("wan2.2-ti2v-5b", "token"), ("wan2.1-i2v-14b", "token")],
+)
+def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
+    name: str,
+    reduction: str,
+    grid: Grid,
+    worlds: WorldPool,
+    tiny_variant: Callable[[str], Path],
+    tmp_path: Path,
+):
+    """A first frame that TI2V is given counts neither in the loss nor in its divisors, whatever its mask is."""
+    model, ratio = tiny_variant(name), 0.6 if "ti2v" in name else 0.0
+    settings = [*write_cache(tmp_path / "cache", model, "masks"), f"loss.reduction={reduction}"]
+    settings += [f"train.bins_per_step={grid.dp}", *([f"flow.i2v_ratio={ratio}"] if ratio else [])]
+    run = make_run(model, tmp_path, tuple(settings), world_size=1)
+    args = (model, tmp_path, (*settings, *grid.overrides), zero(2), torch.float64)
+    ranks = worlds[grid.world_size].run(optimizer_step, *args)
+    assert worst(ranks[0].gradients, stock_gradients(model, run)) <= TOLERANCE
+    if reduction == "sample":
+        return
+    mean, count, given = 0.0, 0.0, set()
+    for number, shape in enumerate(SHAPES):
+        weights = run.data.read(number).token_weights
+        weights = torch.ones(shape[0], shape[1] // 2, shape[2] // 2) if weights is None else weights.double()
+        first = float(weights[0].sum()) if shape[0] > 1 else 0.0
+        is_given = run.collator([run.data.read(number)], [0], 0).num_cond_tokens[0] > 0
+        given |= {is_given} if number in MASKED[1:] else set()
+        mean += float(weights.sum()) - ratio * first
+        count += float(weights.sum()) - is_given * first
+    plan = run.sampler.step_plan(0)
+    assert (run.denominator(plan), run.count(plan)) == pytest.approx((mean, count), rel=1e-12)
+    assert given == ({True, False} if ratio else {False})  # masked clips with and without a given frame
 
 
 def test_a_mask_of_ones_is_bitwise_no_mask(worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path):
