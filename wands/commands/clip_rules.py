@@ -5,7 +5,10 @@ Both commands use this module, so that both accept and reject the same clips.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from wands.config.options import ClipOptions
+from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.filters import Filter
 from wands.data.clips.isolated import Crash
@@ -49,8 +52,8 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
         more: further options of `load_source`.
 
     Returns:
-        A pair: the records of the usable clips (one for each caption), and the rejections of the unusable clips. Clips that do
-        not meet --where are records, whose attribute `unmet` is the reason.
+        A pair: the records of the usable clips (one for each caption, with the trigger word of --trigger), and the rejections
+        of the unusable clips. Clips that do not meet --where are records, whose attribute `unmet` is the reason.
 
     Raises:
         ConfigError: if --where cannot be used.
@@ -62,7 +65,10 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
     records, rejections = load_source(
         options.source, other_columns=columns, **options.model_dump(include=keys), **more
     )
-    return where.mark(records) if where else records, rejections
+    records = where.mark(records) if where else records
+    if options.trigger:
+        records = [replace(row, caption=add_trigger(row.caption, options.trigger)) for row in records]
+    return records, rejections
 
 
 def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:

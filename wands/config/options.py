@@ -71,6 +71,9 @@ class ClipOptions(Options):
     """Use only clips that meet this condition on the columns of a table, such as "motion > 0.2 and sharpness > 100". Other
     clips are rejected with the reason. Compare columns by <, <=, >, >=, ==, !=, in and is None. Join comparisons by
     and, or, not."""
+    trigger: str | None = None
+    """Word or text that is put in front of each caption, followed by a comma, unless the caption contains it. With another
+    word, `wands preprocess` encodes only the captions again."""
     fps: float | None = None
     """Frame rate of the samples in frames per second. Clips with another frame rate are resampled [default: the frame
     rate of the model variant, such as 16]."""
@@ -286,9 +289,6 @@ class PreprocessOptions(ClipOptions):
     model: str
     """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
     model variant."""
-    trigger: str | None = None
-    """Word or text that is put in front of each caption, followed by a comma, unless the caption contains it. With another
-    trigger, only the captions are encoded again."""
     device: str | None = None
     """Device that runs the VAE and the other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
     text_device: str | None = None

@@ -176,6 +176,12 @@ def test_a_long_caption_is_shortened_in_reports(clips: Path, clips_dir: Path, tm
     assert len(report.to_json()) < 10_000 < report.cache_bytes
 
 
+def test_captions_have_the_trigger_word(clips_dir: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4", "ohwx": "bikes.mp4"}, clips_dir)
+    captions = {clip.key: clip.caption for clip in check(str(folder), **SMALL, trigger="ohwx").clips}
+    assert captions == {"a": "ohwx, a caption of a", "ohwx": "a caption of ohwx"}
+
+
 def test_it_says_how_much_footage_is_used(clips_dir: Path, tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4"}, clips_dir)
     for mode in ("head", "slide"):

@@ -46,7 +46,8 @@ def run(*arguments: object, exit_code: int = 0) -> Result:
 @pytest.fixture
 def project(clips: Path, tiny_pipeline: Path, tmp_path: Path) -> Path:
     out = tmp_path / "my project"
-    run(clips, "--model", tiny_pipeline, "--gpu-memory", 80, "--fps", 25, "--out", out)
+    options = ("--gpu-memory", 80, "--fps", 25, "--trigger", "my dog", "--out", out)
+    run(clips, "--model", tiny_pipeline, *options)
     return out
 
 
@@ -64,14 +65,15 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     ds_config = json.loads((project / "deepspeed.json").read_text())
     build_ds_config(ds_config, recipe, world_size=1, device_type="cuda")
     prompt = json.loads((project / "prompts.jsonl").read_text())
-    assert prompt == {"prompt": "cyclists wait, clip c #1: end", "height": 64, "width": 96, "num_frames": 25}
+    caption = "my dog, cyclists wait, clip c #1: end"
+    assert prompt == {"prompt": caption, "height": 64, "width": 96, "num_frames": 25}
     commands = [
         shlex.split(line)
         for line in (project / "commands.sh").read_text().splitlines()
         if line[:5] == "wands"
     ]
     assert [words[1] for words in commands] == ["check", "preprocess", "train", "infer"]
-    assert all(words[2:4] == [str(clips), "--fps=25.0"] for words in commands[:2])
+    assert all(words[2:5] == [str(clips), "--trigger=my dog", "--fps=25.0"] for words in commands[:2])
     assert str(tiny_pipeline) in commands[1]
     for name, *words in (command[1:] for command in commands):
         main.commands[name].make_context(name, words[:-2] if "||" in words else words)

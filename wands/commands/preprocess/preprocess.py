@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from wands.config.options import PreprocessOptions
 from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.cache.write_ahead_log import WriteAheadLog
-from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, IsolatedWorker
 from wands.data.clips.records import REJECTS_NAME
@@ -93,8 +92,6 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
     variant = _read_variant(options.model)
     spec = plan_samples(options, variant)
     rows, rejected = read_source(options)
-    if options.trigger:
-        rows = [replace(row, caption=add_trigger(row.caption, options.trigger)) for row in rows]
     out = options.out
     if part:
         rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)

@@ -16,7 +16,7 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wands.data.clips.captions import check_captions
@@ -35,11 +35,11 @@ _LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
-_TEXTS = (*_CLIPS, "caption_extension", "caption_prefix", "id_token", "dataset_type")
+_TEXTS = (*_CLIPS, "caption_extension", "caption_prefix", "id_token", "dataset_type", "mask_path")
 _SIZES = ("resolution", "resolutions", "size_buckets", "image_resolution_buckets", "video_resolution_buckets")
 _NOTES = {
     **dict.fromkeys(("enable_bucket", "enable_ar_bucket", "ar_buckets"), "not used; clips keep their shape"),
-    **dict.fromkeys(("mask_path", "control_directory", "control_path"), "not supported, so it is ignored"),
+    **dict.fromkeys(("control_directory", "control_path"), "not supported, so it is ignored"),
     **dict.fromkeys(("caption_options", "rename_columns"), "use --video-column and --caption-column"),
     "batch_size": "use packing.max_tokens in the recipe",
     "frame_extraction": "use --clip-mode: head for head and full, slide for other values",
@@ -91,19 +91,25 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
     for number, section in enumerate(sections, start=1):
         place = f"{file.name}:section {number}"
         try:
-            part, ignored, prefix = parsed = _read_section(source, shared | section)
+            part, ignored, prefix, masks = parsed = _read_section(source, shared | section)
             if parsed in known:  # trainers name a folder again for each size or length
                 continue
             known.add(parsed)
             root = part.path.parent if part.path.is_file() else part.path
             found = (result for layout in _LAYOUTS if (result := layout(part)) is not None)
             clips = next(found, [reject(place, part.name, "section contains no clip; correct the path")])
+            unmasked, of_stem = set[str](), {mask.stem: mask for mask in masks}
             for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):
                 if isinstance(item, ClipRecord):
+                    item = replace(item, mask=of_stem.get(PurePosixPath(item.name).stem, item.mask))
+                    unmasked |= set() if item.mask else {item.name}
                     roots[item.name].add(root)
                     if prefix and item.caption:
                         item = replace(item, caption=check_captions(prefix + item.caption, place)[0])
                 items.append((root, item))
+            if "mask_path" in section and unmasked:
+                some = f"{len(unmasked):,} of the clips, such as {min(unmasked)}"
+                source.log(f"{place}: mask_path has no mask for {some}; all their pixels count")
         except (DataError, OSError) as error:
             yield reject(place, file, one_line(error, 1000))
     top = os.path.commonpath([root for root, _ in items] or [file])
@@ -113,8 +119,11 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
         yield item
 
 
-def _read_section(source: Source, settings: _Settings) -> tuple[Source, tuple[str, ...], str]:
-    """Return the source that a section names, the extensions of files to ignore in it, and the prefix of its captions.
+def _read_section(
+    source: Source, settings: _Settings
+) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
+    """Return the source that a section names, the extensions of files to ignore in it, the prefix of its captions, and masks
+    for the clips with the same name.
 
     A relative path is relative to the working directory, as in the trainers, or else to the folder of the configuration.
 
@@ -125,16 +134,23 @@ def _read_section(source: Source, settings: _Settings) -> tuple[Source, tuple[st
         raise DataError(f"{wrong[0]} is not text; write text in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
         raise DataError(f"section names no clips; add a path as {' or '.join(_CLIPS)}")
+
+    def find(key: str, default: str = "") -> str:
+        paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
+        if not (path := next(filter(os.path.exists, paths), default)):
+            raise DataError(f"{key}={settings[key]} does not exist (looked for {paths[0]}); correct the path")
+        return path
+
     name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]
-    paths = [os.path.normpath(base / name) for base in (Path.cwd(), source.path.parent)]
-    on_hub = name if key == "data_root" and name[0] not in "/~." else ""
-    if not (path := next(filter(os.path.exists, paths), on_hub)):
-        raise DataError(f"{key}={name} does not exist (looked for {paths[0]}); correct the path")
+    path = find(key, name if key == "data_root" and name[0] not in "/~." else "")
+    files = sorted(Path(find("mask_path")).glob("*")) if settings.get("mask_path") else []
+    masks = tuple(file for file in files if file.name.lower().endswith(VIDEO_EXTENSIONS + IMAGE_EXTENSIONS))
     extension, token = settings.get("caption_extension"), settings.get("id_token")
     sidecars = (f".{extension.lstrip('.')}",) if extension else source.sidecars
     ignored = {"image": VIDEO_EXTENSIONS, "video": IMAGE_EXTENSIONS}.get(kind, ())
     prefix = f"{token} " if token else settings.get("caption_prefix", "")
-    return replace(source, name=path, sidecars=sidecars, recursive=key not in _FOLDERS), ignored, prefix
+    part = replace(source, name=path, sidecars=sidecars, recursive=key not in _FOLDERS)
+    return part, ignored, prefix, masks
 
 
 def _note(key: str, value: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.unit.data.clips.test_listings import tar
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
@@ -151,3 +152,19 @@ def test_a_trigger_word_is_added_once():
     assert add_trigger("A cat sits.", "ohwx") == "ohwx, A cat sits."
     assert add_trigger("An ohwx cat.", "ohwx") == "An ohwx cat."
     assert add_trigger("A planned trip.", "plan") == "plan, A planned trip."
+
+
+def test_a_mask_in_an_archive(tmp_path: Path):
+    clip = write_clip(tmp_path).read_bytes()
+    Image.new("L", (192, 128), 255).save(tmp_path / "m.png")
+    mask = (tmp_path / "m.png").read_bytes()
+    row = json.dumps({"caption": "C.", "mask": str(tmp_path / "m.png")}).encode()
+    members = {"a.mp4": clip, "a.txt": b"A.", "a.mask.png": mask, "b.mp4": clip, "b.txt": b"B."}
+    tar(tmp_path / "x" / "s.tar", [*members.items(), ("c.mp4", clip), ("c.json", row), ("d.mask.png", mask)])
+    rows, rejected = load_source(str(tmp_path / "x"), cache_dir=tmp_path / "cache")
+    assert {record.key: record.mask and record.mask.read_bytes() for record in rows} == {
+        "s/a": mask,
+        "s/b": None,
+        "s/c": None,  # a path in an archive could lead to any file
+    }
+    assert [item.key for item in rejected] == ["s/d"]

@@ -177,13 +177,17 @@ def test_musubi_tuner(tmp_path: Path) -> None:
 
 def test_diffusion_pipe(tmp_path: Path) -> None:
     pair(tmp_path / "grayscale/1.png", "a house")
+    pair(tmp_path / "grayscale/2.png", "a tree")
     image(tmp_path / "grayscale/masks/1.png", 255)
+    write(tmp_path / "grayscale/masks/1.txt", "no mask")
     clip(tmp_path / "something_else/2.mp4", 40)
     write(tmp_path / "something_else/captions.json", {"2.mp4": ["a dog", "a puppy"]})
-    rows, rejected, notes = load_notes(write_config(tmp_path, "dataset.toml", DIFFUSION_PIPE))
+    config = write_config(tmp_path, "dataset.toml", DIFFUSION_PIPE)
+    rows, rejected, notes = load_notes(config)
     assert rejected == {}
     assert set(rows.values()) == {
         ("1.png", "In the style of TRG, a house"),
+        ("2.png", "In the style of TRG, a tree"),
         ("2.mp4", "a dog"),
         ("2.mp4", "a puppy"),
     }
@@ -194,12 +198,19 @@ def test_diffusion_pipe(tmp_path: Path) -> None:
         "all sections: min_ar = 0.5: ignored, because wands has no such setting",
         "all sections: ar_buckets = [[512, 512], [448, 576]]: not used; clips keep their shape",
         "all sections: frame_buckets = [1, 33]: use --max-frames 33",
-        f'section 1: mask_path = "{tmp_path}/grayscale/masks": not supported, so it is ignored',
         f"section 1: num_repeats = 10: {repeat}",
         f"section 2: num_repeats = 5: {repeat}",
         "section 2: resolutions = [[448, 576]]: use --max-pixels 258048",
         "section 2: size_buckets = [[960, 960, 1], [1280, 704, 33]]: use --max-pixels 921600 --max-frames 33",
+        "dataset.toml:section 1: mask_path has no mask for 1 of the clips, such as 2.png; all their pixels count",
     ]
+    masks = {record.path.name: record.mask for record in load_source(str(config), log=notes.append)[0]}
+    assert masks == {"1.png": tmp_path / "grayscale/masks/1.png", "2.png": None, "2.mp4": None}
+    # Clips whose masks are missing would be trained on with the parts that the masks leave out.
+    config.write_text(config.read_text().replace("/grayscale/masks", "/grayscale/mask"))
+    rows, rejected = load(config)
+    assert {name for name, _ in rows.values()} == {"2.mp4"}
+    assert "mask_path=" in rejected["dataset.toml:section 1"]
 
 
 def test_finetrainers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,6 +312,7 @@ SECTIONS: tuple[dict[str, Any], ...] = (
     {"video_jsonl_file": "good/a.mp4"},
     {"path": "good", "caption_prefix": ["x"]},
     {"path": "good", "id_token": "\ud800"},
+    *({"path": "good", "mask_path": value} for value in (5, "gone", "a\0b", "a\ud800", "m" * 5000)),
     {"dataset_file": "gone.jsonl"},
 )
 
