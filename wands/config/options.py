@@ -153,7 +153,8 @@ class SplitOptions(Options):
     """Table to write (.csv), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
     The file OUT.films.jsonl next to the table stores the progress."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
-    """Shortest clip in seconds. Shorter shots, and shorter rests of long shots, are left out."""
+    """Shortest clip in seconds. Shorter shots are left out. A shot longer than --max-seconds is cut, and a shorter last
+    piece is left out, too."""
     max_seconds: Annotated[float, Field(gt=0)] = 5.0625
     """Longest clip in seconds. Longer shots are cut into windows of this length [default: 5.0625, which is 81 frames at
     16 fps]."""
@@ -690,7 +691,8 @@ class ConvertOptions(Options):
     """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only [required without
     --trust-pickle]."""
     out: Path | None = None
-    """Folder to write; it must be new or empty [required without --trust-pickle]."""
+    """Folder to write; it must be new or empty. Give --out and --to, unless you use --trust-pickle, which changes
+    SOURCE."""
     trust_pickle: bool = False
     """Convert pickled checkpoints of an earlier version of wands, in place, to files that cannot run code. SOURCE is
     then the run folder. Opening a pickle can run any code, so use this flag only for runs of your own."""

@@ -282,8 +282,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
 
     folder = trained.folder
     for name, words in {
-        "empty": "--lora=/empty contains no .safetensors file and no pytorch_lora_weights.safetensors. "
-        "Set --lora to a LoRA file.",
+        "empty": "--lora=/empty contains no .safetensors file. Set --lora to a LoRA file.",
         "pickle.pt": "--lora=/pickle.pt must be a .safetensors file. Convert the file to safetensors.",
         "cut.safetensors": "--lora=/cut.safetensors: /cut.safetensors cannot be read (",
         "other.safetensors": "--lora=/other.safetensors fits no parameter of the transformer: all 1 parameters of the LoRA are "

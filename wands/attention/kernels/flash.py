@@ -249,7 +249,11 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments for the same rows, in which rows of long segments have no partner."""
+    """Return segments over all rows of q and k, in which only rows of short segments attend.
+
+    A segment with at least `min_rows` rows of q and of k is divided into a segment with its rows of q and a segment with its
+    rows of k.
+    """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]
     return Segments.build([q for q, _ in chain(*parts)], [k for _, k in chain(*parts)], device)

@@ -321,7 +321,7 @@ def decode_clip(
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
         crop: part of the frames to use, before scaling. None is the whole frame.
-        mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are left out.
+        mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are not yielded.
 
     Yields:
         A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
@@ -329,8 +329,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. If the mask is black in a window, or the file is too
-            small only for a limit in `spec.more_pixels`, the error is raised after all other clips were yielded.
+            is too short or too small, or the mask does not fit the clip. Two errors are raised only after every other
+            `DecodedClip` was yielded: the mask is black in a window, or the file is too small for a size in
+            `spec.more_pixels` but not for the main size.
     """
     path = Path(path)
     try:

@@ -38,7 +38,7 @@ def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, 
         return dict(json.loads(metadata[key]))
     except (KeyError, ValueError):
         raise CheckpointError(
-            f"{path} was not written by wands train (no {key} metadata); use an older step_* folder."
+            f"{path} was not written by wands train, or was replaced (no {key} metadata); use another step_* folder of the run."
         ) from None
 
 

@@ -78,10 +78,10 @@ def _published(path: str | Path) -> Variant | None:
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Read `model_index.json` of a pipeline. Return an empty dict for a model of one DiT without `model_index.json`.
+    """Read `model_index.json` of a pipeline.
 
-    An official repository has no `model_index.json`. For an official repository with two experts (DiTs for high and low
-    noise), return only the entries that describe the experts: "boundary_ratio" and "transformer_2".
+    If there is no such file, as in an official repository, the function makes the entries that describe experts (DiTs for
+    high and low noise): "boundary_ratio" and "transformer_2" for a model of two experts, no entry for a model of one DiT.
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.

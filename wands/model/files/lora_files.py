@@ -106,8 +106,10 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     files = sorted(path.glob("*.safetensors"))
     usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
     if not usual and len(files) != 1:
-        number = f"{len(files)} .safetensors files" if files else "no .safetensors file"
-        raise ConfigError(f"{key}={path} contains {number} and no {LORA_FILE}. Set {key} to a LoRA file.")
+        found = (
+            f"{len(files)} .safetensors files, none of them {LORA_FILE}" if files else "no .safetensors file"
+        )
+        raise ConfigError(f"{key}={path} contains {found}. Set {key} to a LoRA file.")
     check_files(path, f"{key}={path}", parts={(usual or files)[0].name})
     return (usual or files)[0]
 
