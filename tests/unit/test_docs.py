@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -15,9 +16,11 @@ from pydantic import BaseModel
 from wands.cli import main
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import list_recipes
+from wands.train import resume
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += [ROOT / folder / "README.md" for folder in ("data_tools", "ds_configs", "scripts", "tests", "wands")]
 README_BYTES = 10_000
 FOLDERS = "docs|scripts|tests|wands|ds_configs|data_tools"
 
@@ -144,3 +147,10 @@ def test_the_errors_of_the_troubleshooting_page_exist():
     ]
     assert len(quoted) >= 25
     assert not missing, missing
+
+
+def test_the_keys_that_a_resumed_run_may_not_change_are_listed():
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    table = page.partition("| may not change at a resume |")[2].partition("\n\n")[0]
+    keys = {*chain(*resume._FIXED_KEYS.values()), *resume._BASE_KEYS}
+    assert sorted(key for key in keys if f"`{key}`" not in table) == []

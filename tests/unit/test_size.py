@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_972
+TOTAL = 21_970
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 349,
     "export": 393,
     "flow": 210,
-    "model": 2463,
+    "model": 2461,
     "planning": 721,
     "recipes": 0,
     "report": 266,

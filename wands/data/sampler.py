@@ -1,6 +1,7 @@
 """Map a global step to the samples of this step.
 
-The step number is the only state, so a resumed run needs no other state.
+As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
+a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.changed_data`).
 """
 
 from __future__ import annotations

@@ -106,10 +106,8 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     files = sorted(path.glob("*.safetensors"))
     usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
     if not usual and len(files) != 1:
-        found = (
-            f"{len(files)} .safetensors files, none of them {LORA_FILE}" if files else "no .safetensors file"
-        )
-        raise ConfigError(f"{key}={path} contains {found}. Set {key} to a LoRA file.")
+        content = f"{len(files)} .safetensors files, but no {LORA_FILE}" if files else "no .safetensors file"
+        raise ConfigError(f"{key}={path} contains {content}. Set {key} to a LoRA file.")
     check_files(path, f"{key}={path}", parts={(usual or files)[0].name})
     return (usual or files)[0]
 
