@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 from data_tools.footage.shots import find_parts
+from wands.data.clips.records import ClipRecord
 from wands.data.clips.video_file import VideoReader
 
 
@@ -23,7 +24,7 @@ def main(film: Path) -> None:
                 length = frame.end
         seconds["decoding"] = time.perf_counter() - started
         started = time.perf_counter()
-        for _part in find_parts(film):
+        for _part in find_parts(ClipRecord("", film, "")):
             pass
         seconds["split"] = time.perf_counter() - started
     for name, value in seconds.items():

@@ -6,7 +6,6 @@ that a later call with the same --out decodes only new and changed clips.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -14,17 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from wands.commands.clip_rules import LIMIT_SECONDS, crash_reason
-from wands.commands.progress import progress
+from data_tools.footage.analysis import analyse_clips, identify
 from wands.config.options import MeasureOptions
 from wands.data.clips.clip import ClipSpec
-from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord
-from wands.data.clips.tables import check_table_name, table_row, write_table
+from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError
-from wands.files import iter_rows, write_text
 from wands.texts import safe_lines
 
 VERSION = 1
@@ -101,49 +97,29 @@ def measure(options: MeasureOptions) -> str:
     """Run `wands measure`: write the table, and return a summary with the reason of each clip that cannot be measured.
 
     Raises:
-        ConfigError: if --out has another extension, or OpenCV is missing.
+        ConfigError: if --out has another extension or is the source, or OpenCV is missing.
         DataError: if the source has no clip.
     """
-    out, work = options.out, options.out.with_suffix(".measures.jsonl")
-    check_table_name(out)
+    out = options.out
+    check_out(out, options.source)
     records, rejections = load_source(options.source, needs_caption=False)
     lines = [f"rejected: {item.path}: {item.reason}" for item in rejections]
     if not records:
         raise DataError("\n".join([f"SOURCE={options.source} has no clip to measure", *lines]))
-    names = [_identity(record) for record in records]
+    names = [identify(record.path, VERSION, record.start, record.end, record.crop) for record in records]
     clips: dict[str, ClipRecord] = {}
     for name, record in zip(names, records, strict=True):
         clips.setdefault(name, replace(record, row={}))  # a clip with several captions is measured once
-    known = {row["clip"]: row for row in iter_rows(work) if row.get("clip") in clips}
-    todo = [name for name in clips if name not in known]
-    # Without a line that an interrupted call left incomplete.
-    write_text(work, "".join(json.dumps(row) + "\n" for row in known.values()))
-    tasks, num_workers = [clips[name] for name in todo], options.num_workers
-    results = map_isolated(
-        measure_clip, tasks, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=[__name__]
-    )
-    with work.open("a", buffering=1, encoding="utf-8") as file, progress("clips", len(todo)) as advance:
-        for index, result in results:
-            clip = tasks[index]
-            if isinstance(result, Crash):
-                result = {"reason": crash_reason(clip.path, result)}
-            if "reason" in result:
-                lines.append(f"not measured: {clip.key}: {result['reason']}")
-            else:
-                known[todo[index]] = {"clip": todo[index], **result}
-                file.write(json.dumps(known[todo[index]]) + "\n")
-            advance()
-    hashes = {name: known[name]["hashes"] for name in clips if name in known}
+    store = out.with_suffix(".measures.jsonl")
+    results, num_decoded = analyse_clips(measure_clip, clips, store, options.num_workers)
+    for name, clip in clips.items():
+        if reason := results[name].get("reason"):
+            lines.append(f"not measured: {clip.key}: {reason}")
+    hashes = {name: result["hashes"] for name, result in results.items() if "hashes" in result}
     found = find_duplicates(hashes, options.duplicate_bits)
     for name, first in found.items():
-        known[name]["columns"]["duplicate_of"] = clips[first].key
-    columns = [EMPTY | known.get(name, {}).get("columns", {}) for name in names]
+        results[name]["columns"]["duplicate_of"] = clips[first].key
+    columns = [EMPTY | results[name].get("columns", {}) for name in names]
     write_table(out, [table_row(record, out, **row) for record, row in zip(records, columns, strict=True)])
-    counts = f"{len(todo):,} clips decoded now, {len(found):,} near-duplicates"
+    counts = f"{num_decoded:,} clips decoded now, {len(found):,} near-duplicates"
     return safe_lines("\n".join([*lines, f"{len(records):,} rows in {out}: {counts}"]))
-
-
-def _identity(record: ClipRecord) -> str:
-    """Return a text that differs between clips, and changes if the file, the time range or the crop of a clip changes."""
-    status, part = record.path.stat(), (record.start, record.end, record.crop)
-    return json.dumps([VERSION, str(record.path), status.st_size, status.st_mtime_ns, *part])

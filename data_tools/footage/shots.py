@@ -9,33 +9,30 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from wands.commands.clip_rules import crash_reason
-from wands.commands.progress import progress
+from data_tools.footage.analysis import analyse_clips, identify
 from wands.config.options import SplitOptions
-from wands.data.clips.isolated import Crash, IsolatedWorker, num_cores, run_in_workers
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
-from wands.data.clips.tables import table_row, write_table
-from wands.data.clips.video_file import BROKEN, VideoReader
+from wands.data.clips.tables import check_out, table_row, write_table
+from wands.data.clips.video import damage_named
+from wands.data.clips.video_file import VideoReader
 from wands.errors import ConfigError, DataError
-from wands.files import iter_rows, write_text
+from wands.files import write_text
 from wands.texts import safe_lines
 
 Part = dict[str, Any]
 VERSION = 1
 """Version of `find_parts`. Films that another version has read are decoded again."""
-LIMIT_SECONDS = 120.0
-"""Longest time without a decoded frame, in seconds, before a film is rejected."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
 """Kinds of parts of a film. Transitions are dissolves and fades. The rest of a long shot after its windows is left
 over if it is shorter than --min-seconds."""
@@ -48,16 +45,15 @@ BORDER_FILM_SECONDS = 3.0  # shortest total length of the shots with equal borde
 BORDER_SECONDS = 0.5  # seconds between two frames that are searched for black borders
 
 
-def find_parts(path: Path) -> Iterator[Part]:
-    """Decode a film, and find its shots, transitions, and black, static and unreadable parts.
+def find_parts(film: ClipRecord) -> Iterator[Part]:
+    """Decode a whole film, and find its shots, transitions, and black, static and unreadable parts.
 
     Yields:
-        {} after every 100 frames, so that the caller sees progress. The last item has the keys `seconds` (length of the
-        film) and `parts`. A part is a dictionary with start and end in seconds, kind ("shot", or one of `KINDS`) and, for a
-        shot, crop (text) and image (JPEG in base64).
+        {} after every 100 frames, so that the caller sees progress. The last item has the key `parts`. A part is a dictionary
+        with start and end in seconds, kind ("shot", or one of `KINDS`) and, for a shot, crop (text) and image (JPEG in
+        base64). If the film has no frame that can be decoded, the last item has only the key `reason`.
 
     Raises:
-        DataError: if the film cannot be opened or has no frame.
         ConfigError: if PySceneDetect is missing.
     """
     try:
@@ -73,7 +69,7 @@ def find_parts(path: Path) -> Iterator[Part]:
     # Frame number, largest luma of each column, largest luma of each row, small image.
     samples: list[tuple[int, Any, Any, Any]] = []
     try:
-        with closing(VideoReader(path)) as reader:
+        with damage_named(film.path), closing(VideoReader(film.path)) as reader:
             info = reader.info
             for index, frame in enumerate(reader.frames(0)):
                 rgb = frame.image.reformat(128, 72, "rgb24", interpolation="AREA", threads=1).to_ndarray()
@@ -81,9 +77,8 @@ def find_parts(path: Path) -> Iterator[Part]:
                 cuts.update(cut.frame_num for cut in new_cuts)
                 if frame.after_loss and bad:
                     bad[-1] = True
-                bad.append(
-                    frame.damaged or (frame.image.width, frame.image.height) != (info.width, info.height)
-                )
+                size = frame.image.width, frame.image.height
+                bad.append(frame.damaged or size != (info.width, info.height))
                 small.append(rgb.reshape(18, 4, 32, 4, 3).mean((1, 3)).astype(np.uint8))
                 # A timestamp that runs backwards: `wands check` rejects the clip with this reason.
                 times.append(max(frame.time, times[-1] if times else frame.time))
@@ -91,11 +86,12 @@ def find_parts(path: Path) -> Iterator[Part]:
                     luma = np.rot90(frame.image.reformat(format="gray").to_ndarray(), info.rotation // 90)
                     luma = luma[:, ::-1] if info.mirrored else luma
                     samples.append((index, luma.max(0), luma.max(1), rgb))
-                end = frame.end
+                end = max(frame.end, times[-1])
                 if index % 100 == 99:
                     yield {}
-    except BROKEN as error:
-        raise DataError(f"video={path} cannot be read as a video ({error}); replace the file") from error
+    except DataError as error:
+        yield {"reason": str(error)}
+        return
     labels = _label(np.stack(small), [*times, end], bad)
     if info.duration > end + reader.tolerance(info.duration):  # the file is truncated
         labels, times, end = [*labels, "unreadable"], [*times, end], info.duration
@@ -104,7 +100,7 @@ def find_parts(path: Path) -> Iterator[Part]:
     shots = np.cumsum([index in cuts for index in range(len(labels))])
     for (kind, _), group in itertools.groupby(zip(labels, shots, strict=True)):
         last = first + len(list(group))
-        part: Part = {"start": times[first], "end": times[last], "kind": kind}
+        part: Part = {"start": times[first], "end": times[last], "kind": kind, "crop": ""}
         if kind == "shot" and (inside := [sample for sample in samples if first <= sample[0] < last]):
             sides = [np.max([sample[axis] for sample in inside], axis=0) for axis in (1, 2)]
             scale = (info.sar, 1)[:: -1 if info.rotation % 180 else 1]
@@ -115,11 +111,11 @@ def find_parts(path: Path) -> Iterator[Part]:
     # A dark shot may look like a shot with borders; a film has the same borders for some time.
     lengths: Counter[str] = Counter()
     for part in parts:
-        lengths[part.get("crop", "")] += part["end"] - part["start"]
+        lengths[part["crop"]] += part["end"] - part["start"]
     for part in parts:
-        if lengths[part.get("crop", "")] < min(BORDER_FILM_SECONDS, (times[-1] - times[0]) / 2):
+        if lengths[part["crop"]] < min(BORDER_FILM_SECONDS, (times[-1] - times[0]) / 2):
             part["crop"] = ""
-    yield {"seconds": times[-1] - times[0], "parts": parts}
+    yield {"parts": parts}
 
 
 def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:
@@ -134,17 +130,14 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
     rate = len(small) / (times[len(small)] - times[0])
     for half in {max(2, round(seconds * rate)) for seconds in LINEAR_SECONDS}:
         for middle in range(half, len(small) - half):
-            begin, low, centre, high, end = (
-                small[middle + step].astype(np.float32) for step in (-half, -(half // 2), 0, half // 2, half)
-            )
-            change, share = np.abs(end - begin).mean(), half // 2 / half / 2
+            steps = np.array([-half, -(half // 2), 0, half // 2, half])
+            begin, *between, end = small[middle + steps].astype(np.float32)
+            change = np.abs(end - begin).mean()
             if change < MIN_CHANGE:
                 continue
-            lines = (low, 0.5 - share), (centre, 0.5), (high, 0.5 + share)
-            if (
-                max(np.abs(frame - begin - (end - begin) * at).mean() for frame, at in lines)
-                < MAX_BEND * change
-            ):
+            places = (steps[1:-1] + half) / (2 * half)
+            line = begin + (end - begin) * places[:, None, None, None]
+            if np.abs(between - line).mean((1, 2, 3)).max() < MAX_BEND * change:
                 labels[middle - half : middle + half + 1] = "transition"
     first = 0
     for last in range(1, len(small) + 1):
@@ -152,9 +145,8 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
             if times[last] - times[first] >= STATIC_SECONDS:
                 labels[first:last] = "static"
             first = last
-    labels[(small @ np.array([0.299, 0.587, 0.114], np.float32) < BLACK_LUMA).mean((1, 2)) >= BLACK_SHARE] = (
-        "black"
-    )
+    is_dark = small @ np.array([0.299, 0.587, 0.114], np.float32) < BLACK_LUMA
+    labels[is_dark.mean((1, 2)) >= BLACK_SHARE] = "black"
     labels[np.array(bad)] = "unreadable"
     return [str(label) for label in labels]
 
@@ -185,47 +177,37 @@ def split(options: SplitOptions) -> str:
         ConfigError: if an option is invalid.
         DataError: if the source has no film, or no film has a shot.
     """
-    out, work = options.out, options.out.with_suffix(".films.jsonl")
-    if out.suffix != ".csv":
-        raise ConfigError(f"--out {out} must end in .csv; rename the file")
+    out = options.out
+    check_out(out, options.source)
     if options.min_seconds > options.max_seconds:
         raise ConfigError(
             f"--min-seconds={options.min_seconds:g} is more than --max-seconds={options.max_seconds:g}; use a smaller value"
         )
     records, rejections = load_source(options.source, needs_caption=False)
     ranges = {(r.path, r.start, r.end): r for r in records if not r.name.lower().endswith(IMAGE_EXTENSIONS)}
-    files = {str(record.path): record.path.stat() for record in ranges.values()}
-    paths = {path: [VERSION, status.st_size, status.st_mtime_ns] for path, status in files.items()}
-    stored = {film.get("path"): film for film in iter_rows(work)}
-    known = {path: film for path in paths if (film := stored.get(path)) and film["identity"] == paths[path]}
-    todo = [path for path in paths if path not in known]
+    names = {record.path: identify(record.path, VERSION) for record in ranges.values()}
+    whole_films = {names[record.path]: replace(record, row={}) for record in ranges.values()}
+    store = out.with_suffix(".films.jsonl")
+    results, _ = analyse_clips(find_parts, whole_films, store, options.num_workers)
     failed = {item.path: item.reason for item in rejections}
-    # Without a line that an interrupted call left incomplete.
-    write_text(work, "".join(json.dumps(film) + "\n" for film in known.values()))
-    with work.open("a", encoding="utf-8") as file, progress("films", len(todo)) as advance:
-        for path, film in _analyse(todo, options.num_workers):
-            if "parts" in film:
-                known[path] = {"path": path, "identity": paths[path], **film}
-                file.write(json.dumps(known[path]) + "\n")
-                file.flush()
-            else:
-                failed[path] = film["reason"]
-            advance()
     rows, lines, films = [], [], []
     for record in sorted(ranges.values(), key=lambda record: record.key):
-        if result := known.get(str(record.path)):
-            pieces, totals = list(_pieces(result["parts"], record, options)), dict.fromkeys(KINDS, 0.0)
-            for piece in pieces:
-                totals[piece["kind"]] += piece["end"] - piece["start"]
-                if piece["kind"] == "kept":
-                    # Rounded down: no frame of the next shot may begin before `end`.
-                    columns = {name: int(piece[name] * 1e6) / 1e6 for name in ("start", "end")}
-                    crop = ",".join(map(str, record.crop)) if record.crop else piece.get("crop", "")
-                    rows.append(table_row(record, out, **columns, crop=crop, caption=""))
-            seconds = sum(totals.values())
-            films.append({"key": record.key, "seconds": seconds, "totals": totals, "pieces": pieces})
-            text = ", ".join(f"{length:.2f} {kind}" for kind, length in totals.items() if length)
-            lines.append(f"{record.key}: {seconds:.2f} s = {text}")
+        result = results[names[record.path]]
+        if "reason" in result:
+            failed[str(record.path)] = result["reason"]
+            continue
+        pieces, totals = list(_pieces(result["parts"], record, options)), dict.fromkeys(KINDS, 0.0)
+        for piece in pieces:
+            totals[piece["kind"]] += piece["end"] - piece["start"]
+            if piece["kind"] == "kept":
+                # Rounded down: no frame of the next shot may begin before `end`.
+                columns = {name: int(piece[name] * 1e6) / 1e6 for name in ("start", "end")}
+                crop = ",".join(map(str, record.crop)) if record.crop else piece["crop"]
+                rows.append(table_row(record, out, **columns, crop=crop, caption=""))
+        seconds = sum(totals.values())
+        films.append({"key": record.key, "seconds": seconds, "totals": totals, "pieces": pieces})
+        text = ", ".join(f"{length:.2f} {kind}" for kind, length in totals.items() if length)
+        lines.append(f"{record.key}: {seconds:.2f} s = {text}")
     lines += [f"rejected: {path}: {reason}" for path, reason in failed.items()]
     if not rows:
         reason = f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films"
@@ -237,25 +219,6 @@ def split(options: SplitOptions) -> str:
         values = {"source": options.source, "films": films, "kinds": KINDS, "failed": failed}
         write_text(options.html_path, render(Path(__file__).parent, "shots.html", **values))
     return safe_lines("\n".join([*lines, f"{len(rows):,} clips in {out}"]))
-
-
-def _analyse(paths: Sequence[str], num_workers: int | None) -> Iterator[tuple[str, Part]]:
-    """Yield (path, result) of each film when it is finished. The result is the last item of `find_parts`, or has the key
-    `reason` if the film cannot be used.
-    """
-    remaining = iter(paths)  # shared by the threads: next() of a list's iterator is atomic
-
-    def run(worker: IsolatedWorker) -> Iterator[tuple[str, Part]]:
-        for path in remaining:
-            try:
-                *_, result = worker.run(find_parts, Path(path), limit_seconds=LIMIT_SECONDS)
-            except Crash as crash:
-                result = {"reason": crash_reason(path, crash)}
-            except DataError as error:
-                result = {"reason": str(error)}
-            yield path, result
-
-    return run_in_workers(run, min(num_workers or num_cores(), len(paths)), [__name__])
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:

@@ -32,7 +32,7 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, map_isolated, run_in_threads
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord
-from wands.data.clips.tables import check_table_name, table_row, write_table
+from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video import decode_clip, probe
 from wands.errors import ConfigError, DataError, WandsError
 from wands.files import iter_rows
@@ -60,12 +60,8 @@ def caption(options: CaptionOptions) -> str | None:
         DataError: if the source contains no clip.
         WandsError: if a worker failed. The same command then continues.
     """
-    check_table_name(options.out)
+    check_out(options.out, options.source)
     out = options.out.absolute()
-    if out == Path(options.source).expanduser().absolute():
-        raise ConfigError(
-            f"--out={options.out} is SOURCE; choose another file, because unreadable rows would be lost"
-        )
     workers, device = (1, "cpu") if options.endpoint else (options.workers, options.device)
     with WorkerPool(workers, device, None) as pool:
         if pool.rank:

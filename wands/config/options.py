@@ -150,7 +150,7 @@ class SplitOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
     out: Path
-    """Table to write (.csv), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
+    """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
     The file OUT.films.jsonl next to the table stores the progress."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
     """Shortest clip in seconds. Shorter shots are left out. A shot longer than --max-seconds is cut, and a shorter last

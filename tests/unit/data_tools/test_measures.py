@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from data_tools.footage import measures
+from data_tools.footage import analysis, measures
 from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.check.check import check
@@ -66,7 +66,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             decoded.append(clip.path.name)
             yield index, function(clip)
 
-    monkeypatch.setattr(measures, "map_isolated", measure_all)
+    monkeypatch.setattr(analysis, "map_isolated", measure_all)
     return decoded
 
 
@@ -238,6 +238,8 @@ def test_mistakes_end_in_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
         run(tmp_path, tmp_path / "a.txt")
     assert not in_process  # the extension is checked before clips are decoded
     (tmp_path / "list.csv").write_text("video\nnone.mp4\n")
+    with pytest.raises(ConfigError, match="is SOURCE; choose another file"):
+        run(tmp_path / "list.csv", tmp_path / "list.csv")
     with pytest.raises(DataError, match="has no clip to measure"):
         run(tmp_path / "list.csv", tmp_path / "b.csv")
     monkeypatch.setitem(sys.modules, "cv2", None)

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from data_tools.footage import shots
+from data_tools.footage import analysis, shots
 from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.check.check import check
 from wands.config.options import CheckOptions, SplitOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
+from wands.data.clips.records import ClipRecord
 from wands.data.clips.tables import write_table
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, DataError
@@ -64,7 +65,7 @@ def black(count: int) -> np.ndarray:
 
 
 def parts_of(path: Path) -> list[dict]:
-    *_, film = shots.find_parts(path)
+    *_, film = shots.find_parts(ClipRecord("", path, ""))
     return film["parts"]
 
 
@@ -165,12 +166,12 @@ def test_letterbox_becomes_a_crop(single_shots: list[np.ndarray], tmp_path: Path
 def test_a_second_call_decodes_only_new_films(tmp_path: Path, single_shots, monkeypatch: pytest.MonkeyPatch):
     decoded: list[str] = []
 
-    def analyse(paths, num_workers):
-        for path in paths:
-            decoded.append(Path(path).name)
-            yield path, list(shots.find_parts(Path(path)))[-1]
+    def analyse(function, films, **options):
+        for index, film in enumerate(films):
+            decoded.append(film.path.name)
+            yield index, list(function(film))[-1]
 
-    monkeypatch.setattr(shots, "_analyse", analyse)
+    monkeypatch.setattr(analysis, "map_isolated", analyse)
     (tmp_path / "films").mkdir()
     out = tmp_path / "out" / "shots.csv"
     for name in "ab":
@@ -184,7 +185,7 @@ def test_a_second_call_decodes_only_new_films(tmp_path: Path, single_shots, monk
     assert [Path(row["video"]).is_absolute() for row in rows] == [True, True]
     work = out.with_suffix(".films.jsonl")
     work.write_text(
-        "".join(work.read_text().splitlines(keepends=True)[:1]) + '{"path": "cut off'
+        "".join(work.read_text().splitlines(keepends=True)[:1]) + '{"clip": "cut off'
     )  # interrupted
     _, again = split(tmp_path / "films", out, min_seconds=0.5)
     assert again == rows
@@ -206,7 +207,7 @@ def test_bad_films_are_named_and_the_others_are_used(tmp_path: Path, single_shot
 def test_mistakes_end_in_one_sentence(tmp_path: Path, clips_dir: Path):
     film = str(clips_dir / "bikes.mp4")
     for options, error, text in (
-        ({"out": tmp_path / "shots.txt"}, ConfigError, "must end in .csv;"),
+        ({"out": tmp_path / "shots.txt"}, ConfigError, "must end in .csv or .jsonl;"),
         (
             {"out": tmp_path / "a.csv", "min_seconds": 9},
             ConfigError,

@@ -225,10 +225,12 @@ def map_isolated(
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
-        function: function that can be imported by name. Items and results are pickled.
+        function: function that can be imported by name. Items and results are pickled. Of a generator function, the last
+            value is the result.
         items: arguments of the calls, one item for each call.
         num_workers: number of subprocesses. Default: one per available core.
-        limit_seconds: longest time in seconds for one call. After this time the subprocess is killed.
+        limit_seconds: longest time in seconds for one call, or for one value of a generator function. After this time the
+            subprocess is killed.
         preload: modules to import once for all subprocesses.
 
     Yields:
@@ -243,7 +245,7 @@ def map_isolated(
     def results(worker: IsolatedWorker) -> Iterator[tuple[int, Result | Crash]]:
         for index, item in remaining:
             try:
-                (result,) = worker.run(_call, function, item, limit_seconds=limit_seconds)
+                *_, result = worker.run(_call, function, item, limit_seconds=limit_seconds)
             except Crash as crash:
                 result = crash
             yield index, result
@@ -279,5 +281,6 @@ def run_in_workers(
             worker.kill()
 
 
-def _call(function: Callable[[Item], Result], item: Item) -> Iterator[Result]:
-    yield function(item)
+def _call(function: Callable[[Item], Any], item: Item) -> Iterator[Any]:
+    result = function(item)
+    yield from result if isinstance(result, Generator) else [result]

@@ -264,10 +264,18 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
     return {"video": written(record.path), "caption": record.caption, **times, **copied, **mask, **columns}
 
 
-def check_table_name(table: Path) -> None:
-    """Raise ConfigError if `write_table` cannot write a file with this extension."""
+def check_out(table: Path, source: str) -> None:
+    """Check the table that a command makes from a source.
+
+    Raises:
+        ConfigError: if `write_table` cannot write a file with this extension, or the table is the source.
+    """
     if table.suffix.lower() not in (".csv", ".jsonl"):
         raise ConfigError(f"--out={table} must end in .csv or .jsonl; rename the file")
+    if table.absolute() == Path(source).expanduser().absolute():
+        raise ConfigError(
+            f"--out={table} is SOURCE; choose another file, because unreadable rows would be lost"
+        )
 
 
 def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -277,10 +285,8 @@ def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
     become JSON texts.
 
     Raises:
-        ConfigError: if the file has another extension.
         WandsError: if the file cannot be written.
     """
-    check_table_name(table)
 
     def to_json(value: object) -> str:
         return json.dumps(value, default=lambda unknown: None)

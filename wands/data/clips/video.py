@@ -190,7 +190,7 @@ def _read_mask(
         start: time of the first frame.
         times: times of all frames of all windows.
     """
-    with _damage_named(mask), closing(VideoReader(mask)) as reader:
+    with damage_named(mask), closing(VideoReader(mask)) as reader:
         info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
         (width, height), (clip_width, clip_height) = info.display_size, of_clip.display_size
         ratio, wanted = float(width / height), float(clip_width / clip_height)
@@ -335,7 +335,7 @@ def decode_clip(
     """
     path = Path(path)
     try:
-        with _damage_named(path), closing(VideoReader(path)) as reader:
+        with damage_named(path), closing(VideoReader(path)) as reader:
             yield from _read_windows(reader, spec, start, end, crop, mask)
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
@@ -352,7 +352,7 @@ def probe(path: Path) -> VideoInfo:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
     path = Path(path)
-    with _damage_named(path), closing(VideoReader(path)) as reader:
+    with damage_named(path), closing(VideoReader(path)) as reader:
         return reader.info
 
 
@@ -365,7 +365,7 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
-    with _damage_named(path):
+    with damage_named(path):
         status = path.stat()
         return _frame_times(path, status.st_size, status.st_mtime_ns)
 
@@ -377,7 +377,7 @@ def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | Non
 
 
 @contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def damage_named(path: Path) -> Iterator[None]:
     """Convert an error that a damaged file causes inside the `with` block to a DataError. The message names the
     file.
     """

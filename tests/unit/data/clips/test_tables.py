@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from wands.data.clips.layouts import load_source
-from wands.data.clips.tables import read_table, table_row, write_table
+from wands.data.clips.tables import check_out, read_table, table_row, write_table
 from wands.errors import ConfigError
 
 HOSTILE = 'a "quoted", {braced} cell;\r\nwith two lines,\x00 \ud800 and =1+1'
@@ -72,4 +72,6 @@ def test_a_table_that_cannot_be_written_stays_as_it_was(tmp_path: Path):
     assert read_table(table) == [(2, {"video": "a.mp4"})]
     assert list(tmp_path.iterdir()) == [table]
     with pytest.raises(ConfigError, match=r"--out=.*out.json must end in .csv or .jsonl"):
-        write_table(tmp_path / "out.json", [])
+        check_out(tmp_path / "out.json", "clips")
+    with pytest.raises(ConfigError, match=r"--out=.*out.csv is SOURCE"):
+        check_out(table, str(table))

@@ -1,0 +1,59 @@
+"""Analyse clips in subprocesses, and store each result at once, so that an interrupted command continues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from wands.commands.clip_rules import LIMIT_SECONDS, crash_reason
+from wands.commands.progress import progress
+from wands.data.clips.isolated import Crash, map_isolated
+from wands.data.clips.records import ClipRecord
+from wands.files import iter_rows, write_text
+
+Result = dict[str, Any]
+
+
+def identify(path: Path, *values: object) -> str:
+    """Return a text that differs for other values (JSON), and changes if the file changes."""
+    status = path.stat()
+    return json.dumps([str(path), status.st_size, status.st_mtime_ns, *values])
+
+
+def analyse_clips(
+    function: Callable[[ClipRecord], Any],
+    clips: Mapping[str, ClipRecord],
+    store: Path,
+    num_workers: int | None,
+) -> tuple[dict[str, Result], int]:
+    """Call a function on those clips whose results are not stored yet.
+
+    Args:
+        function: function as in `map_isolated`, which returns a dictionary of JSON values. The key `reason` says why a clip
+            cannot be used. A result with this key is not stored.
+        clips: maps the identity of each clip (`identify`) to the clip.
+        store: .jsonl file with the results of earlier calls. Results of other clips are removed from it.
+        num_workers: number of subprocesses. None starts one per CPU core.
+
+    Returns:
+        The result of each clip by identity, in the order of `clips`, and the number of clips that were analysed now.
+    """
+    results = {row["clip"]: row for row in iter_rows(store) if row.get("clip") in clips}
+    todo = [name for name in clips if name not in results]
+    # Without a line that an interrupted call left incomplete.
+    write_text(store, "".join(json.dumps(row) + "\n" for row in results.values()))
+    tasks, preload = [clips[name] for name in todo], [function.__module__]
+    found = map_isolated(
+        function, tasks, num_workers=num_workers, limit_seconds=LIMIT_SECONDS, preload=preload
+    )
+    with store.open("a", buffering=1, encoding="utf-8") as file, progress("videos", len(todo)) as advance:
+        for index, result in found:
+            if isinstance(result, Crash):
+                result = {"reason": crash_reason(tasks[index].path, result)}
+            results[todo[index]] = {"clip": todo[index], **result}
+            if "reason" not in result:
+                file.write(json.dumps(results[todo[index]]) + "\n")
+            advance()
+    return {name: results[name] for name in clips}, len(todo)
