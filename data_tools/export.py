@@ -14,28 +14,26 @@ python -m data_tools.import_cache converts an export of either format to an iden
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
-import logging
 import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 from safetensors.torch import save
 
-from data_tools.exit_code import exit_2_on_user_error
+from data_tools.program import program
 from wands.commands.progress import progress
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import MASK_ARRAY, array_names, disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
 from wands.lock import WriterLock
-from wands.texts import log_to_stderr
 
 EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
@@ -153,21 +151,24 @@ class _Tars:
             self._tar.close()
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    assert __doc__
-    parser = argparse.ArgumentParser(prog="python -m data_tools.export", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
-    parser.add_argument("out", type=Path, help="new folder for the export")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        required=True,
-        help="safetensors writes one file per sample, webdataset writes tars",
-    )
-    options = parser.parse_args(arguments)
-    log_to_stderr(logging.INFO, "%(message)s")
+class ExportArguments(Options):
+    """Export a latent cache for other programs.
+
+    Examples:
+        python -m data_tools.export cache exported --format webdataset
+    """
+
+    cache: Annotated[Path, ARGUMENT]
+    """Cache folder that `wands preprocess` wrote."""
+    out: Annotated[Path, ARGUMENT]
+    """New folder for the export."""
+    format: Literal["safetensors", "webdataset"]
+    """safetensors writes one file per sample, webdataset writes tars."""
+
+
+@program(ExportArguments)
+def main(options: ExportArguments) -> int:
+    """Run the program, and return the exit code."""
     count = export(options.cache, options.out, options.format)
     print(f"{options.out}: {count:,} samples")
     return 0

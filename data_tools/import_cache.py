@@ -11,32 +11,30 @@ The program opens no pickle and unpacks no archive. If it is killed, the same co
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
-import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from data_tools.exit_code import exit_2_on_user_error
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint
 from data_tools.merge import to_variant
+from data_tools.program import program
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import MASK_ARRAY, array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.encoders.components import CONFIG_FILES, find_part, read_variant
 from wands.errors import ConfigError, DataError
-from wands.texts import log_to_stderr
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
 MUSUBI_FPS = 16.0
@@ -310,24 +308,25 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     return tensors[names[0]].to(torch.bfloat16)
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        prog="python -m data_tools.import_cache", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "source", type=Path, help="folder that data_tools.export wrote, or cache folder of musubi-tuner"
-    )
-    parser.add_argument(
-        "out", type=Path, help="cache folder: a new folder, or the folder of an interrupted import"
-    )
-    parser.add_argument(
-        "--model", help="model that musubi-tuner used: pipeline folder or Hub id; not for an export"
-    )
-    options = parser.parse_args(arguments)
-    log_to_stderr(logging.INFO, "%(message)s")
+class ImportCacheArguments(Options):
+    """Convert encoded samples of another program into a latent cache.
+
+    Examples:
+        python -m data_tools.import_cache exported cache
+        python -m data_tools.import_cache musubi_cache cache --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+    """
+
+    source: Annotated[Path, ARGUMENT]
+    """Folder that `data_tools.export` wrote, or cache folder of musubi-tuner."""
+    out: Annotated[Path, ARGUMENT]
+    """Cache folder: a new folder, or the folder of an interrupted import."""
+    model: str | None = None
+    """Model that musubi-tuner used: pipeline folder or Hub id. Not for an export."""
+
+
+@program(ImportCacheArguments)
+def main(options: ImportCacheArguments) -> int:
+    """Run the program, and return the exit code."""
     count = import_cache(options.source, options.out, options.model)
     print(f"{options.out}: {count:,} samples")
     return 0

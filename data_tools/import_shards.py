@@ -9,21 +9,21 @@ stored text embeddings are used. Pickles are never opened.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from data_tools.exit_code import exit_2_on_user_error
+from data_tools.program import program
 from data_tools.shard_formats import EncodedSample, find_shards, read_samples
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.records import REJECTS_NAME, Rejection
@@ -269,32 +269,28 @@ def _vae_std(model: str | Path) -> Tensor:
     return torch.tensor(config.get("latents_std", default))
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    assert __doc__
-    parser = argparse.ArgumentParser(
-        prog="python -m data_tools.import_shards", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("shards", type=Path, help="tar or .tfrec file, or a folder of such files")
-    parser.add_argument(
-        "--model", required=True, help="pipeline folder or Hub id of the model that encoded the shards"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        help="cache folder: a new folder, or the folder of an interrupted import",
-    )
-    parser.add_argument(
-        "--fps",
-        type=float,
-        help="frames per second of the clips (default: the frame rate of the model variant)",
-    )
-    parser.add_argument(
-        "--device", default="cpu", help="device that runs the text encoder, such as cuda:0 (default cpu)"
-    )
-    options = parser.parse_args(arguments)
+class ImportShardsArguments(Options):
+    """Convert encoded shards of other training programs into a latent cache.
+
+    Examples:
+        python -m data_tools.import_shards shards/ --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --out cache
+    """
+
+    shards: Annotated[Path, ARGUMENT]
+    """Tar or .tfrec file, or a folder of such files."""
+    model: str
+    """Pipeline folder or Hub id of the model that encoded the shards."""
+    out: Path
+    """Cache folder: a new folder, or the folder of an interrupted import."""
+    fps: float | None = None
+    """Frames per second of the clips [default: the frame rate of the model variant]."""
+    device: str = "cpu"
+    """Device that runs the text encoder, such as cuda:0."""
+
+
+@program(ImportShardsArguments)
+def main(options: ImportShardsArguments) -> int:
+    """Run the program, and return the exit code."""
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""
     print(f"{options.out}: {report.num_samples:,} samples{reused}")

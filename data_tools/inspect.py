@@ -6,16 +6,16 @@ python -m data_tools.inspect CACHE --decode KEY --model DIR_OR_HUB_ID --out FILE
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from data_tools.exit_code import exit_2_on_user_error
+from data_tools.program import program
 from wands.commands.length_histogram import token_histogram
+from wands.config.base import ARGUMENT, Options, Spelling
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.texts import safe_lines
@@ -131,28 +131,37 @@ def _times(numbers: Sequence[int]) -> str:
     return "x".join(map(str, numbers))
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    parser = argparse.ArgumentParser(prog="python -m data_tools.inspect", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
-    parser.add_argument("--rows", type=int, default=5, help="number of samples to list (default 5)")
-    parser.add_argument(
-        "--decode", metavar="KEY", help="decode the sample with this key instead of describing the cache"
-    )
-    parser.add_argument(
-        "--model", help="pipeline folder or Hub id with the VAE that decodes the sample; needed by --decode"
-    )
-    parser.add_argument("--out", type=Path, help="file to write, .mp4 or .png; needed by --decode")
-    options = parser.parse_args(arguments)
-    if options.decode is not None and not (options.model and options.out):
-        parser.error("--decode needs --model and --out; add both options")
-    cache = LatentCache(options.cache, verify=True)
+class InspectArguments(Options):
+    """Print the contents of a latent cache, or decode one of its samples.
+
+    Examples:
+        python -m data_tools.inspect cache
+        python -m data_tools.inspect cache --decode KEY --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --out clip.mp4
+    """
+
+    cache: Annotated[Path, ARGUMENT]
+    """Cache folder that `wands preprocess` wrote."""
+    rows: int = 5
+    """Number of samples to list."""
+    decode: Annotated[str | None, Spelling(metavar="KEY")] = None
+    """Decode the sample with this key instead of describing the cache."""
+    model: str | None = None
+    """Pipeline folder or Hub id with the VAE that decodes the sample; needed by --decode."""
+    out: Path | None = None
+    """File to write, .mp4 or .png; needed by --decode."""
+
+
+@program(InspectArguments)
+def main(options: InspectArguments) -> int:
+    """Run the program, and return the exit code."""
     if options.decode is None:
-        print(safe_lines(describe(cache, options.rows)))
-    else:
-        frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
-        print(f"{options.out}: {frames} frames of {width}x{height}")
+        print(safe_lines(describe(LatentCache(options.cache, verify=True), options.rows)))
+        return 0
+    if not (options.model and options.out):
+        raise ConfigError("--decode needs --model and --out; add both options.")
+    cache = LatentCache(options.cache, verify=True)
+    frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
+    print(f"{options.out}: {frames} frames of {width}x{height}")
     return 0
 
 

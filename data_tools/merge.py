@@ -8,22 +8,21 @@ merge.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from data_tools.exit_code import exit_2_on_user_error
+from data_tools.program import program
 from wands.commands.progress import progress
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference, write_text
-from wands.texts import log_to_stderr, printable
+from wands.texts import printable
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
@@ -186,28 +185,29 @@ def _signature(cache: LatentCache, i: int) -> tuple[Any, ...]:
     return (*index.latent_shapes[i].tolist(), *(column[i].item() for column in numbers))
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    parser = argparse.ArgumentParser(prog="python -m data_tools.merge", description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "cache", type=Path, nargs="+", help="folders of the caches to merge, written by wands preprocess"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="folder of the merged cache [default: the first folder, as in earlier versions]",
-    )
-    options = parser.parse_args(arguments)
-    if options.out is None:
-        options.out, *options.cache = options.cache
-    if not options.cache:
-        parser.error("no cache to merge; name the caches and --out")
-    log_to_stderr(logging.INFO, "%(message)s")
-    merged = merge(options.out, options.cache)
-    print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
+class MergeArguments(Options):
+    """Merge several caches of the same model and settings.
+
+    Examples:
+        python -m data_tools.merge part-1 part-2 --out cache
+    """
+
+    cache: Annotated[tuple[Path, ...], ARGUMENT]
+    """Folders of the caches to merge, written by `wands preprocess`."""
+    out: Path | None = None
+    """Folder of the merged cache [default: the first folder, as in earlier versions]."""
+
+
+@program(MergeArguments)
+def main(options: MergeArguments) -> int:
+    """Run the program, and return the exit code."""
+    out, *caches = [options.out, *options.cache] if options.out else options.cache
+    if not caches:
+        raise ConfigError("no cache to merge; name the caches and --out.")
+    merged = merge(out, caches)
+    print(f"{out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:
-        print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
+        print(f"{merged.num_rejected:,} rejected clips are listed in {out / REJECTS_NAME}")
     if merged.duplicates:
         names = printable(", ".join(merged.duplicates[:SHOWN]))
         print(

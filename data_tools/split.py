@@ -11,19 +11,18 @@ If the program is killed, the same command continues the split.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
-from data_tools.exit_code import exit_2_on_user_error
 from data_tools.merge import SHOWN, copy_samples
+from data_tools.program import program
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.reader import LatentCache
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
-from wands.texts import log_to_stderr
 
 
 def split(
@@ -86,27 +85,32 @@ def name_hash(name: str) -> float:
     return (int.from_bytes(content, "big") >> 11) / (1 << 53)
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for success, or 2 for an error that the user can fix."""
-    parser = argparse.ArgumentParser(prog="python -m data_tools.split", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
-    parser.add_argument(
-        "out_a", type=Path, help="new folder for the samples that --fraction or --keys-file selects"
-    )
-    parser.add_argument("out_b", type=Path, help="new folder for all samples that are not in OUT_A")
-    how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument(
-        "--fraction",
-        type=float,
-        help="fraction of the clips for OUT_A, between 0 and 1; a hash of each name selects the clips",
-    )
-    how.add_argument(
-        "--keys-file", type=Path, help="file with the keys of the samples for OUT_A, one per line"
-    )
-    options = parser.parse_args(arguments)
-    log_to_stderr(logging.INFO, "%(message)s")
+class SplitArguments(Options):
+    """Split a cache into two caches, by a stable hash of the clips' names or by a list of keys.
+
+    Examples:
+        python -m data_tools.split cache a b --fraction 0.1
+        python -m data_tools.split cache a b --keys-file keys.txt
+    """
+
+    cache: Annotated[Path, ARGUMENT]
+    """Cache folder that `wands preprocess` wrote."""
+    out_a: Annotated[Path, ARGUMENT]
+    """New folder for the samples that --fraction or --keys-file selects."""
+    out_b: Annotated[Path, ARGUMENT]
+    """New folder for all samples that are not in OUT_A."""
+    fraction: float | None = None
+    """Fraction of the clips for OUT_A, between 0 and 1. A hash of each name selects the clips."""
+    keys_file: Path | None = None
+    """File with the keys of the samples for OUT_A, one per line."""
+
+
+@program(SplitArguments)
+def main(options: SplitArguments) -> int:
+    """Run the program, and return the exit code."""
     keys = None
+    if (options.fraction is None) == (options.keys_file is None):
+        raise ConfigError("the clips for OUT_A are not chosen; set either --fraction or --keys-file.")
     if options.keys_file is not None:
         try:
             lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")

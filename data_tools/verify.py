@@ -8,29 +8,28 @@ program prints one line that names the sample or the file, and the fix.
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import os
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import h5py
 import numpy as np
 
-from data_tools.exit_code import exit_2_on_user_error
+from data_tools.program import program
 from wands.commands.progress import progress
+from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
 from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import read_offsets, sample_path, stored_names
 from wands.errors import CacheError
-from wands.texts import log_to_stderr, safe_lines
+from wands.texts import safe_lines
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
@@ -327,20 +326,24 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
             yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
 
 
-@exit_2_on_user_error
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program, and return the exit code: 0 for an intact cache, 1 for a cache with problems, or 2 for a user
-    error.
+class VerifyArguments(Options):
+    """Verify all data of a latent cache that training reads.
+
+    The exit code is 0 for an intact cache, 1 for a cache with problems, and 2 for a user error.
+
+    Examples:
+        python -m data_tools.verify cache
     """
-    parser = argparse.ArgumentParser(prog="python -m data_tools.verify", description=__doc__.splitlines()[0])
-    parser.add_argument("cache", type=Path, help="cache folder written by wands preprocess")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        help="number of threads that read shards (default: number of CPU cores, at most 4)",
-    )
-    options = parser.parse_args(arguments)
-    log_to_stderr(logging.INFO, "%(message)s")
+
+    cache: Annotated[Path, ARGUMENT]
+    """Cache folder that `wands preprocess` wrote."""
+    workers: int | None = None
+    """Number of threads that read shards [default: number of CPU cores, at most 4]."""
+
+
+@program(VerifyArguments)
+def main(options: VerifyArguments) -> int:
+    """Run the program, and return the exit code: 0 for an intact cache, 1 for a cache with problems."""
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
         report = verify(options.cache, options.workers, advance)
     for problem in report.problems:

@@ -10,6 +10,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import click
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from wands.config.base import Options, Spelling, limits_of
@@ -20,7 +21,7 @@ def command_name(options: type[Options]) -> str:
     return options.__name__.removesuffix("Options").lower()
 
 
-def build_command(options: type[Options], run: Callable[[Any], None]) -> click.Command:
+def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Command:
     """Return a subcommand that stores the parsed command line in an instance of `options`, and calls `run` with this
     instance.
 
@@ -31,9 +32,19 @@ def build_command(options: type[Options], run: Callable[[Any], None]) -> click.C
         run: function to call with the instance.
     """
     parameters = [_build_parameter(name, field) for name, field in options.model_fields.items()]
+
+    def parse_and_run(**values: Any) -> Any:
+        try:
+            parsed = options(**values)
+        except ValidationError as error:  # click accepts nan and inf
+            problem = error.errors()[0]
+            [parameter] = (item for item in parameters if item.name == problem["loc"][0])
+            raise click.BadParameter(problem["msg"], param=parameter) from None
+        return run(parsed)
+
     return click.Command(
         command_name(options),
-        callback=lambda **values: run(options(**values)),
+        callback=parse_and_run,
         params=sorted(parameters, key=lambda parameter: not parameter.required),
         help=_help_text(options),
         short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),

@@ -106,3 +106,11 @@ def test_an_earlier_name_of_an_option_works_and_is_not_in_the_help():
         assert context.params["base"] == "other"
     assert "--base" in help_of("convert")
     assert "--rest-of" not in help_of("convert")
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_that_are_not_finite_are_refused_with_the_name_of_the_option(value: str):
+    assert "Invalid value for '--fps'" in refusal("check", "clips", "--fps", value)
+    assert "Invalid value for '--min-seconds'" in refusal(
+        "split", "films", "--out", "a.csv", "--min-seconds", value
+    )

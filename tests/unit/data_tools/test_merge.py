@@ -213,6 +213,9 @@ def test_split_by_keys_file(parts: list[Path], tmp_path: Path, capsys: pytest.Ca
     assert split_module.main(command) == 0
     assert LatentCache(tmp_path / "a").keys == ["clip/010", "clip/020"]
     assert len(LatentCache(tmp_path / "b")) == 19
+    for wrong in (command[:3], [*command, "--fraction", "0.5"]):
+        assert split_module.main(wrong) == 2
+        assert "set either --fraction or --keys-file" in capsys.readouterr().err
     (tmp_path / "keys").write_text("clip/010\nclip/999")
     assert split_module.main(command) == 2
     assert (
@@ -236,5 +239,4 @@ def test_the_output_is_named_by_an_option_or_first(parts: list[Path], tmp_path: 
     assert merge_main([*map(str, parts), "--out", str(tmp_path / "new")]) == 0
     assert merge_main([str(tmp_path / "old"), *map(str, parts)]) == 0
     assert list(LatentCache(tmp_path / "new").keys) == list(LatentCache(tmp_path / "old").keys)
-    with pytest.raises(SystemExit):
-        merge_main([str(tmp_path / "alone")])
+    assert merge_main([str(tmp_path / "alone")]) == 2
