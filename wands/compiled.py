@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class CompiledOp:
-    """Function of tensors as a custom operator that runs the code of torch.compile.
+    """Custom operator that runs a function of tensors, compiled with torch.compile.
 
     The hooks of ZeRO-3 and the dispatch modes of activation checkpointing see a custom operator as one operation, and
     never the compiled code inside. The operator has no gradient. Call it in an autograd function whose backward pass calls

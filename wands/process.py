@@ -18,19 +18,24 @@ GPU_SETTINGS = {
 }
 """Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
 
-The allocator's segments grow, so that packs of different sizes leave fewer gaps. ZeRO, Ulysses, the ring and its gradients use
-separate CUDA streams. CUDA has 8 hardware queues by default, and streams that share a queue wait for each other. NCCL
-starts the kernels of different communicators in the order of the program, because ranks with different orders hang.
+PYTORCH_ALLOC_CONF lets the segments of PyTorch's allocator grow. Packed sequences of different lengths then leave fewer gaps in
+GPU memory. CUDA_DEVICE_MAX_CONNECTIONS is the number of CUDA's hardware queues, by default 8. ZeRO, Ulysses, the ring and
+the ring's gradients use separate CUDA streams, and streams that share a queue wait for each other.
+NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL start the kernels of different communicators in the order of the program. If two ranks
+started these kernels in different orders, both would hang.
 """
 
 
 def set_environment(local_rank: int | None) -> None:
-    """Set the environment variables of this process and its child processes. Values that the user has set are kept.
+    """Set the environment variables of this process and its child processes.
+
+    Variables that the user has set keep their values, except PYTHONSAFEPATH.
 
     Args:
-        local_rank: rank on this node, if a launcher gives it as an option.
+        local_rank: value of the option --local_rank, with which some launchers pass the rank of a process on its node. None
+            means that the launcher passed no such option.
     """
-    # Child processes do not search the current folder for modules: a file numpy.py there would run in every decoder.
+    # Child processes must not import modules from the current folder: every decoder would import a file numpy.py there.
     os.environ["PYTHONSAFEPATH"] = "1"
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))

@@ -1,4 +1,4 @@
-"""Copies of tensors from the host to a device that the host does not wait for."""
+"""Copy tensors from the host to a device. The host does not wait for the copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of `value` in which `change` has replaced every tensor, also in dataclasses, lists and tuples."""
+    """Return a copy of `value` with `change(tensor)` in place of every tensor, also in dataclasses, lists and tuples."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, list | tuple):

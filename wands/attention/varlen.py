@@ -202,9 +202,10 @@ def merge_pads_backward(
     log_num_pads: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq with the summand of the padding key, dpad_k, dpad_v) for `merge_pads`.
+    """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
-    `out` and `lse` are the results of `merge_pads`. `dq` is the summand of the other keys.
+    `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The argument `dq` is the gradient of
+    q from the other keys. The function adds the gradient from the padding key to it.
     """
     dtype = q.dtype
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
@@ -248,7 +249,7 @@ def backward_in_pieces(
     segments: Segments,
     scale: float,
 ) -> Grads:
-    """Run `backend.backward`, on a GPU on pieces of the segments with few rows of q each.
+    """Run `backend.backward`. On a GPU, first cut each segment into pieces with few rows of q.
 
     On a GPU, the backward pass of flash attention runs one program for each head and each block of about 128 keys. A text has
     few keys, so most of the GPU would be idle. Each piece of a segment gets a copy of the segment's keys, and the
@@ -270,7 +271,12 @@ def backward_in_pieces(
 def _cut_queries(
     lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
 ) -> tuple[Segments, Tensor]:
-    """Return (pieces, rows): segments with at most `piece_len` rows of q, and the row of k of each copied row of k."""
+    """Cut segments into pieces with at most `piece_len` rows of q. Each piece attends to a copy of its segment's rows of k.
+
+    Returns:
+        (pieces, rows). pieces are segments, one for each piece. rows is int64: for each copied row of k, the index of the
+        original row in k.
+    """
     pieces = [
         (min(piece_len, len_q - begin), len_k, end_k)
         for len_q, len_k, end_k in zip(lens_q, lens_k, accumulate(lens_k), strict=True)
@@ -282,9 +288,9 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece of `backward_in_pieces`, or None if segments are not cut.
+    """Return the largest number of rows of q in a piece of `backward_in_pieces`, or None if `dout` is not on a GPU.
 
-    On a GPU, pieces of 2048 rows keep the whole GPU busy if there are about 30,000 rows of q or more. `dout` gives the
-    device.
+    None means that segments are not cut. On a GPU, pieces of 2048 rows keep the whole GPU busy if there are about 30,000
+    rows of q or more.
     """
     return 2048 if dout.is_cuda else None

@@ -53,17 +53,17 @@ def loss_weights(
     """Return the factor by which `flow_matching_loss` multiplies the squared errors of each sample's tokens.
 
     Args:
-        trained_lens: sum of the weights of each sample's tokens in the loss, over all ranks that share the sample. Without a
-            mask, this is the number of these tokens.
+        trained_lens: for each sample, the number of its tokens that count in the loss, on all ranks together. With a mask,
+            the sum of the mask weights of these tokens.
         batch_weights: fp32 [S] for S samples, 0 for a placeholder sample, and the `loss_weight` of the source for any other
             sample. Ranks without data in a micro step process a placeholder sample, so that all ranks take part in
             communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
-        reduction: "sample": the weights of a sample's tokens sum to 1. "token": the weight of a token is its weight in the
-            mask. In both cases, the weights are then multiplied by `batch_weights` and `sigma_weights`.
+        reduction: "sample": all samples have equal total weight, whatever their lengths. "token": all tokens have equal
+            weight, except for the weights of a mask.
 
     Returns:
-        fp32 [S], one factor for each sample.
+        fp32 [S], one factor for each sample: `batch_weights` * `sigma_weights`, for "sample" divided by `trained_lens`.
     """
     weights = batch_weights.to(sigma_weights.device) * sigma_weights
     if reduction == "token":

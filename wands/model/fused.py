@@ -79,12 +79,14 @@ def norm_rotate(x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) 
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which tokens belong to which timestep. All blocks share the cached result.
 
-    The gradient of a timestep's row is the sum over the timestep's tokens. The sum over chunks has a fixed order, unlike the
-    atomic additions of `index_add_` on a GPU.
+    Every timestep has one row of gate, factor and shift. The gradient of this row is a sum over the timestep's tokens. For
+    this sum, the tokens of each timestep are divided into chunks of at most `CHUNK` tokens. The sum over chunks has a fixed
+    order, unlike the atomic additions of `index_add_` on a GPU.
 
     Returns:
-        (timestep of each token, int64 [L]; tokens of each chunk, int64 [C, CHUNK]; 1 for each valid token of a chunk,
-        fp32 [C, CHUNK, 1]; 1 for each chunk of a timestep, fp32 [M, C, 1]).
+        (ids, rows, valid, chunks). ids is int64 [L], the timestep of each token. rows is int64 [C, CHUNK], the indices of
+        the tokens of each of C chunks. valid is fp32 [C, CHUNK, 1], 0 where a short chunk has no token, else 1. chunks is
+        fp32 [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
     """
     spans = [
         (timestep, start, end)
@@ -104,7 +106,10 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
-    """Sum x [C, CHUNK, D] over the tokens of each timestep, and return [M, D]."""
+    """Sum x [C, CHUNK, D] over the tokens of each timestep, and return [M, D].
+
+    `valid` and `chunks` are results of `_timestep_rows`.
+    """
     return (chunks * (x * valid).sum(1)).sum(1)
 
 
@@ -141,7 +146,11 @@ def add_norm_backward(
     needs_gate: bool,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of (hidden, update, gate, factor, shift). Gradients that nothing needs are empty."""
+    """Return the gradients of (hidden, update, gate, factor, shift). Gradients that nothing needs are empty.
+
+    `total`, `mean` and `rstd` are the sum, the mean and 1 / standard deviation of `add_norm_forward`. `dtotal` and `dnormed`
+    are the gradients of the sum and of the normalised sum. `timesteps` is the result of `_timestep_rows`.
+    """
     ids, rows, *masks = timesteps
     unit, dunit = (total - mean) * rstd, dnormed * factor[ids]
     dhidden = rstd * (dunit - dunit.mean(1, keepdim=True) - unit * (dunit * unit).mean(1, keepdim=True))

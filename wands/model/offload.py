@@ -60,7 +60,7 @@ class _CudaCopyStream(CopyStream):
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """Return a new CUDA stream for copies, or for a device without streams an object that copies at once."""
+    """Return a new CUDA stream for copies. For a device without streams, return an object that copies at once."""
     return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 

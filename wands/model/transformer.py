@@ -55,7 +55,7 @@ class PackedWanTransformer(WanTransformer3DModel):
     selective_checkpoint: SelectiveCheckpoint | None = None
     """Activation checkpointing of the blocks, set by `set_checkpointing`; None without checkpointing."""
     num_recomputed: float = math.inf
-    """Number of blocks, from the first on, that run again in the backward pass; see `set_checkpointing`."""
+    """The first `num_recomputed` blocks run again in the backward pass, the others do not. See `set_checkpointing`."""
     row_keys: RowKeys | None = None
     """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
@@ -117,8 +117,8 @@ class PackedWanTransformer(WanTransformer3DModel):
             operators: maps a tensor name to the operators that compute this tensor. An example is
                 `wands.attention.ulysses.OPERATORS`.
             offloader: host memory for offloaded tensors, see `SelectiveCheckpoint`. None makes a new offloader.
-            num_blocks: number of blocks, from the first on, to which `mode` applies. The other blocks keep all activations.
-                None means all blocks.
+            num_blocks: `mode` applies to the first `num_blocks` blocks. The other blocks keep all activations. None means
+                all blocks.
         """
         assert saved or mode != "selective", "selective checkpointing needs names of tensors to save"
         assert not saved or mode in ("selective", "offload"), f"{mode} checkpointing cannot save {saved}"

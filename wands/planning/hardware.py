@@ -112,7 +112,16 @@ _HOPPER = {"torch": (0.38, 0.3), "flash2": (0.38, 0.3), "cudnn": (0.62, 0.53), "
 
 
 def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], **numbers: Any) -> Machine:
-    """Return a machine from a data sheet. `memory` is in GB, and `bandwidth` of the memory is in GB/s."""
+    """Return a machine with the numbers of a data sheet.
+
+    Args:
+        gpu: name of the GPU, which contains a key of `PEAK_TFLOPS`.
+        memory: memory of the GPU in GB.
+        bandwidth: bandwidth of this memory in GB/s.
+        fractions: maps the name of an attention kernel to the fractions of the peak FLOP/s that its forward pass and its
+            backward pass reach.
+        numbers: other attributes of `Machine`.
+    """
     peak = (peak_tflops(gpu) or 0.0) * TERA
     attention = {name: (forward * peak, backward * peak) for name, (forward, backward) in fractions.items()}
     speeds: dict[str, Any] = {"linear_flops": 0.65 * peak, "copy_bandwidth": 0.72 * bandwidth * GB}
@@ -166,8 +175,8 @@ def measurement_file(device: str) -> Path:
     """Return the file in the user's cache folder for the measured speeds of a device.
 
     Args:
-        device: name of the device, such as "NVIDIA H200" or "H200 141 GB". Names with the same key of `PEAK_TFLOPS` have the
-            same file.
+        device: name of the device. All names that contain the same key of `PEAK_TFLOPS`, such as "NVIDIA H200" and
+            "H200 141 GB", have the same file.
     """
     kind = next((key for key in PEAK_TFLOPS if key in device), device)
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wands" / "hardware"
@@ -175,11 +184,12 @@ def measurement_file(device: str) -> Path:
 
 
 def with_measurements(machine: Machine, path: Path | None) -> Machine:
-    """Return a machine in which the speeds of a file that `wands calibrate` wrote replace the speeds of the data sheet.
+    """Replace the data-sheet speeds of a machine with the speeds that `wands calibrate` measured, and return the new machine.
 
     Args:
         machine: machine with the speeds of its data sheet.
-        path: the file. None means `measurement_file`; if that file does not exist, the machine is returned unchanged.
+        path: file that `wands calibrate` wrote. None means the file in the user's cache folder (see `measurement_file`).
+            With None and no such file, the machine is returned unchanged.
 
     Raises:
         ConfigError: if the file cannot be read, or was measured on another kind of GPU.
@@ -193,7 +203,7 @@ def with_measurements(machine: Machine, path: Path | None) -> Machine:
     if peak_tflops(device) != machine.peak / TERA:
         raise ConfigError(
             f"{label} was measured on {device}, not on {machine.name}; set --hardware to the GPU of the file, or run wands "
-            "calibrate on the other GPU."
+            f"calibrate on {machine.name}."
         )
     try:
         return replace(machine, source=str(file), **values)

@@ -60,7 +60,8 @@ def to_gib(size: float) -> str:
 def reserved_memory(workload: Workload) -> float:
     """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
 
-    The communicators are those of all ranks, of Ulysses, and of the ring: one for keys and values, and one for gradients.
+    Each communicator of NCCL has buffers. There is one communicator for all ranks, one for Ulysses, and two for the ring:
+    one for keys and values, and one for their gradients.
     """
     if workload.device_type == "cpu":
         return 0.0

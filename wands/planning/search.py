@@ -229,7 +229,11 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
-    """Return the candidate with the smallest `model.checkpoint_blocks` that fits, unless the recipe sets the key."""
+    """Lower `model.checkpoint_blocks` to the smallest number of recomputed blocks with which the run fits the machine.
+
+    Return the candidate with this number. If the recipe sets the key, or uses no activation checkpointing, return the
+    candidate unchanged.
+    """
     workload, recipe = candidate.workload, candidate.workload.recipe
 
     def recompute(num_blocks: int) -> Candidate:

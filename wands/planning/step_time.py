@@ -2,13 +2,14 @@
 
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
 the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
-`LEVEL`, a limit of the packer, gives how long the other ranks wait for the slowest rank.
+The packer lets ranks wait for the slowest rank only up to a limit, `LEVEL`. The prediction assumes this limit.
 
 - Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
   has 2 times the FLOPs of the forward pass, or 1 time if its weight is frozen. The backward pass of attention has 2.5 times
   the FLOPs. Recomputation adds a forward pass, but does not repeat attention if the output of attention is kept.
 - Pointwise operations, such as norms and casts, take the time to read and write their tensors.
-- The host starts the kernels of a pass one by one. If this takes longer than the kernels, it is the time of the pass.
+- The host starts the kernels of a pass one by one. If starting all kernels takes longer than running them, the time of the
+  pass is the time to start them.
 - Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
   are not kept.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
@@ -36,13 +37,15 @@ from wands.planning.activations import BF16, FP32
 from wands.planning.hardware import Machine
 from wands.planning.workload import Workload
 
-LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of a backward pass, in forward passes
+LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the backward pass / FLOPs of the forward pass
 # Bytes that the pointwise operations of a block move in the forward pass, without and with model.compile, for each token and
-# channel of the residual stream, and for each token and hidden channel of the feed-forward layer. Twice as many backward.
-# `tests/support/bench_step_traffic.py` counts 1,147 to 1,251 and 322 to 329 in four passes over 1 to 21 clips.
+# channel of the residual stream, and for each token and hidden channel of the feed-forward layer. The backward pass moves twice
+# as many bytes. With recomputation, a step therefore moves the bytes of four forward passes for each token and channel:
+# `tests/support/bench_step_traffic.py` counts 1,147 to 1,251 without and 322 to 329 with model.compile, for 1 to 21 clips.
 POINTWISE_BYTES = (285, 60)
 ACTIVATION_BYTES = 4
-# Kernels of a block in the forward pass, without and with model.compile: (of a bin, of each clip).
+# Number of kernels that a block starts in the forward pass: (for the whole bin, for each clip in the bin). The first pair is
+# without model.compile, the second pair is with model.compile.
 _LAUNCHES = ((40, 6), (25, 0))
 # Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
 _ADAM_ON_HOST = 28
@@ -124,7 +127,7 @@ class Prediction:
 
 
 def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Prediction:
-    """Predict the time of an optimizer step in which all bins (packed forward passes) have clips of the same lengths.
+    """Predict the time of an optimizer step in which every bin (the clips of one forward pass) has the clip lengths `lens`.
 
     Args:
         workload: sizes of the run.
@@ -182,9 +185,10 @@ def _zero_traffic(
 ) -> tuple[Traffic, float]:
     """Return (ZeRO's transfers in a micro step, seconds of ZeRO's other work per optimizer step).
 
-    The other work is the reduction of gradients, the gather of the updated weights and the update on the host, if
-    they run once per optimizer step. ZeRO's transfers overlap with compute, except with compute that already overlaps
-    with transfers of the ring.
+    The other work runs once per optimizer step, not in every micro step. Depending on the ZeRO stage, it is the reduction
+    of the gradients, the gather of the updated weights, and the update on the host.
+
+    ZeRO's transfers overlap with compute, except with compute that already overlaps with transfers of the ring.
 
     Args:
         workload: sizes of the run.
@@ -232,8 +236,8 @@ def ring_traffic(
     block = comm.ring_forward / (degree - 1) / bandwidth
     grads = (comm.ring_backward - comm.ring_forward) / (degree - 1) / bandwidth
     kernel, backward_kernel = (seconds / degree for seconds in attention)
-    # The gradients of a block of keys are sent from the second ring step on. They overlap with the ring step after the transfer
-    # starts. The last transfer returns them to their owner without overlap.
+    # The gradients of a block of keys are sent after every ring step, from the second on. The transfer overlaps with the kernel
+    # of the next ring step. The last transfer returns the gradients to the owner of the block, and overlaps with nothing.
     backward = [block * (step < degree - 1) + grads * (step > 1) for step in range(degree)]
     late = sum(max(0.0, message - backward_kernel) for message in backward)
     forward = Traffic(block, max(0.0, block - kernel)) * (degree - 1)

@@ -87,7 +87,7 @@ def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path)
     shard.write_bytes(shard.read_bytes()[:-1])
     assert find_checkpoint(run)[1].step == 4
     with pytest.raises(
-        CheckpointError, match=r"should have \d+ bytes but has \d+; use an older step_\* folder"
+        CheckpointError, match=r"should have \d+ bytes but has \d+; use another step_\* folder"
     ):
         load_state(run / "checkpoints" / "step_00000006")
     for step in (run / "checkpoints").glob("step_*"):

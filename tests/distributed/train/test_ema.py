@@ -428,7 +428,7 @@ def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: P
     (folder / average_file(1)).rename(folder / "gone")
     with pytest.raises(
         CheckpointError,
-        match=r"the files ema_rank_\* lack values of .*; use an older step_\* folder",
+        match=r"the files ema_rank_\* lack values of .*; use another step_\* folder",
     ):
         load_average(folder)
     assert len(whole) > 1

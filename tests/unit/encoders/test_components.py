@@ -106,6 +106,6 @@ def test_no_network_is_said_in_words_of_wands(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=r"\(no connection to the Hub, and no copy in its cache\); check the name"
+        ConfigError, match=r"\(no connection to the Hub, and no copy in the local Hub cache\); check the name"
     ):
         fetch_model("owner/name-of-no-model")

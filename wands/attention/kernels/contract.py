@@ -19,8 +19,8 @@ How to add a kernel:
    use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
    publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
-   skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the other
-   kernels and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes the check.
+   skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
+   that pass this check, and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
    `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
@@ -57,7 +57,7 @@ What the two functions receive:
   are not called if no row of q has a key.
 - In the backward pass, `lse` is -inf for rows of q without keys. It can be +inf for a row that must add nothing to any
   gradient: exp(score - inf) is 0. Nothing in wands passes +inf today; self_check.py tests it.
-- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py refuses it.
+- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this.
 
 What the two functions return:
 

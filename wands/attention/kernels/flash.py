@@ -249,10 +249,10 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments over all rows of q and k, in which only rows of short segments attend.
+    """Return segments for a kernel that runs only the short segments and leaves out the long segments.
 
-    A segment with at least `min_rows` rows of q and of k is divided into a segment with its rows of q and a segment with its
-    rows of k.
+    A long segment has at least `min_rows` rows of q and of k. The function replaces each long segment with two segments: one
+    with the rows of q and no keys, and one with the rows of k and no queries. In both, no row attends to any key.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]
@@ -290,7 +290,7 @@ FLASH_BACKENDS = (
     ),
     _TORCH,
 )
-"""Kernels for CUDA, in the order in which `attention.backend=auto` tries them where it does not measure.
+"""Kernels for CUDA. `attention.backend=auto` tries them in this order, except in bf16 training, which measures them.
 
 flash3 was written for Hopper GPUs, so flash3 comes before flash4.
 """

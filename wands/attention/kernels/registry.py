@@ -58,7 +58,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
         names = iter(["cpu"]) if device.type == "cpu" else usable_backends(device, dtype, head_dim)
         if (chosen := next(names, "reference")) == "reference":
             text = f"attention.backend=auto: no flash kernel runs on {device.type} in {dtype}. The slow reference kernel is used."
-            text += " Its memory grows with the square of a clip's tokens, and it is expected to take about 10 times as long. "
+            text += " Its memory grows with the square of a clip's tokens, and it is expected to be about 10 times slower. "
             text += "Flash kernels need CUDA compute capability >= 8.0, and bf16 or fp16."
             _log_once(logging.WARNING, text)
         _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({target})")

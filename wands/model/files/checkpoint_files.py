@@ -155,7 +155,7 @@ def load_state(checkpoint: Path) -> TrainState:
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({one_line(error)}); use an older step_* folder."
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({one_line(error)}); use another step_* folder of the run."
         ) from None
     for name, size in state.files.items():
         path = checkpoint / name
@@ -163,7 +163,7 @@ def load_state(checkpoint: Path) -> TrainState:
         if actual != size:
             problem = "is missing" if actual is None else f"has {actual}"
             raise CheckpointError(
-                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use an older step_* folder."
+                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use another step_* folder of the run."
             )
     return state
 
@@ -186,7 +186,7 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
     rank, world_size = share
     for name in sorted(state.hashes)[rank::world_size]:
         if problem := compare_hash(folder / name, state.hashes[name], f"its hash differs from {STATE_FILE}"):
-            return f"checkpoint={folder}: {name} is damaged ({problem}); use an older step_* folder."
+            return f"checkpoint={folder}: {name} is damaged ({problem}); use another step_* folder."
     return None
 
 
@@ -381,8 +381,8 @@ def check_average(checkpoint: Path, state: TrainState) -> None:
     missing = [part for part in state.parts if not has_average(state, part)]
     if missing:
         raise CheckpointError(
-            f"checkpoint={checkpoint} contains no moving average ({missing[0]}/{average_file(0)}), because the run has no ema "
-            "section; leave --ema out, or train a new run with --set ema.decay=0.9999."
+            f"checkpoint={checkpoint} contains no moving average (no file {missing[0]}/{average_file(0)}), because the run has "
+            "no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
         )
 
 

@@ -53,7 +53,8 @@ def join_fragments(
         folder: DiT folder of a checkpoint.
         pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
         metadata: key in the metadata of the files under which `read_header` finds the places of the fragments.
-        section: entry of `read_header`'s dict with the fragments to join: "fragments" (trained parameters) or "frozen".
+        section: entry of `read_header`'s dict with the fragments to join: "fragments" for trained parameters, "frozen" for
+            frozen parameters.
         suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
         excluded: names of parameters to leave out.
 
@@ -128,7 +129,7 @@ class FragmentFiles:
                         missing[name] -= high - low
         if incomplete := [name for name, numel in missing.items() if numel]:
             raise CheckpointError(
-                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use an older step_* folder."
+                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use another step_* folder of the run."
             )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ def fetch_model(
     try:
         return Path(snapshot_download(name, allow_patterns=allow, ignore_patterns=ignore))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        offline = "no connection to the Hub, and no copy in its cache"
+        offline = "no connection to the Hub, and no copy in the local Hub cache"
         reason = offline if isinstance(error, LocalEntryNotFoundError) else one_line(error)
         raise ConfigError(
             f"{key}={name} is not a folder and cannot be downloaded from the Hub ({reason}); check the name, the "

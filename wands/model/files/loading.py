@@ -80,8 +80,9 @@ def _published(path: str | Path) -> Variant | None:
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Read `model_index.json` of a pipeline.
 
-    If there is no such file, as in an official repository, the function makes the entries that describe experts (DiTs for
-    high and low noise): "boundary_ratio" and "transformer_2" for a model of two experts, no entry for a model of one DiT.
+    An official repository and a published variant have no such file. If the model has two experts (DiTs for high and low
+    noise), the returned dict then contains only the entries that describe experts: "boundary_ratio" and, for a repository,
+    "transformer_2".
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.

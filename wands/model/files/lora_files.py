@@ -55,7 +55,7 @@ _OTHER_METHODS = {
 }
 """Maps a method that is not LoRA to texts that occur only in the keys of this method."""
 _PARAMETERS = ("scale_shift_table", "pos_embed")
-"""Last words in the names of parameters that end neither in .weight nor in .bias."""
+"""Last words of parameter names without the suffix .weight or .bias, such as blocks.0.scale_shift_table."""
 _MUSUBI = "lora_unet_"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
 

@@ -309,7 +309,7 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
     """Read files that were just written, and check that they contain the tensors in `tensors`, bit for bit.
 
     Args:
-        tensors: tensors that were to be written.
+        tensors: tensors that the files must contain.
         files: the written files.
         command: name of the wands command, for error messages.
 
