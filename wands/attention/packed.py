@@ -30,7 +30,7 @@ themselves) holds.
 class Segments:
     """Block-diagonal attention pattern: rows of q in segment i attend only to rows of k in segment i.
 
-    Segments are contiguous: each segment starts at the row after the previous segment.
+    Segments are contiguous: each segment starts at the row after the last row of the previous segment.
 
     Attributes:
         lens_q: number of rows of q in each segment. The numbers are Python integers, so reading them never waits for a GPU.

@@ -372,6 +372,6 @@ def find_cure(task: Task, ds_name: str) -> str:
             changes = candidate.changes()
             words = [f"set {' and '.join(changes)}"] if changes else []
             if candidate.ds_name != ds_name:
-                words.append(f"{'with' if changes else 'use'} --deepspeed {candidate.ds_name}")
+                words.append(f"{'and ' if changes else ''}use --deepspeed {candidate.ds_name}")
             return " ".join(words)
     return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
