@@ -220,9 +220,7 @@ def merge_pads_backward(
 def _scores(x: Tensor, key: Tensor) -> Tensor:
     """Return the dot products of x [T, H, D] with one key [H, D] for each head, [H, T]."""
     if torch.compiler.is_compiling():
-        return (
-            (x * key).sum(-1).mT
-        )  # a product that is not a matrix product is fused with the operations around it
+        return (x * key).sum(-1).mT  # this is fused with the operations around it; a matrix product is not
     with torch.autocast(x.device.type, enabled=False):
         return torch.einsum("thd,hd->ht", x, key)
 

@@ -64,10 +64,10 @@ def sample_sigma(
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: at most one quantile of the mixture, from 0 to 1, that replaces both numbers of the generator.
+        stratum: optional: one quantile of the mixture, from 0 to 1. It replaces both numbers of the generator.
 
     Returns:
-        sigma, rounded to fp32 inside the range.
+        sigma in fp32, rounded so that it stays inside the range.
     """
     assert 0.0 <= low < high <= 1.0, f"low={low} and high={high} must satisfy 0 <= low < high <= 1"
     pick = generator.random()

@@ -154,7 +154,11 @@ class ActivationOffloader:
 
 
 class _Group:
-    """Tensors that one block of the model offloads. The handle of each tensor contains a reference to the group."""
+    """Tensors that one block of the model offloads.
+
+    The handle of each tensor refers to its group. When the backward pass uses one tensor, the handle calls `prefetch`, so
+    that the other tensors are copied back in time.
+    """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:
         self._previous = previous

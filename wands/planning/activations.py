@@ -64,7 +64,7 @@ class Activations:
         return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of offloaded activations and of the prefetched steps in host memory.
+        """Return the bytes of each component in host memory: offloaded activations, and the data of prefetched steps.
 
         Components without bytes are left out.
         """
@@ -114,7 +114,8 @@ class Activations:
         attention_only = lora is not None and lora.targets == "attention"
         always = self.stage == 3 and not self._quantized
         ffn, table = not attention_only or always, self._table_learns()
-        # Rows of D in fp32, rows of D and of F in the compute dtype, and rows of the LoRA's rank.
+        # Values per token: rows of D in fp32 (wide), rows of D (narrow_rows) and of F (hidden) in the compute dtype, and the
+        # values of the LoRA's width (low).
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
         if self._compiled:  # queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept
             wide, narrow_rows = 3, narrow_rows + 3

@@ -10,8 +10,8 @@ The packer lets ranks wait for the slowest rank only up to a limit, `LEVEL`. The
 - Pointwise operations, such as norms and casts, take the time to read and write their tensors.
 - The host starts the kernels of a pass one by one. If starting all kernels takes longer than running them, the time of the
   pass is the time to start them.
-- Ulysses: all-to-alls inside a node do not overlap with anything. Recomputation repeats the all-to-alls whose results
-  are not kept.
+- Ulysses: the all-to-alls stay inside a node, and do not overlap with anything. Recomputation repeats the all-to-alls whose
+  results are not kept.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
   gradients and does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the

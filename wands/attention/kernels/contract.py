@@ -56,7 +56,7 @@ What the two functions receive:
 - A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
   are not called if no row of q has a key.
 - In the backward pass, `lse` is -inf for rows of q without keys. It can be +inf for a row that must add nothing to any
-  gradient: exp(score - inf) is 0. Nothing in wands passes +inf today; self_check.py tests it.
+  gradient: exp(score - inf) is 0. Nothing in wands passes +inf today, but self_check.py tests this case.
 - The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this.
 
 What the two functions return:

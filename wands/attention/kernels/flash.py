@@ -201,9 +201,11 @@ def _batched(x: Tensor) -> Tensor:
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     """Return a kernel that runs cuDNN once for each long segment, and another kernel for all short segments.
 
-    cuDNN builds a plan for each new pair of lengths in about 0.1 s, and short segments have many different lengths. PyTorch
-    keeps the plans by the shapes and strides of q, k and v, but a plan also contains the strides of dout and out. With other
-    strides, the plan would give wrong results without an error, so all tensors are made contiguous.
+    cuDNN builds a plan for each new pair of lengths, which takes about 0.1 s. Short segments have many different lengths, so
+    another kernel runs them.
+
+    PyTorch keeps the plans by the shapes and strides of q, k and v, but a plan also contains the strides of dout and out.
+    With other strides, the plan would give wrong results without an error, so all tensors are made contiguous.
 
     cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. Its log-sum-exp is [1, H, T, 1], or
     [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.

@@ -203,7 +203,7 @@ def find_checkpoint(
     Args:
         where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: maps step folders that are known to be damaged to their error messages.
+        damaged: step folders that are known to be damaged, each with its error message. They are not returned.
 
     Raises:
         CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier

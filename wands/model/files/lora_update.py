@@ -1,4 +1,4 @@
-"""Update that a LoRA file adds to the weights of a DiT: pairs of matrices, and full differences of parameters."""
+"""Update that a LoRA file adds to the weights of a DiT: pairs of matrices, and full-size tensors (full differences)."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def dit_config(
     }
     expected = {old: config[new] for old, new in _SAME.items()} | {"dim": dim}
     differing = [
-        f"{key}={known[key]} (weights {value})"
+        f"{key}={known[key]} (the weights have {value})"
         for key, value in expected.items()
         if known.get(key, value) != value
     ]

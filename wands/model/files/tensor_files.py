@@ -142,7 +142,7 @@ class TensorFiles:
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
-                    f"{self.where}: {path} contains {name}, which is not a tensor. Use a file with only a state dict."
+                    f"{self.where}: {path} contains {name}, which is not a tensor. Use a file that contains only tensors."
                 )
         return state
 

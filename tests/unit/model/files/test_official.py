@@ -122,7 +122,9 @@ def test_a_config_of_other_weights(tmp_path: Path):
     write_official(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"ffn_dim": 7, "dim": 8}))
-    with pytest.raises(CheckpointError, match=r"ffn_dim=7 \(weights 96\), dim=8 \(weights 48\)"):
+    with pytest.raises(
+        CheckpointError, match=r"ffn_dim=7 \(the weights have 96\), dim=8 \(the weights have 48\)"
+    ):
         load_config(tmp_path)
 
 
