@@ -35,7 +35,7 @@ class Merged:
 
     Attributes:
         num_samples: number of samples in the merged cache.
-        num_copied: number of samples that this run copied. An earlier run copied the others.
+        num_copied: number of samples that this run copied. An earlier run copied the other samples.
         duplicates: keys that are in several caches with equal content. The merged cache contains each of these samples
             once.
         num_rejected: number of rejected clips of all caches. They are listed in rejects.jsonl.
@@ -195,7 +195,7 @@ class MergeArguments(Options):
     cache: Annotated[tuple[Path, ...], ARGUMENT]
     """Folders of the caches to merge, written by `wands preprocess`."""
     out: Path | None = None
-    """Folder of the merged cache [default: the first folder, as in earlier versions]."""
+    """Folder of the merged cache [default: the first CACHE, which is then not merged, as in earlier versions]."""
 
 
 @program(MergeArguments)
@@ -203,7 +203,7 @@ def main(options: MergeArguments) -> int:
     """Run the program, and return the exit code."""
     out, *caches = [options.out, *options.cache] if options.out else options.cache
     if not caches:
-        raise ConfigError("no cache to merge; name the caches and --out.")
+        raise ConfigError("there is no cache to merge; give the folders of the caches, and --out.")
     merged = merge(out, caches)
     print(f"{out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:

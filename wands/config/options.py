@@ -69,11 +69,11 @@ class ClipOptions(Options):
     such as caption or text]."""
     where: Annotated[str | None, Spelling(metavar="CONDITION")] = None
     """Use only clips that meet this condition on the columns of a table, such as "motion > 0.2 and sharpness > 100". Other
-    clips are rejected with the reason. Compare columns by <, <=, >, >=, ==, !=, in and is None. Join comparisons by
-    and, or, not."""
+    clips are rejected with the reason. Valid comparisons are <, <=, >, >=, ==, !=, "in" and "is None". Join comparisons
+    by "and" or "or", and negate them by "not"."""
     trigger: str | None = None
-    """Word or text that is put in front of each caption, followed by a comma, unless the caption contains it. With another
-    word, `wands preprocess` encodes only the captions again."""
+    """Word or text that is put in front of each caption, followed by a comma, unless the caption already contains
+    this text. If you run `wands preprocess` again with another text, only the captions are encoded again."""
     fps: float | None = None
     """Frame rate of the samples in frames per second. Clips with another frame rate are resampled [default: the frame
     rate of the model variant, such as 16]."""
@@ -117,21 +117,21 @@ class InitOptions(ClipOptions):
     """
 
     out: Path = Path("wands-project")
-    """Folder for the files that the command writes. The commands write the latent cache, the run and the samples to this
-    folder, too."""
+    """Folder for the files that the command writes. The printed commands later write the latent cache, the run and the
+    samples to this folder, too."""
     model: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     """Diffusers pipeline folder or Hub id of the model to train. The default is the smallest published Wan model, which trains
-    on one GPU. The files of published models are not needed yet."""
+    on one GPU. For a published model, this command needs no files of the model."""
     full: bool = False
     """Train all weights of the model. Without --full, the recipe trains a LoRA, which needs less memory and fewer clips."""
     gpus: Annotated[int | None, Field(ge=1)] = None
     """Total number of GPUs in all nodes together [default: the GPUs of this machine, or 1 for a machine without a GPU]."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
-    """Memory of one GPU in GB. A machine without a GPU needs this option or --hardware [default: the memory of this
-    machine's GPU, or of --hardware]."""
+    """Memory of one GPU in GB. A machine without a GPU needs this option or --hardware [default: the memory of
+    --hardware; without --hardware, the memory of this machine's GPU]."""
     hardware: str | None = None
-    """Name of the GPU type, as for wands plan, such as h100 or rtx4090 [default: the GPU of this machine, or a GPU with
-    about --gpu-memory]."""
+    """Name of the GPU type, as for wands plan, such as h100 or rtx4090 [default: the GPU of this machine; with
+    --gpu-memory, the known GPU with the closest memory size]."""
     force: bool = False
     """Replace files that an earlier wands init wrote to --out."""
 
@@ -139,8 +139,9 @@ class InitOptions(ClipOptions):
 class SplitOptions(Options):
     """Find the shots of films, and write them to a table.
 
-    The command finds cuts, dissolves and fades. Black, static and unreadable parts are left out, and long shots are cut into
-    windows. Videos are only read. To resume an interrupted run, run the same command again.
+    The command finds cuts, dissolves and fades. Black, static and unreadable parts are left out. A shot longer than
+    --max-seconds is cut into several clips. The video files do not change. To resume an interrupted run, run the same
+    command again.
 
     Examples:
         wands split films/ --out shots.csv --html shots.html
@@ -151,13 +152,13 @@ class SplitOptions(Options):
     """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
     out: Path
     """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
-    The file OUT.films.jsonl next to the table stores the progress."""
+    A file next to the table stores the progress: shots.films.jsonl for --out shots.csv."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
-    """Shortest clip in seconds. Shorter shots are left out. A shot longer than --max-seconds is cut, and a shorter last
-    piece is left out, too."""
+    """Length of the shortest clip in seconds. Shorter shots are left out. If a shot is cut because of --max-seconds, a last
+    piece that is shorter than --min-seconds is left out, too."""
     max_seconds: Annotated[float, Field(gt=0)] = 5.0625
-    """Longest clip in seconds. Longer shots are cut into windows of this length [default: 5.0625, which is 81 frames at
-    16 fps]."""
+    """Length of the longest clip in seconds. Longer shots are cut into pieces of this length [default: 5.0625, which is
+    81 frames at 16 fps]."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of films that are decoded at the same time [default: one per CPU core]."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
@@ -173,8 +174,8 @@ _CAPTION_PROMPT = (
 class CaptionOptions(Options):
     """Write captions for clips with an image-text-to-text model.
 
-    Captions that SOURCE or an earlier table contains are kept. To continue an interrupted run, or to try clips without a
-    caption again, run the same command again.
+    Captions that SOURCE or the table at --out already contains are kept. If the command was interrupted, or some clips
+    still have no caption, run the same command again. It captions only these clips.
 
     Examples:
         wands caption shots.csv --model Qwen/Qwen2.5-VL-7B-Instruct --out captioned.csv
@@ -188,22 +189,24 @@ class CaptionOptions(Options):
     out: Path
     """Table to write: a .csv or .jsonl file with all columns of SOURCE."""
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. The command sends the key in the variable
-    OPENAI_API_KEY, if it is set."""
+    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. If the environment variable
+    OPENAI_API_KEY is set, the command sends its value as the API key."""
     prompt: Annotated[tuple[str, ...], BeforeValidator(lambda prompts: prompts or (_CAPTION_PROMPT,))] = (
         _CAPTION_PROMPT,
     )
-    """Instruction for the model. A column name in braces, such as {film}, becomes the value of the row. Give the option
-    several times for several captions [default: describe the video in two to four sentences]."""
+    """Instruction for the model. A column name in braces, such as {film}, is replaced by the clip's value in this
+    column. With --captions above 1, give the option several times to use several instructions [default: describe the
+    video in two to four sentences]."""
     captions: Annotated[int, Field(ge=1)] = 1
-    """Number of captions of each clip. The captions use the prompts in turn. If there are fewer prompts, further captions
-    are sampled, and depend on --batch."""
+    """Number of captions of each clip. The captions use the values of --prompt in turn. If there are fewer prompts than
+    captions, answers to a repeated prompt are sampled at random. Sampled answers also depend on --batch."""
     trigger: str = ""
-    """Trigger word to put in front of each new caption, with a comma."""
+    """Trigger word to put in front of each new caption, followed by a comma, unless the caption already contains the word."""
     frames: Annotated[int, Field(ge=1)] = 8
     """Number of frames that the model sees of each clip, at equal distances over the clip's time range."""
     max_side: Annotated[int, Field(ge=16)] = 448
-    """Frames are scaled down to the area of a square with this side in pixels."""
+    """Limit for the size of the frames that the model sees. Frames with more than --max-side x --max-side pixels are scaled
+    down to this area."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Largest number of new tokens in an answer. A sentence that is cut off at this limit is removed."""
     batch: Annotated[int, Field(ge=1)] = 8
@@ -213,7 +216,7 @@ class CaptionOptions(Options):
     device: str | None = None
     """Device that runs the model, such as cuda:0 [default: cuda if available, else cpu]."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds to wait for an answer of --endpoint. The request is then sent once more."""
+    """Seconds to wait for an answer of --endpoint. If no answer arrives in this time, the request is sent once more."""
     overwrite: bool = False
     """Replace existing captions."""
 
@@ -232,11 +235,11 @@ class MeasureOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Clips to measure: a table, a folder, tar archives or a Hugging Face dataset. Captions are not needed."""
     out: Path
-    """Table to write (.csv or .jsonl), with all columns of SOURCE. The file OUT.measures.jsonl next to the table stores the
-    results, so that an unchanged clip is decoded only once."""
+    """Table to write (.csv or .jsonl), with all columns of SOURCE. A file next to the table stores the results, so that
+    an unchanged clip is decoded only once: measured.measures.jsonl for --out measured.csv."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Largest difference between near-duplicates: in each of three frames, at most this number of the 64 bits of a
-    perceptual hash differ."""
+    """Largest number of bits in which the perceptual hashes of two near-duplicates differ, in each of three frames. A hash has
+    64 bits."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -311,8 +314,8 @@ class PreprocessOptions(ClipOptions):
     """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process encodes
     a fixed part of the clips [default: one per GPU, or one without a GPU, because each process loads all encoders]."""
     limit: Annotated[int | None, Field(ge=1)] = None
-    """Encode only the first clips of SOURCE, sorted by name: at most this number. Run the command again without --limit to
-    add the other clips to the cache."""
+    """Largest number of clips to encode: the first clips of SOURCE in the order of their names. Run the command again
+    without --limit to add the other clips to the cache."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
     """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on a
     cluster without a common launcher. Run one part on each node. Then join the parts into the folder CACHE with
@@ -338,8 +341,9 @@ class PackOptions(RecipeOptions):
 class CalibrateOptions(Options):
     """Measure the speeds of this machine's GPU for `wands plan`.
 
-    The command measures copies, matrix products, each attention kernel and the start of a kernel, in less than a minute.
-    Without a GPU, it measures the CPU. The speeds of a CPU are only a test, because `wands plan` is for GPUs.
+    The command measures the speed of memory copies, matrix products and each attention kernel, and the time to start a
+    kernel. It takes less than a minute. Without a GPU, it measures the CPU. The speeds of a CPU are useful only to test the
+    command, because `wands plan` predicts runs on GPUs.
 
     Examples:
         wands calibrate
@@ -347,8 +351,8 @@ class CalibrateOptions(Options):
     """
 
     out: Path | None = None
-    """JSON file to write. Without --out, `wands plan` finds the file by itself [default: a file in ~/.cache/wands/hardware, or
-    in $XDG_CACHE_HOME/wands/hardware]."""
+    """JSON file to write. `wands plan` finds only the default file by itself. Give another file to its option
+    --hardware-file [default: a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware]."""
 
 
 class PlanOptions(RecipeOptions):
@@ -371,8 +375,8 @@ class PlanOptions(RecipeOptions):
     """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090 or rtx3090. For another
     GPU, use the name of a similar GPU together with --gpu-memory."""
     hardware_file: Path | None = None
-    """File that `wands calibrate` wrote on a GPU of this type. Its speeds replace the speeds of the data sheet [default: the
-    file in your cache folder, if `wands calibrate` wrote one for --hardware]."""
+    """File that `wands calibrate` wrote on a GPU of the type --hardware. Its speeds replace the speeds of the data
+    sheet [default: the file in your cache folder, if `wands calibrate` wrote one for --hardware]."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Total number of GPUs in all nodes together."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
@@ -387,12 +391,13 @@ class PlanOptions(RecipeOptions):
     gpus_per_node: Annotated[int | None, Field(ge=1)] = None
     """Number of GPUs in one node [default: a typical value for --hardware]."""
     size: str = "480p"
-    """Frame size of the clips, with --clips or without data. Give 480p, 720p or HEIGHTxWIDTH in pixels."""
+    """Frame size of the clips: 480p, 720p or HEIGHTxWIDTH in pixels. This option has an effect only with --clips, or if RECIPE
+    names no data."""
     frames: Annotated[int, Field(ge=1)] = 81
-    """Number of frames in each clip, with --clips or without data."""
+    """Number of frames in each clip. This option has an effect only with --clips, or if RECIPE names no data."""
     clips: Annotated[int | None, Field(ge=1)] = None
-    """Plan for this number of equal clips. The cache is then not read [default: the data of RECIPE, or 1,000 clips if RECIPE
-    names no data]."""
+    """Plan for this number of clips of equal size, and do not read the cache of RECIPE [default: the clips in the cache of
+    RECIPE, or 1,000 clips if RECIPE names no data]."""
     deepspeed: Path | None = None
     """Plan with only this DeepSpeed config: a JSON file, or a name in ds_configs/ such as zero3. Without --deepspeed, all
     shipped configs are tried."""
@@ -566,14 +571,16 @@ class InferOptions(Options):
     """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
     number of processes / Ulysses degree]."""
     attention_backend: Literal["auto", "native"] = "auto"
-    """Self-attention in bf16, if processes do not divide the tokens. On a GPU, auto uses the first of flash3, flash4, cudnn,
-    flash2 and torch that is installed and passes a test. native uses the attention of diffusers."""
+    """Kernel of self-attention in bf16. On a GPU, auto uses the first of flash3, flash4, cudnn, flash2 and torch that is
+    installed and passes a test. native uses the attention of diffusers. This option has no effect if several processes
+    divide the tokens."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
-    """Order of the two predictions of guidance. auto divides them between two halves of the processes if a launcher is
-    used and all prompts use guidance. sequential computes them one after the other. batched computes them as one batch,
-    which needs more memory."""
+    """Order in which the two predictions of classifier-free guidance are computed, for the prompt and for the negative prompt.
+    sequential computes one after the other. batched computes both as one batch, which needs more memory. If a launcher
+    starts an even number of processes and all prompts use guidance, auto computes each prediction on half of the processes.
+    Otherwise, auto means sequential."""
     scheduler: Literal["model", "euler"] = "model"
-    """Scheduler: the model's own, or euler for LoRAs that sample in 4 steps."""
+    """Scheduler of the denoising steps. model uses the scheduler of --model. Use euler for LoRAs that sample in 4 steps."""
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
     vae_tiling: bool = False
@@ -688,11 +695,11 @@ class ConvertOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
-    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only [required without
-    --trust-pickle]."""
+    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only. This option is
+    required, except with --trust-pickle, which changes SOURCE in place."""
     out: Path | None = None
-    """Folder to write; it must be new or empty. Give --out and --to, unless you use --trust-pickle, which changes
-    SOURCE."""
+    """Folder to write. The folder must be new or empty. This option is required, except with --trust-pickle, which changes
+    SOURCE in place."""
     trust_pickle: bool = False
     """Convert pickled checkpoints of an earlier version of wands, in place, to files that cannot run code. SOURCE is
     then the run folder. Opening a pickle can run any code, so use this flag only for runs of your own."""

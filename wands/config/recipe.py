@@ -250,9 +250,9 @@ class SourceConfig(StrictModel):
     """Number of times that an epoch uses each sample of this cache. If this key is unset, the number is 1. With 1.5, an
     epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
     loss_weight: float = Field(default=1.0, gt=0)
-    """Factor of the loss of each clip from this cache. With 0.5, its clips change the weights of the model half as much. The
-    sum of the losses is still divided by the number of clips (or tokens), and not by the sum of the factors. So a factor for
-    all caches has the effect of a factor for the gradient."""
+    """Factor of the loss of each clip from this cache. With 0.5, the clips of this cache change the model half as much. The
+    sum of the losses is still divided by the number of clips (or tokens), and not by the sum of the factors. So if all caches
+    have the same factor, the whole gradient is multiplied by this factor."""
     caption_dropout: float | None = Field(default=None, ge=0, le=1)
     """Probability of replacing the caption of a clip from this cache by the empty caption. If this key is unset,
     `flow.cfg_dropout` is the probability."""

@@ -112,7 +112,9 @@ class WindowEncoder:
         self.vae, self.clip, self.conditions = vae, clip, conditions
 
     def encode(self, windows: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Encode windows (ranges of frames of a clip) of one shape together, and the conditioning frames of each window.
+        """Encode windows of equal shape as one batch. A window is a range of frames of a clip.
+
+        If the model variant needs them, the conditioning frames of each window are encoded as well.
 
         Args:
             windows: frames of each window, uint8 [frames, rows, columns, 3] on the CPU. `WanVideoEncoder.encode` explains

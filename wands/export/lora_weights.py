@@ -43,7 +43,7 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         for tensor in tensors:
             if not torch.isfinite(tensor.read()).all():
                 raise CheckpointError(
-                    f"export: {tensor.name} has non-finite values, because the run has diverged. Export an older step_* folder."
+                    f"export: {tensor.name} has non-finite values, because the run has diverged. Export an earlier checkpoint."
                 )
         write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else {})
         check_written(tensors, [folder / name], "export")

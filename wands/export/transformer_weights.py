@@ -67,7 +67,7 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
             )
     if not torch.isfinite(stock_forward(model, dtype)).all():
         raise CheckpointError(
-            "export: the output of the exported model is not finite, because the run has diverged. Export an older step_* folder."
+            "export: the output of the exported model is not finite, because the run has diverged. Export an earlier checkpoint."
         )
 
 

@@ -189,8 +189,8 @@ def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
         if evaluations and np.all(np.isnan(column(evaluations, "held_out"))):
             reason = "no clip is held out; set data.holdout or eval.cache"
         return [
-            f"Not known yet: {reason}. The train loss alone does not show it, because each step draws other noise "
-            "levels."
+            f"Not known yet: {reason}. The train loss alone does not show whether the run learns, because each step "
+            "draws other noise levels."
         ]
     rows = np.array(evaluations, object)
     best, last = rows[np.nanargmin(means)], rows[np.isfinite(means)][-1]

@@ -28,9 +28,9 @@ def predict_together(
     Args:
         pipeline: pipeline that samples with guidance inside this context.
         texts: embeddings of the prompt and of the negative prompt, each [1, tokens, channels].
-        guidance: "batched" computes both predictions on this rank, with batch size 2. Of a process group with two ranks, the
-            first rank computes the prediction for the prompt, the second rank computes the prediction for the negative
-            prompt, and both ranks get both predictions.
+        guidance: "batched" computes both predictions on this rank, with batch size 2. With a process group of two ranks, the
+            first rank computes the prediction for the prompt, and the second rank the prediction for the negative prompt.
+            Both ranks get both predictions.
     """
     waiting: list[Tensor] = []
 

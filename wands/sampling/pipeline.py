@@ -280,7 +280,7 @@ def _load_trained(
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another step_* folder."
+            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another checkpoint."
         ) from None
     return transformer.eval()
 

@@ -54,7 +54,7 @@ def plan_ranks(
         ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
             degree.
         split: whether one half of an even number of ranks may compute the predictions for the prompt, and the other
-            half the predictions for the negative prompt. Degrees whose product is the number of all ranks have precedence.
+            half the predictions for the negative prompt. The ranks are not divided if the given degrees need all ranks.
 
     Returns:
         (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
@@ -100,7 +100,7 @@ def share_pipeline(
 
     Returns:
         Process group for `sample_latents`: this rank, and the rank that computes the other prediction of guidance for the
-        same tokens. None if there is one group.
+            tokens of this rank. None if every rank computes both predictions.
 
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.

@@ -4,8 +4,8 @@ bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 25
 into one flat tensor. If bitsandbytes updated this flat tensor, a block could contain values of several parameters, and
 parameters with small gradients would lose their moments. Therefore the optimizer of this module updates each fragment (the
 part of one parameter in a flat tensor) separately. The blocks start where bitsandbytes starts them in the whole parameter.
-Small parameters have fp32 moments, as in bitsandbytes. Only a block that is divided between two ranks differs: it has a scale
-on each rank.
+Small parameters have fp32 moments, as in bitsandbytes. Only a block that is divided between two ranks differs from
+bitsandbytes: the block has one scale on each rank.
 """
 
 from __future__ import annotations

@@ -20,12 +20,13 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 def fastest_backend(times: dict[str, dict[int, float]]) -> str:
     """Return the name of the fastest kernel, for `get_backend`.
 
-    The name can stand for two kernels: cuDNN from some length on, and another kernel for shorter segments. The choice has
-    the smallest sum of times over all lengths. Among equal choices, kernels that come first in `times` win. cuDNN must be
-    more than 5 % faster, because a new length costs cuDNN a plan.
+    A name such as "cudnn:1024:torch" means two kernels: cuDNN for segments of 1,024 tokens or more, and torch for shorter
+    segments. The result has the smallest sum of times over all lengths. If two choices are equal, the kernel that comes
+    first in `times` wins. cuDNN must be more than 5 % faster, because cuDNN must build a plan for each new length.
 
     Args:
-        times: maps kernels, of which at least one is not cuDNN, and the lengths in `LENGTHS` to milliseconds.
+        times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is
+            not cuDNN.
     """
 
     def total(choice: tuple[str, float]) -> float:
@@ -38,7 +39,7 @@ def fastest_backend(times: dict[str, dict[int, float]]) -> str:
 
 
 def measure_backends(names: list[str], device: torch.device, *shape: int) -> dict[str, dict[int, float]]:
-    """Measure forward and backward passes in bf16, with CUDA events. The global random state does not change.
+    """Measure the time of attention kernels in bf16, forward and backward. The global random state does not change.
 
     Args:
         names: kernels that run on this device.
@@ -46,7 +47,8 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
         shape: number of heads on one rank, and head dim.
 
     Returns:
-        For each kernel, and each length of the segments in `LENGTHS`, milliseconds for a fixed number of rows.
+        A dict that maps each kernel to a dict from segment lengths to milliseconds. All times are for the same number of
+            tokens: one segment of the longest length, or several shorter segments.
     """
     rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v, dout = to_device(rows, device).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)

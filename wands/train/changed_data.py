@@ -83,6 +83,6 @@ def follow_data(run: TrainingRun) -> TrainingRun:
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
         "clips are left out at once. The plan with the added clips takes effect"
     )
-    change = "data: the change from before the checkpoint takes effect" if is_same else change
+    change = "data: a change that was made before the checkpoint takes effect" if is_same else change
     change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
     return replace(run, sampler=replace(sampler, start=start, earlier=earlier), data_change=change)

@@ -222,7 +222,7 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. To continue an ended run, add --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. Continue an ended run with --resume.",
                 agreed=True,
             )
         return target

@@ -194,8 +194,8 @@ def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[
     """Choose clips of a data set for the evaluation. Return the clips with nine noise levels each, the first choice first.
 
     Clips with more than `packing.max_tokens` tokens are left out. The order of the choice is pseudorandom: it follows a hash
-    of each sample's key. If several samples come from one source clip, the second is chosen only after a first sample of
-    every clip.
+    of each sample's key. If several samples come from one source clip, a second sample is chosen only after every
+    source clip has a first sample.
 
     Args:
         run: the checked training run.

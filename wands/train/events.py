@@ -23,8 +23,8 @@ class EventLog:
     an `error` event.
 
     Args:
-        run: the checked training run. Create the log before the later steps are removed from `metrics.jsonl`, because a
-            `restart` event contains the last step of this file.
+        run: the checked training run. Create the log before a resumed run removes rows from `metrics.jsonl`, because a `restart`
+            event contains the last step in this file.
         rank: rank of this process.
 
     Attributes:

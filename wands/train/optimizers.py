@@ -24,8 +24,8 @@ def build_optimizer(
         named_parameters: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
             may be partitioned.
         section: `optimizer` section of the result of `build_ds_config`.
-        fused: used only for Muon, which trains biases and similar parameters with AdamW: whether this AdamW uses torch's
-            fused kernel.
+        fused: whether AdamW uses torch's fused kernel. Only Muon uses this argument, because it trains biases and similar
+            parameters with AdamW.
 
     Returns:
         A torch optimizer, or None if DeepSpeed builds the optimizer from `section`.

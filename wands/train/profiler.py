@@ -37,8 +37,8 @@ SCOPES = {name: name for name in NAMED} | {
 }
 """Maps each scope (part of a step) to a regular expression for the beginning of the names of profiler events.
 
-An event whose name matches belongs to the scope. The events inside it also belong to the scope, unless their names match
-another scope.
+An event whose name matches belongs to the scope. The events inside this event also belong to the scope, unless their names
+match another scope.
 """
 MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 """Operators whose FLOPs are taken from PyTorch's profiler."""

@@ -187,10 +187,10 @@ class TrainingRun:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
-        step. With `token`, it is the mean number of trained tokens per step. Tokens in first frames that are given as a
-        condition are not trained. Their number in a step is random, so their expected number is subtracted. See also
-        `StepPlan.denominators`. A token of a sample with a mask counts with its weight. `data.sources[].loss_weight` does not
-        change the number.
+        step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
+        token counts with its weight in the mask. Tokens in first frames that are given as a condition are not
+        trained. Their number in a step is random, so their expected number is subtracted. See also `StepPlan.denominators`.
+        `data.sources[].loss_weight` does not change the denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token":
@@ -205,9 +205,9 @@ class TrainingRun:
     def count(self, plan: StepPlan) -> float:
         """Return the number by which the summed loss of a step is divided before the loss is logged.
 
-        With `loss.reduction: sample`, this is the number of samples in the step. With `token`, it is the number of
-        trained tokens in the step, and a token of a sample with a mask counts with its weight. The number is 1 for a step
-        without trained tokens.
+        With `loss.reduction: sample`, this is the number of samples in the step. With `loss.reduction: token`, it is
+        the number of trained tokens in the step. If a sample has a mask, each token counts with its weight in the mask. The
+        number is 1 for a step without trained tokens.
         """
         value: float = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token":
@@ -255,7 +255,10 @@ class TrainingRun:
 
     @cached_property
     def _masked_tokens(self) -> np.ndarray:
-        """Number of tokens minus the sum of their weights, for each of the N samples, float64 [N]. 0 without a mask."""
+        """For each of the N samples, number of tokens minus the sum of the tokens' weights in the sample's mask, float64 [N].
+
+        The value is 0 for a sample without a mask.
+        """
         sums = self.data.mask_sums[:, 0]
         return np.where(sums > 0, self.seq_lens - sums, 0.0)
 

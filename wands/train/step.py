@@ -202,7 +202,7 @@ def _on_device(batches: Sequence[MicroBatch], device: torch.device) -> Iterator[
 
 @cache
 def _copy_stream(device: torch.device) -> CopyStream:
-    """Return the copy stream of all steps. PyTorch's allocator keeps separate memory for each stream."""
+    """Return the copy stream of a device. All steps use one stream, because each stream gets separate memory in PyTorch."""
     return new_copy_stream(device)
 
 

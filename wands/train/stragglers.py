@@ -68,7 +68,7 @@ class ComputeTimes:
         self._marks.append(event)
 
     def end_step(self, step: int) -> list[float] | None:
-        """Note the time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
+        """Record the time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
 
         Every rank must call this function, after it has read a result of the step from its device.
 
