@@ -133,6 +133,19 @@ def test_weights_are_shares(caches):
     assert found / found.sum() == pytest.approx([0.25, 0.75], abs=0.005)
 
 
+def test_each_row_has_the_loss_weight_and_the_caption_dropout_of_its_source(caches):
+    a = {"path": caches("a"), "loss_weight": 0.25}
+    b = {"path": caches("b"), "caption_dropout": 0.5, "repeat": 2}
+    for sources, expected in (
+        ([a], [(0.25, None)] * 7),
+        ([a, b], [(0.25, None)] * 7 + [(1.0, 0.5)] * 8),  # clip6 is in both
+        ([b, a], [(1.0, 0.5)] * 8 + [(0.25, None)] * 7),
+    ):
+        data = open_section(sources=sources)
+        samples = [data.read(row) for row in range(len(data.keys))]
+        assert [(sample.loss_weight, sample.caption_dropout) for sample in samples] == expected
+
+
 def test_held_out_clips_are_one_side_of_all(caches):
     sources = [{"path": caches("a"), "repeat": 2}, {"path": caches("b")}]
     by_split = {
