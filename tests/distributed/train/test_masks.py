@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from tests.distributed.train.test_context import TOLERANCE, check_step
-from tests.support.runs import make_run
+from tests.support.runs import groups_of, make_run
 from tests.support.steps import GRIDS, Grid, Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.data.cache.reader import CacheWriter
 from wands.data.collate import PackedBatch
 from wands.data.patchify import grid_size
+from wands.distributed.bootstrap import init_process_group
+from wands.flow.rng import SampleKey, rng
+from wands.train.evaluation import measure
+from wands.train.evaluation_plan import list_samples, plan_evaluation
 from wands.train.run import TrainingRun
 
 SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
@@ -149,6 +154,47 @@ def test_a_mask_of_ones_is_bitwise_no_mask(worlds: WorldPool, tiny_pipeline: Pat
         ones.clips,
     )
     assert all(torch.equal(ones.gradients[name], grad) for name, grad in none.gradients.items())
+
+
+def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
+    """(key, kind, quantile, loss, expected loss) of each sample of an evaluation, of a model whose velocity is 0."""
+    run = make_run(*args)
+    rank, _, device = init_process_group()
+    samples = list_samples(run, plan_evaluation(run))
+    losses = measure(
+        {"transformer": lambda tokens, *_: torch.zeros_like(tokens)},
+        *(run, samples, groups_of(run.grid(rank), device), device),
+    )
+    found = []
+    for sample, loss in zip(samples, losses or (), strict=True):
+        clip = sample.row[0].read(sample.row[1])
+        batch = run.collator([clip], [0], 0)
+        noise = rng(0, SampleKey(clip.sample_id, sample.quantile, -1), "noise")
+        target = torch.from_numpy(noise.standard_normal(batch.tokens.shape, dtype=np.float32)) - batch.tokens
+        weights = (
+            torch.ones(batch.grid_sizes[0].tolist()) if clip.token_weights is None else clip.token_weights
+        )
+        weights = weights.double().flatten()
+        if sample.kind == "first frame":
+            weights[: len(weights) // batch.grid_sizes[0][0]] = 0
+        expected = (target.double().square().mean(1) * weights).sum() / weights.sum()
+        found.append((clip.sample_id, sample.kind, sample.quantile, loss, float(expected)))
+    return found
+
+
+@pytest.mark.parametrize("grid", [Grid(1, 1, 1), Grid(1, 2, 1)], ids=str)
+def test_held_out_losses_are_weighted(
+    grid: Grid, worlds: WorldPool, tiny_variant: Callable[[str], Path], tmp_path: Path
+):
+    model = tiny_variant("wan2.2-ti2v-5b")
+    overrides = (*write_cache(tmp_path / "cache", model, "masks"), *grid.overrides, "flow.i2v_ratio=0.5")
+    overrides += ("data.holdout=0.5", "eval.every=1", "eval.max_share=1000")
+    for found in worlds[grid.world_size].run(evaluate_zeros, model, tmp_path, overrides, zero(0)):
+        assert [loss for *_, loss, _ in found] == pytest.approx(
+            [expected for *_, expected in found], rel=1e-6
+        )
+        kinds = {(int(name.removeprefix("clip-")) in MASKED, kind) for name, kind, *_ in found}
+        assert kinds == {(masked, kind) for masked in (True, False) for kind in ("text", "first frame")}
 
 
 # ---- the same mistakes, made on purpose

@@ -15,6 +15,7 @@ from data_tools.merge import copy_samples
 from data_tools.verify import verify
 from tests.unit.data.test_collate import THREE, collator
 from tests.unit.data_tools.test_verify import FINGERPRINT, NULL, VARIANT, make_sample
+from wands.config.recipe import FlowConfig
 from wands.data.cache.format import INDEX_NAME
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.patchify import grid_size
@@ -114,6 +115,23 @@ def test_a_mask_of_ones_is_bitwise_no_mask(reduction: str):
         loss_of(samples, reduction, leaf).backward()
         gradients.append(leaf.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("reduction", ["sample", "token"])
+def test_a_mask_of_the_given_frame_alone_gives_no_loss(reduction: str):
+    b = THREE[1]
+    first = torch.zeros_like(weights_like(b.latents, 0))
+    first[0] = 1
+    collate = replace(collator(), conditions=("text", "first_frame"), flow=FlowConfig(i2v_ratio=1.0))
+    batch = collate([replace(b, token_weights=first)], [0], 0)
+    assert batch.num_cond_tokens == (4,)
+    pred = torch.randn(8, 64, requires_grad=True)
+    weights = loss_weights(batch.trained_lens, batch.weights, torch.ones(1), reduction)
+    segment_ids = torch.zeros(8, dtype=torch.int64)
+    loss, _ = flow_matching_loss(pred, batch.tokens[4:], segment_ids, weights, batch.token_weights[4:])
+    loss.backward()
+    assert loss == 0  # not 0 / 0
+    assert not pred.grad.any()
 
 
 def test_the_dropout_of_a_source_takes_the_place_of_the_global_one():

@@ -145,7 +145,13 @@ def test_masks_are_found_and_are_no_clips(tmp_path: Path):
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows, rejected = load_source(str(folder))
     assert [row.mask.name for row in rows] == ["m.webp"]
-    assert [item.reason for item in rejected if "none.png" in item.reason]
+    [item] = rejected  # not b.mask.mp4, which no row names
+    assert "none.png" in item.reason
+    (folder / "metadata.jsonl").unlink()
+    (folder / "captions.json").write_text(json.dumps({"a.mp4": "A.", "b.mp4": "B."}))
+    rows, rejected = load_source(str(folder))
+    assert [row.mask.name for row in rows] == ["a.mask.png", "b.mask.mp4"]
+    assert not rejected
 
 
 def test_a_trigger_word_is_added_once():
