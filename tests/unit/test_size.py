@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_983
+TOTAL = 22_071
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 929,
-    "commands": 4506,
+    "commands": 4592,
     "config": 1259,
-    "data": 4539,
+    "data": 4541,
     "distributed": 389,
     "encoders": 349,
     "export": 393,

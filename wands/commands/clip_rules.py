@@ -5,11 +5,12 @@ Both commands use this module, so that both accept and reject the same clips.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from wands.config.options import ClipOptions
 from wands.data.clips.captions import add_trigger
-from wands.data.clips.clip import ClipSpec
+from wands.data.clips.clip import ClipSpec, plan_windows
 from wands.data.clips.filters import Filter
 from wands.data.clips.isolated import Crash
 from wands.data.clips.layouts import load_source
@@ -21,6 +22,8 @@ LIMIT_SECONDS = 300.0
 `wands preprocess`, the limit applies to each window (range of frames) of a clip.
 """
 NO_MEMORY = "clip does not fit into memory; lower --max-frames or --max-pixels"
+Footage = tuple[float, float, float]
+"""Seconds of video that the samples of a clip use, that the clip has, and that --clip-mode slide would use."""
 EMPTY_CAPTION = "caption is empty after cleaning; write a caption"
 
 
@@ -85,3 +88,24 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
     keys = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
     others = options.model_dump(include=keys)
     return ClipSpec.of_variant(variant, max_pixels=first, more_pixels=tuple(more), **others)
+
+
+def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
+    """Return how much of a clip its samples use.
+
+    Args:
+        spec: rate, size and length of the samples.
+        num_frames: number of frames of each window (range of frames) that is used.
+        present: seconds that the clip has.
+    """
+    used = sum(num_frames) / spec.fps
+    windows = plan_windows(replace(spec, clip_mode="slide"), 0.0, present) if spec.max_frames else ()
+    with_slide = max(used, sum(frames for _, frames in windows) / spec.fps)
+    return min(used, present), present, min(with_slide, present)
+
+
+def describe_footage(footage: Sequence[float]) -> str:
+    """Return the text "uses 5.1 of 55.1 s", with the seconds that --clip-mode slide would use if they are more."""
+    used, present, with_slide = footage
+    more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
+    return f"uses {used:,.1f} of {present:,.1f} s{more}"

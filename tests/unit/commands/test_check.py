@@ -90,6 +90,9 @@ def test_it_says_what_preprocess_does(
     assert {(clip.key, clip.path, clip.reason) for clip in told.clips if clip.reason} == {
         (item.key, item.path, item.reason) for item in done.rejected
     }
+    # A damaged clip may have samples before the damage: the cache has them, although the clip is rejected.
+    footage = {clip.key: clip.footage for clip in told.clips if clip.samples and any(clip.footage)}
+    assert {key: pytest.approx(row) for key, row in done.footage.items()} == footage
     text = {clip.key: min(512, clip.text_tokens) for clip in told.clips if clip.samples}
     lengths = dict(zip(cache.keys, cache.index.text_lens.tolist(), strict=True))
     assert {key: lengths[key] for key in text if key in lengths} == {
@@ -263,9 +266,9 @@ def test_the_same_pictures_in_another_container_are_a_duplicate(clips_dir: Path,
         write_clip(folder / name, num_frames=15 if name == "c.mp4" else 25, title=title)
         (folder / name).with_suffix(".txt").write_text("numbers")
     found = {clip.key: clip.warnings for clip in check(str(folder), max_pixels=64 * 128).clips}
-    assert "the same images as a;" in found["b"][0]
-    assert found["a"] == ()
-    assert found["c"] == ()  # fewer frames
+    cut = "hard cut inside a sample"  # each number is another image
+    assert ["the same images as a;" in text for text in found["b"] if not text.startswith(cut)] == [True]
+    assert all(text.startswith(cut) for text in (*found["a"], *found["c"]))  # c has fewer frames
 
 
 def test_several_captions_of_one_clip_are_no_duplicates(

@@ -161,6 +161,11 @@ def test_letterbox_becomes_a_crop(single_shots: list[np.ndarray], tmp_path: Path
     crops = {(row["video"], row["start"]): row["crop"] for row in rows}
     assert crops["a.mp4", "0.0"] == "0,24,256,144"
     assert crops["b.mp4", "0.0"] == "32,0,256,144"
+    tables = [tmp_path / "b.csv", tmp_path / "b.jsonl"]
+    for table in tables:
+        shots.split(SplitOptions(source=str(tmp_path / "b.mp4"), out=table, num_workers=1))
+    of_csv, of_jsonl = (load_source(str(table), needs_caption=False)[0] for table in tables)
+    assert of_csv == of_jsonl != []
 
 
 def test_a_second_call_decodes_only_new_films(tmp_path: Path, single_shots, monkeypatch: pytest.MonkeyPatch):

@@ -28,11 +28,12 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
+from wands.commands.check.frame_warnings import FrameWarnings
 from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
-from wands.data.clips.clip import ClipSpec, check_frames, plan_windows
-from wands.data.clips.filters import Filter, numeric_columns
+from wands.data.clips.clip import ClipSpec, check_frames
+from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.source import Crop
@@ -54,6 +55,8 @@ ARRAY_OVERHEAD = 300
 """Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
 """FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
+TEXT_COLUMNS = ("duplicate_of", "license", "source")
+"""Columns of texts that a report contains for each clip, next to the numeric columns."""
 SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
@@ -97,6 +100,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         for item, clip in zip(rejections, findings[len(rows) :], strict=True)
     ]
     count_tokens, cache_bytes = cache(_token_counter(options.model)), 0
+    columns = numeric_columns(rows)
     first_rows: dict[tuple[str, ...], ClipRecord] = {}
     stored: set[str] = set()
     for row, clip in zip(rows, findings, strict=False):  # the findings of rejections follow
@@ -107,6 +111,10 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         first = first_rows.setdefault(clip.digests, row) if clip.digests else row
         samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
         clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)
+        cells = columns_of(row)
+        numbers = {name: number for name in columns if (number := read_number(cells.get(name))) is not None}
+        texts = {name: text for name in TEXT_COLUMNS if isinstance(text := cells.get(name), str) and text}
+        clip = replace(clip, columns={**numbers, **texts})
         cache_bytes += _cache_bytes(clip, variant, stored)
         warnings = []
         if first.path != row.path:  # one file may have several captions or ranges
@@ -129,7 +137,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
-        columns=numeric_columns(rows),
+        columns=columns,
         thresholds=Filter(options.where).thresholds if options.where else (),
     )
 
@@ -173,6 +181,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     samples: list[CheckedSample] = []
     digests: list[str] = []
     last: DecodedClip | None = None
+    images = FrameWarnings()
     try:
         with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
             file.seek(0, 2)
@@ -182,13 +191,16 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
-            content = repr(frames.shape).encode() + frames[:, ::4, ::4].tobytes()
+            small = np.ascontiguousarray(frames[:, ::4, ::4])
+            content = repr(frames.shape).encode() + small.tobytes()
             digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
             num_frames, height, width, _ = frames.shape
             tokens = variant.num_tokens(num_frames, height, width)
             samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
             if thumbnails and not thumbnail:
                 thumbnail = _thumbnail(frames[len(frames) // 2])
+            if last is None or clip.start_seconds != last.start_seconds:  # the first size of a window
+                images.add(small, clip.start_seconds, clip.fps)
             last = replace(clip, frames=np.empty(0))  # frees the memory of the frames
     except DataError as error:
         reason = str(error)
@@ -200,33 +212,22 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     if source is None:
         with suppress(DataError, MemoryError):  # then the report has no facts about the file
             source = probe(file_path)
-    warnings = _file_warnings(path, last, max(s.num_frames for s in samples), spec) if last else ()
+    warnings, footage = [], (0.0, 0.0, 0.0)
+    if last:
+        warnings = [*_file_warnings(path, last, max(s.num_frames for s in samples), spec), *images.texts()]
+        if not path.lower().endswith(IMAGE_EXTENSIONS):
+            of_windows = {sample.start_seconds: sample.num_frames for sample in samples}
+            footage = clip_rules.measure_footage(spec, of_windows.values(), last.span[1] - last.span[0])
     return CheckedClip(
         "",
         path,
-        footage=_footage(spec, samples, last.span)
-        if last and not path.lower().endswith(IMAGE_EXTENSIONS)
-        else (0, 0, 0),
+        footage=footage,
         source=source,
         samples=tuple(samples),
         digests=tuple(digests),
         warnings=tuple(warnings),
         reason=reason,
         thumbnail=thumbnail,
-    )
-
-
-def _footage(
-    spec: ClipSpec, samples: Sequence[CheckedSample], span: tuple[float, float]
-) -> tuple[float, float, float]:
-    """Return `CheckedClip.footage` of a clip with these samples, whose windows are taken from the seconds in `span`."""
-    used = sum({sample.start_seconds: sample.num_frames for sample in samples}.values()) / spec.fps
-    windows = plan_windows(replace(spec, clip_mode="slide"), *span) if spec.max_frames else ()
-    present = span[1] - span[0]
-    return (
-        min(used, present),
-        present,
-        min(max(used, sum(frames for _, frames in windows) / spec.fps), present),
     )
 
 
@@ -314,7 +315,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
         warnings.append(f"pixel aspect ratio: {source.sar}, used as {shown} pixels")
     if longest == 1 and not is_image:
-        warnings.append("becomes a still image: the sample has only one frame")
+        warnings.append("becomes a still image: only one frame can be used; use a longer clip")
     return warnings
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from wands.commands.clip_rules import Footage, describe_footage
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video_file import VideoInfo
@@ -58,8 +59,9 @@ class CheckedClip:
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
-        footage: seconds of video that the samples use, seconds that the clip has, and seconds that the samples would use
-            with --clip-mode slide; zeros for an image and a clip that cannot be decoded.
+        footage: result of `clip_rules.measure_footage`; zeros for an image and a clip that cannot be decoded.
+        columns: numbers of the clip in numeric columns of the table, and texts in the columns duplicate_of, license and source.
+            Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -72,7 +74,8 @@ class CheckedClip:
     source: VideoInfo | None = None
     samples: tuple[CheckedSample, ...] = ()
     digests: tuple[str, ...] = ()
-    footage: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    footage: Footage = (0.0, 0.0, 0.0)
+    columns: Mapping[str, float | str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     reason: str = ""
     thumbnail: bytes = b""
@@ -174,8 +177,7 @@ class CheckReport:
 
     def footage(self) -> list[float]:
         """Return the sums of `CheckedClip.footage` over the accepted clips. Several captions of one clip count once."""
-        accepted = [clip for clip in self.clips if clip.samples and not clip.reason]
-        seconds = {(clip.path, clip.digests): clip.footage for clip in accepted}
+        seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
         sums: list[float] = np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
         return sums
 
@@ -277,13 +279,6 @@ def describe_samples(clip: CheckedClip) -> str:
     text = f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
     # Up to 3 frames at the end of a clip are always dropped.
     return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
-
-
-def describe_footage(footage: Sequence[float]) -> str:
-    """Return the text "uses 5.1 of 55.1 s", with the seconds that --clip-mode slide would use if they are more."""
-    used, present, with_slide = footage
-    more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
-    return f"uses {used:,.1f} of {present:,.1f} s{more}"
 
 
 def _kind(clip: CheckedClip, text: str) -> str:

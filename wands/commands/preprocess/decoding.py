@@ -207,5 +207,6 @@ def _meta(clip: Clip, decoded: DecodedClip, last: bool) -> dict[str, Any]:
         "fps": decoded.fps,
         "display_size": [str(side) for side in decoded.source.display_size],
         "last": last,
+        "clip_seconds": decoded.span[1] - decoded.span[0],
         "video": clip.video,
     }

@@ -315,6 +315,7 @@ class PreprocessRun:
         writer.commit(null_text, accepted)
         shutil.rmtree(self.settings.work)
         cache = LatentCache(writer.path)
+        footage = self.source.footage(writer.entries)
         waited, worked = (sum(getattr(times, name) for times in self.times) for name in ("waited", "worked"))
         deadly = set(self.quarantine.values())
         return PreprocessReport(
@@ -333,6 +334,10 @@ class PreprocessRun:
             num_workers=self.pool.size,
             waited=waited / (waited + worked) if any(times.num_windows for times in self.times) else None,
             seconds_encoding=max((times.waited + times.worked for times in self.times), default=0.0),
+            footage=footage,
+            still_clips=tuple(
+                key for key, (used, *_) in footage.items() if used <= 1 / self.settings.spec.fps
+            ),
             losses=tuple(loss.reason for loss in self.losses),
             quarantine=self.quarantine_path if any(item.reason in deadly for item in self.rejected) else None,
         )

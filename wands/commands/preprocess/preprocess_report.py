@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from wands.commands.clip_rules import Footage, describe_footage
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.texts import printable
 from wands.variants import TEXT_LEN
 
 SHOWN_REJECTIONS = 50
+SHOWN_CLIPS = 5
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class PreprocessReport:
         waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if nothing was
             encoded.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
+        footage: maps the key of each video clip in the index to the result of `clip_rules.measure_footage`.
+        still_clips: keys of the video clips whose sample has only one frame.
         losses: one sentence for each worker that ended early, with the reason.
         quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if the run
             rejected no clip from this list.
@@ -58,6 +63,8 @@ class PreprocessReport:
     num_workers: int = 1
     waited: float | None = None
     seconds_encoding: float = 0.0
+    footage: Mapping[str, Footage] = field(default_factory=dict)
+    still_clips: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
     quarantine: Path | None = None
 
@@ -72,6 +79,15 @@ class PreprocessReport:
         if self.waited is not None:
             by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
             lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
+        if self.footage:
+            lines.append(describe_footage(np.sum([*self.footage.values()], axis=0)))
+            unused = sorted(self.footage.items(), key=lambda item: item[1][0] - item[1][2])[:SHOWN_CLIPS]
+            lines += [f"  {key}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
+        if self.still_clips:
+            names = ", ".join(self.still_clips[:SHOWN_CLIPS])
+            lines.append(
+                f"{len(self.still_clips):,} videos became still images, with one usable frame each: {names}; use longer clips"
+            )
         if self.num_relabelled:
             lines.append(
                 f"{self.num_relabelled:,} samples keep their latents, because only the caption or the clip's name is new"

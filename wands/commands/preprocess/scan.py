@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from wands.commands.clip_rules import EMPTY_CAPTION, no_access_reason
+from wands.commands.clip_rules import EMPTY_CAPTION, Footage, measure_footage, no_access_reason
 from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
@@ -207,6 +207,25 @@ class SourceScan:
             entries: samples of the cache by key.
         """
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
+
+    def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
+        """Return for each video clip with cached samples how much of the clip these samples use, by the key of the clip.
+
+        Samples of early versions of wands, which stored less metadata, are left out.
+
+        Args:
+            entries: samples of the cache by key.
+        """
+        windows: dict[str, Samples] = defaultdict(dict)
+        for key in self.accepted(entries):
+            windows[entries[key].video][split_suffix("".join(key.partition("#")[1:]))[0]] = entries[key]
+        footage = {}
+        for clip in self.clips.values():
+            samples = [*windows[clip.video].values()]
+            if samples and samples[0].clip_seconds and not clip.path.lower().endswith(IMAGE_EXTENSIONS):
+                lengths = [sample.num_frames for sample in samples]
+                footage[clip.rows[0].key] = measure_footage(self.spec, lengths, samples[0].clip_seconds)
+        return footage
 
     def _is_wanted(self, key: str, entry: IndexEntry) -> bool:
         row, sign, suffix = key.partition("#")

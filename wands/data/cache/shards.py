@@ -48,6 +48,8 @@ class IndexEntry:
     imported latents."""
     license: str = ""
     """Licence that the source states for the clip. "" without a licence, and for shards of earlier versions."""
+    clip_seconds: float = 0.0
+    """Seconds of the clip from which windows are taken. 0 for imported latents and shards of earlier versions."""
     mask_sums: tuple[float, float] = (0.0, 0.0)
     """Sum of the token weights of the sample, and of the weights in its first latent frame. Zeros without a mask."""
 
@@ -152,6 +154,7 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
             signature=tuple(group.attrs.get("signature", (0, 0))),
             display_size=tuple(meta.get("display_size", ())),
             license=pick_license(meta),
+            clip_seconds=meta.get("clip_seconds", 0.0),
             mask_sums=tuple(group.attrs.get("mask_sums", (0.0, 0.0))),
         )
 

@@ -1,0 +1,71 @@
+"""Warnings of `wands check` that need the images of a clip: hard cuts, images that do not change, and black borders."""
+
+from __future__ import annotations
+
+import numpy as np
+
+CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
+"""A hard cut changes the image on average by CUT_CHANGE (of 255), and CUT_RATIO times as much as the two images before and
+after. The image changes as much over the whole six images, up to CUT_DRIFT: after a flash it returns, in fast motion it moves on.
+"""
+SAME_IMAGE, NEW_SHARE = 3, 0.25
+"""An image is new if a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. In a near-frozen
+sample, less than NEW_SHARE of the images are new.
+"""
+BORDER_VALUE, BORDER_SHARE = 32, 0.02
+"""Brightest pixel of a black border, and smallest width of both borders together, which is also the largest difference of their
+widths, as a share of the frame's side.
+"""
+SHOWN = 3
+CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
+FROZEN = "near-frozen: few images are new ({}); remove the clip, or clips without motion with wands measure and --where"
+BORDERS = "black borders: {} are learned as a part of the image; write a crop with wands split or in the column crop"
+
+
+class FrameWarnings:
+    """Collects facts about the windows (ranges of frames) of one clip, and returns warnings."""
+
+    def __init__(self) -> None:
+        self._cuts, self._frozen = list[str](), list[str]()
+        self._brightest = np.zeros((1, 1), np.uint8)
+
+    def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
+        """Add a window. All windows have the same frame size.
+
+        Args:
+            frames: uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
+            start_seconds: time of the first frame.
+            fps: frames per second.
+        """
+        count, height, width, _ = frames.shape
+        self._brightest = np.maximum(self._brightest, frames.max(0).max(2))
+        sums = frames.reshape(count, height // 4, 4, width * 3).sum(2, np.uint16)
+        blocks = sums.reshape(count, height // 4, width // 4, 4, 3).sum(3, np.uint16) / np.float32(16)
+        new = [0]
+        for index in range(1, count):
+            if np.abs(blocks[index] - blocks[new[-1]]).max() > SAME_IMAGE:
+                new.append(index)
+        if len(new) < NEW_SHARE * count:
+            self._frozen.append(f"{len(new)} of {count} from {start_seconds:.2f} s on")
+        images = blocks[new]
+        changes = np.abs(np.diff(images, axis=0)).mean((1, 2, 3))
+        for cut in np.flatnonzero(changes >= CUT_CHANGE):
+            near, six = changes[max(cut - 2, 0) : cut + 3], images[max(cut - 2, 0) : cut + 4]
+            is_peak = changes[cut] * (len(near) - 1) >= CUT_RATIO * (near.sum() - changes[cut])
+            if is_peak and abs(np.abs(six[-1] - six[0]).mean() / changes[cut] - 1) <= CUT_DRIFT:
+                self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
+
+    def texts(self) -> list[str]:
+        """Return the warnings: fact, rule and fix."""
+        borders = []
+        for side, axis in (("height", 1), ("width", 0)):
+            dark = self._brightest.max(axis) <= BORDER_VALUE
+            before, after = int(dark.argmin()), int(dark[::-1].argmin())
+            if before + after >= BORDER_SHARE * len(dark) >= abs(before - after):
+                borders.append(f"{(before + after) / len(dark):.0%} of the {side}")
+        facts = (CUTS, self._cuts), (FROZEN, self._frozen), (BORDERS, borders)
+        return [
+            text.format(", ".join(rows[:SHOWN]) + ", ..." * (len(rows) > SHOWN))
+            for text, rows in facts
+            if rows
+        ]
