@@ -164,7 +164,7 @@ class ExportArguments(Options):
     out: Annotated[Path, ARGUMENT]
     """New folder for the export."""
     format: Literal["safetensors", "webdataset"]
-    """safetensors writes one file per sample, webdataset writes tars."""
+    """File format: safetensors writes one file per sample, and webdataset writes tars with many samples."""
 
 
 @program(ExportArguments)

@@ -321,7 +321,8 @@ class ImportCacheArguments(Options):
     out: Annotated[Path, ARGUMENT]
     """Cache folder: a new folder, or the folder of an interrupted import."""
     model: str | None = None
-    """Model that musubi-tuner used: pipeline folder or Hub id. Not for an export."""
+    """Model that musubi-tuner used: pipeline folder or Hub id. Leave --model out for a folder that `data_tools.export`
+    wrote."""
 
 
 @program(ImportCacheArguments)

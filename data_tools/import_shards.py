@@ -283,7 +283,8 @@ class ImportShardsArguments(Options):
     out: Path
     """Cache folder: a new folder, or the folder of an interrupted import."""
     fps: float | None = None
-    """Frames per second of the clips [default: the frame rate of the model variant]."""
+    """Frame rate of the clips in frames per second, which shards do not contain [default: the frame rate of the model
+    variant]."""
     device: str = "cpu"
     """Device that runs the text encoder, such as cuda:0."""
 

@@ -146,9 +146,9 @@ class InspectArguments(Options):
     decode: Annotated[str | None, Spelling(metavar="KEY")] = None
     """Decode the sample with this key instead of describing the cache."""
     model: str | None = None
-    """Pipeline folder or Hub id with the VAE that decodes the sample; needed by --decode."""
+    """Pipeline folder or Hub id with the VAE that decodes the sample. This option is required with --decode."""
     out: Path | None = None
-    """File to write, .mp4 or .png; needed by --decode."""
+    """File to write with --decode: an .mp4 file for a video, or a .png file for a row of frames."""
 
 
 @program(InspectArguments)

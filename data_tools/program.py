@@ -19,12 +19,13 @@ from wands.texts import log_to_stderr, safe_lines
 def program(options: type[Options]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
     """Return a decorator for the main function of a program.
 
-    The decorated function parses its argument, a list of command-line arguments, or those of the process. It returns the exit
-    code. A user error (a `WandsError`) is printed in one line, and a wrong command line with its usage; the code is then 2.
+    The decorated function takes a list of command-line arguments; None means the arguments of the process. It returns the
+    exit code. The exit code is 2 after a user error (a `WandsError`), which is printed in one line. It is also 2 after a
+    wrong command line, for which the usage of the program is printed.
 
     Args:
-        options: class whose fields are the options of the program, as for the subcommands of `wands`. The decorated function
-            gets an instance.
+        options: class whose fields are the options of the program, as for the subcommands of `wands`. The main function gets
+            an instance of this class.
     """
 
     def decorate(run: Callable[[Any], int]) -> Callable[..., int]:

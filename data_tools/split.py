@@ -100,7 +100,8 @@ class SplitArguments(Options):
     out_b: Annotated[Path, ARGUMENT]
     """New folder for all samples that are not in OUT_A."""
     fraction: float | None = None
-    """Fraction of the clips for OUT_A, between 0 and 1. A hash of each name selects the clips."""
+    """Fraction of the clips for OUT_A, between 0 and 1. A hash of the clip names selects the clips. Set either --fraction or
+    --keys-file."""
     keys_file: Path | None = None
     """File with the keys of the samples for OUT_A, one per line."""
 
@@ -110,7 +111,7 @@ def main(options: SplitArguments) -> int:
     """Run the program, and return the exit code."""
     keys = None
     if (options.fraction is None) == (options.keys_file is None):
-        raise ConfigError("the clips for OUT_A are not chosen; set either --fraction or --keys-file.")
+        raise ConfigError("one option chooses the clips for OUT_A; set either --fraction or --keys-file.")
     if options.keys_file is not None:
         try:
             lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")

@@ -77,8 +77,7 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-            JSON has a scheduler. If a run is resumed with the same recipe and world size, this config is valid as
-            `user`.
+            JSON has a scheduler. A resumed run with the same recipe and world size may pass this config as `user`.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.

@@ -359,8 +359,8 @@ class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
     The command prints settings with which RECIPE fits on the machine, the fastest settings first. Each line contains a
-    DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size, the memory and the step time. All
-    numbers are predictions; nothing is run.
+    DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens), the memory
+    and the step time. All numbers are predictions; nothing is run.
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8

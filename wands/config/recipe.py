@@ -290,7 +290,7 @@ class DataConfig(StrictModel):
     an excluded sample only makes its bin shorter. A step whose samples are all excluded is counted, but changes no
     weight."""
     mock: MockConfig | None = None
-    """Leave this section unset if you use `cache` or `sources`."""
+    """Train on random data instead of a cache. Leave this section unset if you use `cache` or `sources`."""
     verify: bool = True
     """Verify the checksum of each sample when the sample is read. The check runs in the background, but needs the
     whole sample. Set this key to false if reading is too slow with context parallelism. Each rank then reads only the
@@ -487,7 +487,8 @@ class TrainConfig(StrictModel):
     step."""
     on_bad_step: Literal["stop", "skip"] = "stop"
     """Choose what happens at a bad step. With `stop`, a loss or a gradient norm that is not finite ends the run. With
-    `skip`, all ranks discard the update if the loss or the gradient norm is not finite or is a spike. The file
+    `skip`, all ranks discard the update if the loss or the gradient norm is not finite or is a spike (see
+    `train.spike_zscore`). The file
     `events.jsonl` in the run folder names the clips of each bad step. A skipped update changes no weight, no
     optimizer state and no moving average, but the learning rate schedule counts the step. In a model with two
     experts, the update of each expert is judged and skipped separately."""

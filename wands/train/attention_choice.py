@@ -69,9 +69,11 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
 def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Choice:
     """Return the attention kernel of a run, and the choice to store in a checkpoint. Every rank must call this function.
 
-    With `attention.backend=auto` on a GPU, rank 0 chooses among the kernels that run on all ranks. Rank 0 takes the choice
-    of the checkpoint if the GPU, torch and the kernels are unchanged, and measures otherwise. In all other cases, nothing is
-    measured and the choice is None.
+    With `attention.backend=auto` in bf16 on a GPU, rank 0 chooses among the kernels that run on all ranks. If the checkpoint
+    contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
+    rank 0 measures the kernels.
+
+    With another backend, in fp32 or on a CPU, nothing is measured, and the choice to store is None.
 
     Args:
         run: the checked training run.

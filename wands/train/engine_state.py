@@ -84,7 +84,7 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 
     - "fragments": maps the name of each trained parameter to [start of this rank's range, shape of the whole parameter,
       index of the tensor that the optimizer updates].
-    - "frozen": a dict such as "fragments" for frozen parameters; empty with a LoRA.
+    - "frozen": a dict like "fragments", for frozen parameters; empty for a LoRA run.
     - "flat_sizes": number of values of each tensor that the optimizer updates.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.
@@ -290,7 +290,10 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Return the states, such as a step count, of the flat tensor that contained the fragment in the checkpoint."""
+    """Return the optimizer states in a checkpoint that belong to a whole flat tensor, such as a step count.
+
+    A flat tensor is a tensor that the optimizer updates. The result is for the flat tensor that contained `fragment`.
+    """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
         (path, header)

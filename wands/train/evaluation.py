@@ -112,10 +112,10 @@ class Evaluator:
         return is_last or (section is not None and step % section.every == 0 and not ends)
 
     def is_missing(self, step: int) -> bool:
-        """Return whether to evaluate before the first step of this process, because this evaluation is missing.
+        """Return whether this process must evaluate before its first step. The result is equal on all ranks.
 
-        It is missing if `evaluations.jsonl` has no rows, or an evaluation is due at `step` and has no row. The result is
-        equal on all ranks.
+        It must evaluate if `evaluations.jsonl` has no rows, or if an evaluation is due at `step` and `evaluations.jsonl` has
+        no row for this step.
 
         Args:
             step: number of optimizer steps that the run has made.
@@ -159,7 +159,8 @@ class Evaluator:
         """Write the results of an evaluation, and compare them with earlier evaluations. Only rank 0 calls this method.
 
         Args:
-            rows: rows for `evaluations.jsonl`: of the trained weights, and of their moving average if there is one.
+            rows: rows for `evaluations.jsonl`: one for the trained weights, and one for their moving average if there is
+                a moving average.
         """
         self._rows += rows
         self._step_log.held_out = rows[-1][HELD_OUT]
@@ -242,7 +243,8 @@ def own_bins(
 ) -> list[tuple[str, list[int]]]:
     """Return (subfolder of a DiT, indices into `samples`) for each forward pass of this rank.
 
-    ZeRO-3 needs the same number of forward passes of each DiT on every rank. So the indices of some forward passes are empty.
+    ZeRO-3 needs the same number of forward passes of each DiT on every rank. So a rank with fewer samples also makes forward
+    passes without samples, whose lists of indices are empty.
     """
     limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
     for (part, _), group in groupby(enumerate(samples), key=lambda item: (item[1].part, item[1].kind)):

@@ -44,7 +44,7 @@ class EvaluationClip(StrictModel):
 
     @property
     def length_class(self) -> str:
-        """Text with the range of lengths that contains this clip's length, from a power of two to the next."""
+        """Range of lengths that contains this clip's number of tokens, as text, such as "4,096 to 8,191 tokens"."""
         low = 1 << (self.num_tokens.bit_length() - 1)
         return f"{low:,} to {2 * low - 1:,} tokens"
 
@@ -143,8 +143,8 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     A larger number of quantiles (noise levels of each clip) is preferred to a larger number of clips.
 
     Args:
-        costs: for each clip (or pair of clips), its FLOPs at one quantile in all evaluations of the run. The first clips
-            are chosen first.
+        costs: for each clip (or each pair of a held-out clip and a training clip), its FLOPs at one quantile in all
+            evaluations of the run. The plan contains the first clips of this list.
         budget: largest number of FLOPs for all evaluations of the run.
     """
     sums = np.cumsum(np.array(costs, float))

@@ -92,7 +92,10 @@ class Trackers:
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the (name, tracker) pairs with the given names. Leave out wandb if it already has the values of the step."""
+        """Return the (name, tracker) pairs with the given names.
+
+        A resumed run repeats steps. wandb is left out for a repeated step, because it already has the values of this step.
+        """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
         return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
