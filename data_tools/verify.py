@@ -316,9 +316,8 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
             f"the index and the shard name different samples: {name} contains {stored['key']}",
             REBUILD,
         )
-    stored["offsets"] += [0] * (
-        index.offsets.shape[1] - len(stored["offsets"])
-    )  # no mask in a cache with masks
+    # A sample without a mask has no offset of a mask, but 0 in the index of a cache with masks.
+    stored["offsets"] += [0] * (index.offsets.shape[1] - len(stored["offsets"]))
     for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets", "mask_sums"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:

@@ -60,17 +60,19 @@ def test_all_samples_of_a_clip_are_on_one_side(
     name = f"{folder}{stem}{extension}"
     path, captions = Path("/in") / name, ["one caption", "another"]
     whole = (None, None)
-    items = [*records_of_clip(name, path, captions, "here", whole, {})]
+    items = [*records_of_clip(name, path, captions, "here", {})]
     if window != whole:
-        items += records_of_clip(name, path, captions, "here", window, {})
+        items += records_of_clip(
+            name, path, captions, "here", dict(zip(("start", "end"), window, strict=True))
+        )
     if twin:
         items += records_of_clip(
-            f"{folder}{stem}.avi", path.with_name(f"{stem}.avi"), ["a third"], "here", whole, {}
+            f"{folder}{stem}.avi", path.with_name(f"{stem}.avi"), ["a third"], "here", {}
         )
     records, rejections = settle_keys(items)
     assert not rejections
     assert len(records) == 2 + 2 * (window != (None, None)) + twin
-    (alone,), _ = settle_keys(records_of_clip(name, path, ["only"], "here", whole, {}))
+    (alone,), _ = settle_keys(records_of_clip(name, path, ["only"], "here", {}))
     assert len(set(hold_out([alone.key, *(record.key + suffix for record in records)], fraction))) == 1
 
 

@@ -36,7 +36,7 @@ from wands.data.clips.clip import ClipSpec, check_frames
 from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
-from wands.data.clips.source import Crop
+from wands.data.clips.rows import Crop
 from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch

@@ -18,7 +18,8 @@ from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
-from wands.data.clips.source import Crop, Source
+from wands.data.clips.rows import Crop
+from wands.data.clips.source import Source
 from wands.errors import ConfigError, one_line
 
 SCAN_THREADS = 16

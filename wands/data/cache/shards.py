@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from wands.data.cache.format import ARRAYS, checksum, digest, reason
-from wands.data.clips.source import pick_license
+from wands.data.clips.rows import pick_license
 from wands.errors import CacheError
 
 LIBVER = ("v110", "v110")

@@ -7,17 +7,15 @@ the parsed tree. It knows comparisons, and, or and not, and refuses everything e
 from __future__ import annotations
 
 import ast
-import math
 import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from wands.data.clips.records import ClipRecord
-from wands.data.clips.tables import RANGE_COLUMNS
+from wands.data.clips.rows import RANGE_COLUMNS, is_empty, read_number
 from wands.errors import ConfigError, suggest
 from wands.texts import printable
 
@@ -54,12 +52,10 @@ class Filter:
             tree = ast.parse(self._text, mode="eval").body
             self._test(tree, {})  # visits every node, because no test stops at its first false part
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            odd = re.search(
-                r"[\0\ud800-\udfff]", self._text
-            )  # each version of Python names another place for these
-            begin = (
-                odd.start() if odd else (getattr(error, "offset", 1) or len(self._text) + 1) - 1
-            )  # 0: the end
+            # Each version of Python names another place for these characters.
+            odd = re.search(r"[\0\ud800-\udfff]", self._text)
+            offset = getattr(error, "offset", 1) or len(self._text) + 1  # 0: the end
+            begin = odd.start() if odd else offset - 1
             raise ConfigError(
                 f"--where {self._text} cannot be used: character {begin + 1} ({self._text[begin:][:30] or 'the end'}) breaks the "
                 'rules. Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, in ["a", "b"] or is None. Join '
@@ -122,10 +118,9 @@ class Filter:
             return max([self._compare(left, ast.Eq(), item, row) for item in right.elts])
         if isinstance(op, ast.Is) and isinstance(right, ast.Constant) and right.value is None:
             return float(is_empty(self._value(left, row)))
-        cells = [self._value(side, row) for side in (left, right)]
-        is_text = any(
-            isinstance(side, ast.Constant) and isinstance(side.value, str) for side in (left, right)
-        )
+        sides = left, right
+        cells = [self._value(side, row) for side in sides]
+        is_text = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
         if type(op) not in _COMPARE or (isinstance(op, ast.In) and not is_text):
             raise self._refusal(right)
         values = [None if is_empty(cell) else str(cell) if is_text else read_number(cell) for cell in cells]
@@ -164,7 +159,7 @@ def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
     columns: dict[str, list[Any]] = {}
     for record in records:
         for name, cell in record.row.items():
-            if cell is not None and not (isinstance(cell, str | float) and is_empty(cell)):
+            if not is_empty(cell):
                 columns.setdefault(name, []).append(read_number(cell))
     numbers = {name: sorted(cells) for name, cells in columns.items() if None not in cells}
     names = [name for name in numbers if name not in RANGE_COLUMNS]
@@ -179,19 +174,6 @@ def _fact(name: str, cell: object, is_unknown: bool) -> str:
 def _names(node: ast.AST) -> tuple[str, ...]:
     names = (identifier(name.id) for name in ast.walk(node) if isinstance(name, ast.Name))
     return tuple(dict.fromkeys(names))
-
-
-def read_number(cell: Any) -> float | None:
-    """Return the number in a cell, or None if the cell does not contain a finite number."""
-    with suppress(TypeError, ValueError, OverflowError):
-        if not isinstance(cell, bytes) and math.isfinite(number := float(cell)):
-            return number
-    return None
-
-
-def is_empty(cell: object) -> bool:
-    """Return whether a cell is empty. pandas writes NaN, which differs from itself, for an empty cell."""
-    return cell is None or cell != cell or not str(cell).strip()
 
 
 def identifier(name: str) -> str:

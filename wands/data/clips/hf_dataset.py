@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from wands.data.clips.captions import check_captions
 from wands.data.clips.filters import identifier
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
@@ -24,8 +23,9 @@ from wands.data.clips.records import (
     reject,
     store_clip,
 )
-from wands.data.clips.source import LICENSE_COLUMNS, Source
-from wands.data.clips.tables import RANGE_COLUMNS, lower_names, read_range
+from wands.data.clips.rows import LICENSE_COLUMNS, RANGE_COLUMNS
+from wands.data.clips.source import Source
+from wands.data.clips.tables import lower_names
 from wands.errors import DataError, one_line
 
 
@@ -65,7 +65,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
         data, written = (video.get("bytes"), video.get("path")) if isinstance(video, dict) else (None, video)
         place = f"{source.split}:{index}"
         try:
-            captions = check_captions(caption, place, required=source.needs_caption)
+            captions = source.check_captions(caption, place)
             if data:
                 clip, path = write_clip(data, written, clips_dir(source))
             elif not isinstance(written, str) or not written:
@@ -76,7 +76,9 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
                 clip, path = locate(written, (folder or Path.cwd(),))
             # Remove the folders of the Hub's local cache.
             clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)
-            yield from records_of_clip(clip, path, captions, place, read_range(row, path), row)
+            # All records are in memory together, which has no room for the bytes of all clips.
+            row = {name: cell for name, cell in row.items() if name not in source.video_names}
+            yield from records_of_clip(clip, path, captions, place, row)
         except DataError as error:
             yield reject(place, written or place, error)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from wands.data.clips.archives import is_tar
-from wands.data.clips.captions import check_captions
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
@@ -38,7 +37,7 @@ from wands.data.clips.sidecars import (
     walk,
 )
 from wands.data.clips.source import Source
-from wands.data.clips.tables import NumberedRow, read_lines, read_pairs, read_range, read_table
+from wands.data.clips.tables import NumberedRow, read_lines, read_pairs, read_table
 from wands.errors import DataError
 
 _TABLES = (
@@ -86,7 +85,7 @@ def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     path = source.path
     if source.needs_caption or not (path.is_file() and path.name.lower().endswith(CLIP_EXTENSIONS)):
         return None
-    return records_of_clip(path.name, path, [""], path.name, (None, None), {})
+    return records_of_clip(path.name, path, [""], path.name, {})
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
@@ -240,8 +239,8 @@ def _scan_rows(
                 raise DataError("no video in this row; write the path of the clip")
             name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
-            captions = check_captions(caption, place, required=source.needs_caption)
-            yield from records_of_clip(name, path, captions, place, read_range(row, path), row, folders)
+            captions = source.check_captions(caption, place)
+            yield from records_of_clip(name, path, captions, place, row, folders)
         except DataError as error:
             yield reject(place, video or table, error)
 
@@ -310,15 +309,14 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
                 check_file(name, path)
                 if written is None and listing.source.needs_caption:
                     raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
-                needed = listing.source.needs_caption
-                texts = check_captions(captions.get(written or name), file.name, required=needed)
-                yield from records_of_clip(written or name, path, texts, clip_key(name), (None, None), {})
+                texts = listing.source.check_captions(captions.get(written or name), file.name)
+                yield from records_of_clip(written or name, path, texts, clip_key(name), {})
             except DataError as error:
                 yield reject(clip_key(name), path, error)
     for name in sorted(set(captions) - used):
         try:  # captions.json of other tools may name clips in sub-folders
             located, path = locate(name, (folder,))
-            texts = check_captions(captions[name], file.name, required=listing.source.needs_caption)
-            yield from records_of_clip(located, path, texts, clip_key(located), (None, None), {})
+            texts = listing.source.check_captions(captions[name], file.name)
+            yield from records_of_clip(located, path, texts, clip_key(located), {})
         except DataError as error:
             yield reject(f"{file.name}:{name}", name, error)

@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from wands.data.clips.file_kinds import explain_no_file
-from wands.data.clips.source import Crop, pick_crop, pick_license
+from wands.data.clips.rows import Crop, is_empty, pick_crop, pick_license, read_range
 from wands.errors import CacheError, DataError, one_line
 from wands.texts import printable
 
@@ -29,8 +30,6 @@ REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
 MASK_ENDINGS = (".mask.png", ".mask.mp4")
 """Endings of masks next to a clip: a.mask.png is the mask of a.mp4. A column of a table may name masks of all formats."""
-Range = tuple[float | None, float | None]
-"""(start, end) of a time range in seconds. None stands for the clip's own start or end."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +120,7 @@ def records_of_clip(
     path: Path,
     captions: list[str],
     place: str,
-    seconds: Range,
-    row: Mapping[str, object],
+    row: Mapping[str, Any],
     folders: tuple[Path, ...] = (),
 ) -> Iterator[ClipRecord | Rejection]:
     """Yield one record for each caption of a clip.
@@ -132,21 +130,22 @@ def records_of_clip(
         path: absolute path.
         captions: checked captions, [""] for a clip without a caption. If a caption occurs twice, a rejection is yielded, too.
         place: file or row that contains the captions, for the rejection.
-        seconds: time range of the clip.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a licence, a crop and a mask.
-            {} if there is no row and no JSON object.
+        row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a licence, a crop
+            and a mask. {} if there is no row and no JSON object.
         folders: folders to which the path of the mask may be relative. Default: the folder of the clip.
 
     Raises:
-        DataError: if the name cannot be stored or printed, the crop is not a rectangle, or the mask does not exist.
+        DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or the mask
+            does not exist.
     """
     check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     mask = _find_mask(path, row.get("mask"), folders or (path.parent,))
+    facts: dict[str, Any] = {"license": pick_license(row), "row": row, "crop": pick_crop(row), "mask": mask}
+    start, end = read_range(row, path)
     for index, caption in enumerate(dict.fromkeys(captions)):
-        record = ClipRecord("", path, caption, *seconds, name, index > 0, pick_license(row), row)
-        yield replace(record, crop=pick_crop(row), mask=mask)
+        yield ClipRecord("", path, caption, start, end, name, index > 0, **facts)
 
 
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
@@ -155,8 +154,7 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
     Raises:
         DataError: if the row names a file that does not exist.
     """
-    # pandas writes NaN, which differs from itself, for an empty cell.
-    text = "" if written is None or written != written else str(written).strip()
+    text = "" if is_empty(written) else str(written).strip()
     try:
         if text:
             return locate(text, folders)[1]
@@ -274,9 +272,8 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     written = paths[index % len(folders)]
     bases = (root or folder, folder)
     if not any(map(written.is_relative_to, bases)):
-        real = Path(
-            os.path.realpath(written.parent), written.name
-        )  # the table may write a path through a link
+        # The table may write a path through a link.
+        real = Path(os.path.realpath(written.parent), written.name)
         written = real if any(map(real.is_relative_to, bases)) else written
     base = next(filter(written.is_relative_to, bases), written.anchor)
     name = written.relative_to(base).as_posix()

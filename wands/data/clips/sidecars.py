@@ -13,7 +13,6 @@ from tarfile import TarInfo
 from typing import Any
 
 from wands.data.clips.archives import MAX_CAPTION_BYTES, TAR_EXTENSIONS, TarReader, is_tar
-from wands.data.clips.captions import check_captions
 from wands.data.clips.file_kinds import decode_text, explain_error, explain_no_file
 from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
@@ -32,7 +31,7 @@ from wands.data.clips.records import (
     spellings,
 )
 from wands.data.clips.source import Source
-from wands.data.clips.tables import lower_names, read_range
+from wands.data.clips.tables import lower_names
 from wands.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -123,7 +122,7 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                 if sidecar is not None:
                     read = partial(_read_small, path.with_name(sidecar))
                     captions, row = _captions_in_file(sidecar, read, source)
-                yield from records_of_clip(name, path, captions, sidecar or name, read_range(row, path), row)
+                yield from records_of_clip(name, path, captions, sidecar or name, row)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
 
@@ -297,7 +296,7 @@ def _captions_in_file(
             value = source.pick_caption(row)
     except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(f"{name} cannot be read: {explain_error(error)}") from error
-    return check_captions(value, name, required=source.needs_caption), row
+    return source.check_captions(value, name), row
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
@@ -353,16 +352,14 @@ def scan_tar(
                     listed = name_in_captions(written, captions or {}, ())
                     if captions and used is not None and listed is not None:
                         used.add(listed)
-                        texts = check_captions(
-                            captions[listed], CAPTIONS_OF_FOLDER, required=source.needs_caption
-                        )
+                        texts = source.check_captions(captions[listed], CAPTIONS_OF_FOLDER)
                     else:
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
-                    name, seconds = f"{key}.{extension}", read_range(row, path)
+                    name = f"{key}.{extension}"
                     # A mask of an archive is in the archive: a path in the .json file could lead to any file.
                     row = row | {"mask": next((reader.unpack(mask, path.parent) for mask in masks), None)}
-                    yield from records_of_clip(name, path, texts, f"{place}:{written}", seconds, row)
+                    yield from records_of_clip(name, path, texts, f"{place}:{written}", row)
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
             for item in reader.rejections:

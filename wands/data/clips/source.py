@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wands.data.clips.captions import check_captions
+from wands.data.clips.rows import first_filled
 from wands.errors import DataError
-from wands.texts import printable
 
 # fmt: off
 VIDEO_COLUMNS = (
@@ -20,9 +20,6 @@ VIDEO_COLUMNS = (
 )
 CAPTION_COLUMNS = ("caption", "prompt", "text", "cap", "captions", "vila_caption", "gemini_v2_caption", "txt")
 # fmt: on
-LICENSE_COLUMNS = ("license", "licence")
-Crop = tuple[int, int, int, int]
-"""(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
 
 
 @dataclass(frozen=True)
@@ -88,49 +85,12 @@ class Source:
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
         """Return (video, caption) of a row with lower-case column names. A value that the row lacks is None."""
-        return _first_filled(row, self.video_names), self.pick_caption(row)
+        return first_filled(row, self.video_names), self.pick_caption(row)
 
     def pick_caption(self, row: dict[str, Any]) -> Any:
         """Return the caption of a row with lower-case column names. Return None if the row has no caption."""
-        return _first_filled(row, self.caption_names)
+        return first_filled(row, self.caption_names)
 
-
-def pick_license(row: Mapping[str, Any]) -> str:
-    """Return the licence of a row with lower-case column names, or of the metadata of a sample, as one line of text.
-
-    The line has at most 100 characters, and no control characters. Return "" if the row states no licence.
-    """
-    value = _first_filled(row, LICENSE_COLUMNS)
-    # pandas writes NaN, which differs from itself, for an empty cell.
-    return "" if value is None or value != value else printable(" ".join(str(value).split()))[:100]
-
-
-def pick_crop(row: Mapping[str, Any]) -> Crop | None:
-    """Return the part of the frames that the column `crop` of a row selects, or None for whole frames.
-
-    Args:
-        row: row with lower-case column names. The crop is a text such as "0,140,1920,800", or a list of four numbers.
-
-    Raises:
-        DataError: if the crop is not a rectangle.
-    """
-    value = row.get("crop")
-    if value is None or value != value or not str(value).strip():
-        return None
-    with suppress(TypeError, ValueError):
-        x, y, width, height = map(int, map(str, value.split(",") if isinstance(value, str) else value))
-        if min(x, y) >= 0 and min(width, height) > 0:
-            return x, y, width, height
-    raise DataError(
-        f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row, or leave the cell empty"
-    )
-
-
-def _first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first non-empty value of the named columns. If all values are empty, return the first value. Return
-    None if the row has none of the columns.
-
-    For example, in a table with a video column and an image column, each row has one empty cell.
-    """
-    values = [row[name] for name in names if name in row]
-    return next((value for value in values if value not in (None, "")), next(iter(values), None))
+    def check_captions(self, value: Any, place: str) -> list[str]:
+        """Check the captions of a clip, as `wands.data.clips.captions.check_captions` does."""
+        return check_captions(value, place, required=self.needs_caption)

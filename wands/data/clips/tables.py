@@ -1,6 +1,6 @@
 """Tables of clips: read the rows of a .csv, .jsonl or .json file, or of a pair of .txt files (paths and captions).
 
-The module also reads the time range that a row selects in its clip, and writes .csv and .jsonl files.
+The module also writes .csv and .jsonl files.
 """
 
 from __future__ import annotations
@@ -10,91 +10,21 @@ import csv
 import io
 import itertools
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from wands.data.clips.file_kinds import decode_text, explain_error
-from wands.data.clips.records import ClipRecord, Range
+from wands.data.clips.records import ClipRecord
+from wands.data.clips.rows import RANGE_COLUMNS
 from wands.data.clips.source import CAPTION_COLUMNS, VIDEO_COLUMNS
 from wands.errors import ConfigError, DataError
 from wands.files import atomic_path
 
-RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
-
 NumberedRow = tuple[int, dict[str, Any] | str]
 """(number, row). The number is the line or item, from 1. The row is a dictionary with lower-case column names. For an
 unreadable row it is a string with the reason."""
-
-
-def read_range(row: dict[str, Any], path: Path) -> Range:
-    """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
-
-    A range in frames is converted to seconds with the clip's frame rate or, if the frame rate varies, with the times
-    of the frames.
-
-    Args:
-        row: row with lower-case column names.
-        path: file of the clip.
-
-    Raises:
-        DataError: if the range is invalid or the clip cannot be opened.
-    """
-    frames = _read_frames(row)
-    if frames is None:
-        return _read_seconds(row)
-    from wands.data.clips.video import frame_times, probe
-
-    info, (first, last) = probe(path), frames
-    if first == 0 and last + 1 >= info.num_frames > 0:
-        return None, None
-    times = frame_times(path)
-    if times is None:
-        return first / info.fps, (last + 1) / info.fps
-    begin, end = (
-        # Frames after the end of the clip get times at the mean rate. The decoder then refuses the range as too long.
-        times[min(number, len(times) - 1)] + max(0, number + 1 - len(times)) / info.fps
-        for number in (first, last + 1)
-    )
-    return begin, end
-
-
-def _read_seconds(row: dict[str, Any]) -> Range:
-    """Return (start, end) in seconds from the optional columns start and end of a row."""
-    start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
-    if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
-        raise DataError(f"start={start} and end={end} must satisfy 0 <= start < end; correct the row")
-    return start, end
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None or (isinstance(value, str) and not value.strip()):
-        return None
-    with suppress(TypeError, ValueError, OverflowError):
-        if math.isfinite(number := float(value)):
-            return number
-    raise DataError(f"{name}={value} is not a number of seconds; correct the row")
-
-
-def _read_frames(row: dict[str, Any]) -> tuple[int, int] | None:
-    """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
-
-    The last frame is included in the range, as in NVIDIA's meta.json.
-    """
-    first, last = row.get("start_frame"), row.get("end_frame")
-    if first in (None, "") and last in (None, ""):
-        return None
-    with suppress(ValueError):
-        # pandas writes 9.0 in a column that has an empty cell.
-        limits = [float(str(value)) for value in (first, last)]
-        if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1]:
-            return int(limits[0]), int(limits[1])
-    raise DataError(
-        f"start_frame={first} and end_frame={last} must be whole numbers with 0 <= start_frame <= end_frame; correct the row"
-    )
 
 
 def read_lines(file: Path) -> list[str]:

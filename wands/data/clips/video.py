@@ -24,7 +24,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError, plan_sizes, plan_windows
 from wands.data.clips.records import IMAGE_EXTENSIONS
-from wands.data.clips.source import Crop
+from wands.data.clips.rows import Crop
 from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
 from wands.errors import DataError
 from wands.files import atomic_path

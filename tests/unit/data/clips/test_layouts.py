@@ -14,7 +14,7 @@ from wands.commands.preprocess.scan import select_part
 from wands.data.clips.hf_dataset import write_clip
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import VIDEO_EXTENSIONS, ClipRecord, clip_key
-from wands.data.clips.source import pick_license
+from wands.data.clips.rows import pick_license
 from wands.errors import CacheError, DataError
 
 
@@ -583,6 +583,7 @@ def check_dataset(source: Path, tmp_path: Path, split: str) -> None:
     assert by_caption["one"].path.parent == tmp_path / "clips"
     assert by_caption["one"].path.suffix == ".mp4"
     assert by_caption["one"].path.read_bytes() == b"bytes"
+    assert not any("bytes" in str(row.row) for row in rows)  # all clips would be in memory together
     assert by_caption["two"].path.read_bytes() == b"real"
     assert [(r.key, r.reason.split(";")[0].split(" (")[0]) for r in rejections] == [
         (f"{split}:2", "empty caption"),

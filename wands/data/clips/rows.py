@@ -1,0 +1,138 @@
+"""What the row of a table, or the JSON object of a clip, says about a clip. Column names are in lower case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wands.errors import DataError
+from wands.texts import printable
+
+LICENSE_COLUMNS = ("license", "licence")
+Crop = tuple[int, int, int, int]
+"""(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
+RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
+Range = tuple[float | None, float | None]
+"""(start, end) of a time range in seconds. None stands for the clip's own start or end."""
+
+
+def read_number(cell: Any) -> float | None:
+    """Return the number in a cell, or None if the cell does not contain a finite number."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(cell, bytes) and math.isfinite(number := float(cell)):
+            return number
+    return None
+
+
+def is_empty(cell: object) -> bool:
+    """Return whether a cell is empty. pandas writes NaN, which differs from itself, for an empty cell."""
+    return cell is None or cell != cell or not str(cell).strip()
+
+
+def first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """Return the first non-empty value of the named columns. If all values are empty, return the first value. Return
+    None if the row has none of the columns.
+
+    For example, in a table with a video column and an image column, each row has one empty cell.
+    """
+    values = [row[name] for name in names if name in row]
+    return next((value for value in values if value not in (None, "")), next(iter(values), None))
+
+
+def pick_license(row: Mapping[str, Any]) -> str:
+    """Return the licence of a row with lower-case column names, or of the metadata of a sample, as one line of text.
+
+    The line has at most 100 characters, and no control characters. Return "" if the row states no licence.
+    """
+    value = first_filled(row, LICENSE_COLUMNS)
+    return "" if is_empty(value) else printable(" ".join(str(value).split()))[:100]
+
+
+def pick_crop(row: Mapping[str, Any]) -> Crop | None:
+    """Return the part of the frames that the column `crop` of a row selects, or None for whole frames.
+
+    Args:
+        row: row with lower-case column names. The crop is a text such as "0,140,1920,800", or a list of four numbers.
+
+    Raises:
+        DataError: if the crop is not a rectangle.
+    """
+    value: Any = row.get("crop")
+    if is_empty(value):
+        return None
+    with suppress(TypeError, ValueError):
+        x, y, width, height = map(int, map(str, value.split(",") if isinstance(value, str) else value))
+        if min(x, y) >= 0 and min(width, height) > 0:
+            return x, y, width, height
+    raise DataError(
+        f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row, or leave the cell empty"
+    )
+
+
+def read_range(row: Mapping[str, Any], path: Path) -> Range:
+    """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
+
+    A range in frames is converted to seconds with the clip's frame rate or, if the frame rate varies, with the times
+    of the frames.
+
+    Args:
+        row: row with lower-case column names.
+        path: file of the clip.
+
+    Raises:
+        DataError: if the range is invalid or the clip cannot be opened.
+    """
+    frames = _read_frames(row)
+    if frames is None:
+        return _read_seconds(row)
+    from wands.data.clips.video import frame_times, probe
+
+    info, (first, last) = probe(path), frames
+    if first == 0 and last + 1 >= info.num_frames > 0:
+        return None, None
+    times = frame_times(path)
+    if times is None:
+        return first / info.fps, (last + 1) / info.fps
+    begin, end = (
+        # Frames after the end of the clip get times at the mean rate. The decoder then refuses the range as too long.
+        times[min(number, len(times) - 1)] + max(0, number + 1 - len(times)) / info.fps
+        for number in (first, last + 1)
+    )
+    return begin, end
+
+
+def _read_seconds(row: Mapping[str, Any]) -> Range:
+    """Return (start, end) in seconds from the optional columns start and end of a row."""
+    start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
+    if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
+        raise DataError(f"start={start} and end={end} must satisfy 0 <= start < end; correct the row")
+    return start, end
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if (number := read_number(value)) is None:
+        raise DataError(f"{name}={value} is not a number of seconds; correct the row")
+    return number
+
+
+def _read_frames(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
+
+    The last frame is included in the range, as in NVIDIA's meta.json.
+    """
+    first, last = row.get("start_frame"), row.get("end_frame")
+    if first in (None, "") and last in (None, ""):
+        return None
+    with suppress(ValueError):
+        # pandas writes 9.0 in a column that has an empty cell.
+        limits = [float(str(value)) for value in (first, last)]
+        if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1]:
+            return int(limits[0]), int(limits[1])
+    raise DataError(
+        f"start_frame={first} and end_frame={last} must be whole numbers with 0 <= start_frame <= end_frame; correct the row"
+    )
