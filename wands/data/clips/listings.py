@@ -20,9 +20,8 @@ from wands.data.clips.records import (
     VIDEO_EXTENSIONS,
     ClipRecord,
     Rejection,
-    check_file,
     clip_key,
-    is_mask,
+    clip_names,
     locate,
     records_of_clip,
     reject,
@@ -174,8 +173,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         if isinstance(files, Rejection):
             yield files
             continue
-        stems = {Path(name).stem for name in files}
-        clips = [root / name for name in files if name.lower().endswith(wanted) and not is_mask(name, stems)]
+        clips = [root / name for name in clip_names(files, wanted)]
         left = [path for path in clips if _composed(path) not in known]
         if left:
             if nodes is None:
@@ -294,29 +292,21 @@ def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
 
 def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder."""
-    file = listing.file
+    file, source = listing.file, listing.source
     folder, used = file.parent, set[str]()
-    paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    present, stems = {path.name for path in paths}, {path.stem for path in paths}
-    for path in paths:
-        name = path.name
-        if is_tar(path):
-            yield from scan_tar(path, folder, listing.source, captions, used)
-        elif name.lower().endswith(CLIP_EXTENSIONS) and not is_mask(name, stems):
-            written = name_in_captions(name, captions, present)
-            used.add(written or name)
-            try:
-                check_file(name, path)
-                if written is None and listing.source.needs_caption:
-                    raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
-                texts = listing.source.check_captions(captions.get(written or name), file.name)
-                yield from records_of_clip(written or name, path, texts, clip_key(name), {})
-            except DataError as error:
-                yield reject(clip_key(name), path, error)
-    for name in sorted(set(captions) - used):
-        try:  # captions.json of other tools may name clips in sub-folders
+    present = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    for archive in filter(is_tar, map(folder.joinpath, sorted(present))):
+        yield from scan_tar(archive, folder, source, captions, used)
+    clips = [name_in_captions(name, captions, present) or name for name in clip_names(present)]
+    # captions.json of other tools may name clips in sub-folders.
+    elsewhere = captions.keys() - used - set(clips)
+    for name in (*clips, *sorted(elsewhere)):
+        try:
             located, path = locate(name, (folder,))
-            texts = listing.source.check_captions(captions[name], file.name)
+            if name not in captions and source.needs_caption:
+                raise DataError(f"no entry for this clip in {file.name}; add an entry with captions")
+            texts = source.check_captions(captions.get(name), file.name)
             yield from records_of_clip(located, path, texts, clip_key(located), {})
         except DataError as error:
-            yield reject(f"{file.name}:{name}", name, error)
+            key = f"{file.name}:{name}" if name in elsewhere else clip_key(name)
+            yield reject(key, folder / name, error)

@@ -8,7 +8,7 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -163,14 +163,11 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
     return next(filter(os.path.isfile, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None)
 
 
-def is_mask(file: str, stems: Container[str]) -> bool:
-    """Return whether a file is the mask of a file next to it, such as a.mask.png of a.mp4.
-
-    Args:
-        file: name of the file.
-        stems: names without extension of the files in the folder.
-    """
-    return any(file.endswith(end) and file.removesuffix(end) in stems for end in MASK_ENDINGS)
+def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENSIONS) -> list[str]:
+    """Return the sorted names of the clips among the files of a folder, without masks such as a.mask.png of a.mp4."""
+    stems = {PurePosixPath(file).stem for file in files}
+    masks = {stem + ending for stem in stems for ending in MASK_ENDINGS}
+    return sorted(file for file in files if file.lower().endswith(extensions) and file not in masks)
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

@@ -24,7 +24,7 @@ from wands.data.clips.records import (
     Rejection,
     check_file,
     clip_key,
-    is_mask,
+    clip_names,
     records_of_clip,
     reject,
     safe_name,
@@ -94,14 +94,12 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
         for file in files:
             stems.setdefault(PurePosixPath(file).stem, []).append(file)
         yield from _reject_unread(root, folder, stems, source)
-        for file in files:
-            path = root / file
-            if is_tar(path):
-                yield None
-                yield from scan_tar(path, folder, source)
-            if not file.lower().endswith(CLIP_EXTENSIONS) or is_mask(file, stems):
-                continue
+        for archive in filter(is_tar, map(root.joinpath, files)):
             yield None
+            yield from scan_tar(archive, folder, source)
+        for file in clip_names(files):
+            yield None
+            path = root / file
             name = path.relative_to(folder).as_posix()
             siblings = stems[path.stem]
             try:
