@@ -33,22 +33,18 @@ class SelectedSource:
     """One source of data (a cache or mock data), and the samples of the source that a training run uses.
 
     Attributes:
-        name: path of the source in the recipe, or "mock" for mock data.
+        config: section of the recipe. For mock data, the path is "mock".
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
-        loss_weight: factor of the loss of the source's samples (`data.sources[].loss_weight`).
-        caption_dropout: caption dropout of the source's samples; None uses `flow.cfg_dropout`.
         num_left_out: numbers of samples that are not chosen, in three groups: samples on the other side of the split,
             samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
     """
 
-    name: str
+    config: SourceConfig
     data: Data
     chosen: np.ndarray
     repeat: Fraction
-    loss_weight: float = 1.0
-    caption_dropout: float | None = None
     num_left_out: tuple[int, ...] = (0, 0, 0)
 
 
@@ -127,8 +123,9 @@ class CombinedDataset:
             i: number of the row.
             frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
         """
-        source, (data, position) = self.sources[self._source_of[i]], self._find(i)
-        of_source = {"loss_weight": source.loss_weight, "caption_dropout": source.caption_dropout}
+        data, position = self._find(i)
+        config = self.sources[self._source_of[i]].config
+        of_source = {"loss_weight": config.loss_weight, "caption_dropout": config.caption_dropout}
         return replace(data.read(position, frames), sample_id=self.keys[i], **of_source)
 
     def _find(self, i: int) -> tuple[Data, int]:
@@ -178,24 +175,12 @@ def open_data(
         repeats = repeats_of_weights(
             [len(positions) for positions in chosen], [source.weight or 0 for source in configs]
         )
-    of_source = [(source.loss_weight, source.caption_dropout) for source in configs]
-    if (
-        len(opened) == 1
-        and len(chosen[0]) == len(opened[0].keys)
-        and [*repeats, *of_source] == [1, (1.0, None)]
-    ):
+    is_plain = [*repeats, configs[0].loss_weight, configs[0].caption_dropout] == [1, 1.0, None]
+    if is_plain and len(chosen[0]) == len(opened[0].keys):
         return opened[0]
     kinds = (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE)
     left_out = [tuple(int((side == kind).sum()) for kind in kinds) for side in sides]
-    parts = zip(
-        [source.path for source in configs],
-        opened,
-        chosen,
-        repeats,
-        *zip(*of_source, strict=True),
-        left_out,
-        strict=True,
-    )
+    parts = zip(configs, opened, chosen, repeats, left_out, strict=True)
     return CombinedDataset([SelectedSource(*part) for part in parts], seed)
 
 
@@ -251,7 +236,9 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
         data: result of `open_data`.
     """
     if isinstance(data, CombinedDataset):
-        sources = [(part.name, len(part.chosen), part.num_left_out, part.repeat) for part in data.sources]
+        sources = [
+            (part.config.path, len(part.chosen), part.num_left_out, part.repeat) for part in data.sources
+        ]
     else:
         sources = [(_configured_sources(section)[0].path, len(data.keys), (0, 0, 0), Fraction(1))]
     names = ("num_other_side", "num_gap", "num_duplicates")
