@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_071
+TOTAL = 22_045
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,10 +18,10 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 790,
-    "attention": 929,
-    "commands": 4592,
+    "attention": 927,
+    "commands": 4593,
     "config": 1259,
-    "data": 4541,
+    "data": 4516,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
