@@ -1,4 +1,4 @@
-"""What the row of a table, or the JSON object of a clip, says about a clip. Column names are in lower case."""
+"""Values that the row of a table, or the JSON object of a clip, states for a clip. Column names are in lower case."""
 
 from __future__ import annotations
 
