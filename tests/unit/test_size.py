@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_045
+TOTAL = 22_047
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4593,
+    "commands": 4595,
     "config": 1259,
     "data": 4516,
     "distributed": 389,

@@ -186,11 +186,13 @@ def test_captions_have_the_trigger_word(clips_dir: Path, tmp_path: Path) -> None
 
 
 def test_a_mask_that_does_not_fit_rejects_its_clip(clips_dir: Path, tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4", "b": "bikes.mp4"}, clips_dir)
+    folder = folder_of(tmp_path / "clips", {"a": "bikes.mp4", "b": "bikes.mp4", "c": "bikes.mp4"}, clips_dir)
     Image.new("L", (640, 272), 255).save(folder / "a.mask.png")
     Image.new("L", (272, 640), 255).save(folder / "b.mask.png")
-    reasons = {clip.key: clip.reason for clip in check(str(folder), **SMALL).clips}
-    assert reasons["a"] == ""
+    report = check(str(folder), **SMALL)
+    reasons = {clip.key: clip.reason for clip in report.clips}
+    assert report.notes == ("2 of 3 clips have a mask",)
+    assert reasons["a"] == reasons["c"] == ""
     assert "b.mask.png is a mask of aspect ratio 0.425 for a clip of 2.353" in reasons["b"]
 
 

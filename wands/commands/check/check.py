@@ -86,6 +86,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     spec = clip_rules.plan_samples(options, variant)
     notes: list[str] = []
     rows, rejections = clip_rules.read_source(options, log=notes.append)
+    if num_masked := sum(row.mask is not None for row in rows):
+        notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
     num_clips = len(rows) + len(rejections)
     step = max(-(-num_clips // max_clips), 1) if max_clips else 1
     rows, rejections = rows[::step], rejections[::step]

@@ -123,7 +123,8 @@ class CheckReport:
         num_skipped: number of clips of the source that were not decoded, because the caller limits the number of clips.
         columns: sorted numbers of each numeric column of the source's table.
         thresholds: (column, number) of each comparison that --where requires.
-        notes: messages about settings of the source (dataset configuration of another trainer) that are not applied.
+        notes: messages about settings of the source (dataset configuration of another trainer) that are not applied, and the
+            number of masks.
     """
 
     source: str
