@@ -6,7 +6,7 @@ SOURCE is a folder with export.json (safetensors files or tars), or the cache_di
 files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not store the names of its encoders, so its cache
 needs --model.
 
-The program opens no pickle and unpacks no archive. If it is killed, the same command continues the import.
+The program opens no pickle and unpacks no archive. If the program is killed, the same command continues the import.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class EncodedClip:
         latents: bf16 [latent channels, frames, rows, columns].
         text_embeds: bf16 [text tokens, width of the text encoder].
         meta: metadata of the sample, such as caption, source and fps.
-        images: conditioning frames as {"image_latents": array, "image_embeds": array}. Each array is present only if
-            the model needs it, so the dictionary is empty for text-to-video models.
+        images: other arrays of the sample by name. "image_latents" and "image_embeds" are the conditioning frames, if the
+            model needs them. "token_weights" is the mask, if the clip has a mask.
     """
 
     key: str

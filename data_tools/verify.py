@@ -342,7 +342,7 @@ class VerifyArguments(Options):
 
 @program(VerifyArguments)
 def main(options: VerifyArguments) -> int:
-    """Run the program, and return the exit code: 0 for an intact cache, 1 for a cache with problems."""
+    """Run the program, and return the exit code: 0 for an intact cache, or 1 for a cache with problems."""
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
         report = verify(options.cache, options.workers, advance)
     for problem in report.problems:

@@ -162,8 +162,8 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
         f"{name}: zero_optimization.{' and '.join(plus)} has no effect at ZeRO stage {stage}; use stage 3, or remove the "
         "key.": stage < 3 and plus,
         f"{name}: zero_optimization.zero_quantized_gradients=true reads gradients as fp16, but wands has fp32 or bf16 gradients, "
-        "so a run on several nodes would train on wrong numbers; remove the key (precision.reduce=bf16 halves the bytes of "
-        "gradients).": zero.get("zero_quantized_gradients"),
+        "so a run on several nodes would train on wrong numbers; remove the key. To send fewer bytes, set "
+        "precision.reduce=bf16.": zero.get("zero_quantized_gradients"),
     }
     return failed_rules(rules)
 

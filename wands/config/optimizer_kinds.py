@@ -53,7 +53,7 @@ def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a parameter is a norm gain, a bias or a modulation table. Arguments as for `is_hidden_matrix`."""
+    """Return whether the parameter with this name and shape is a norm gain, a bias or a modulation table."""
     return len(shape) < 2 or name.endswith("scale_shift_table")
 
 

@@ -51,8 +51,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Other checks can then continue, and one report can list all problems.
 
     Args:
-        path: as for `load_recipe`.
-        overrides: as for `load_recipe`.
+        path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
+        overrides: texts of the form `section.key=value`. The value is YAML.
         problems: collection to which the problems are added. If the recipe has problems, `problems.failed` also gets the
             name "recipe" and the name of each section with a problem.
 

@@ -28,7 +28,7 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
     The conditioning frames are the first frame and, if `last_image` is true, the last frame.
 
     Args:
-        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns. A batch dimension may precede.
+        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns. A batch dimension may come first.
         last_image: whether to keep the last frame in addition to the first frame.
 
     Returns:

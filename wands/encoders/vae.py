@@ -90,7 +90,7 @@ class WanVideoEncoder:
             float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents. For a batch, [N, C, f, h, w].
         """
         assert pixels.dtype == torch.float32, f"pixels have dtype {pixels.dtype}, not torch.float32"
-        assert pixels.ndim in (4, 5), f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W]"
+        assert pixels.ndim in (4, 5), f"pixels have shape {tuple(pixels.shape)}, not [3, F, H, W] or a batch"
         (time, rows, columns), (frames, height, width) = self.stride, pixels.shape[-3:]
         assert frames % time == 1, f"{frames} frames are not 1 + {time}k: the VAE would drop the last frames"
         assert height % rows == 0, f"height {height} is not a multiple of {rows}: the VAE would crop it"

@@ -38,7 +38,7 @@ class AppendLog:
         self._num_lost, self._failed = 0, False
 
     def append(self, *records: bytes) -> None:
-        """Write records, after the records that are still waiting. Do not raise an error if the file cannot be written."""
+        """Write the records of earlier failed writes, then these records. Do not raise an error if a write fails."""
         self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
         self._waiting.extend(records)
         try:
@@ -53,7 +53,7 @@ class AppendLog:
             self._failed = True
 
     def close(self) -> None:
-        """Try again to write the records that are waiting. If the file still cannot be written, report their number."""
+        """Try again to write the records that are waiting. If they cannot be written, report how many are missing."""
         if self._waiting:
             self.append()
         if self._waiting:

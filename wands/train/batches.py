@@ -25,7 +25,7 @@ from wands.train.run import TrainingRun
 from wands.transfer import map_tensors
 
 MicroBatch = tuple[RankSlice, NoisyBatch]
-"""Type of the data of one micro step: (rank slice without its clean tokens, noisy tokens and targets)."""
+"""Data of one micro step, as a pair: the rank slice without its clean tokens, and the noisy tokens with their targets."""
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:

@@ -41,7 +41,7 @@ class Fragment(NamedTuple):
         shape: shape of the whole parameter.
         flat: index of the flat tensor that contains the range, in the order of the optimizer's parameters.
         offset: index of the first value of the range in the flat tensor.
-        read: function that returns the current values of the range as a vector, which is a view.
+        read: function that returns a vector with the current values of the range: a view, not a copy.
     """
 
     name: str
@@ -272,7 +272,7 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Return the states of a flat tensor, with Muon's momentum reduced to the values that this rank owns.
+    """Return the states of a flat tensor, with only the values of Muon's momentum that this rank owns.
 
     At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. The
     returned momentum has the shape of the flat tensor.

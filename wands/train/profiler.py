@@ -72,7 +72,7 @@ def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> I
 def memory_snapshots(trainer: Trainer) -> Iterator[None]:
     """Write a snapshot of the GPU memory to a file if the GPU runs out of memory in the `with` block.
 
-    A note of the error then names the file.
+    The path of the file is then added to the error as a note.
     """
     try:
         yield
@@ -119,8 +119,8 @@ def _path(trainer: Trainer, name: str) -> str:
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, list[float]]:
     """Sum the calls, the time and the FLOPs of the profiler events in each scope (part of a step) of `SCOPES`.
 
-    An event whose name matches no scope belongs to the scope of the innermost event around it that matches one. An event of
-    the backward pass belongs to the scope of its forward operator, and is not counted as a call.
+    If the name of an event matches no scope, the event belongs to the scope of the innermost enclosing event that has a
+    scope. An event of the backward pass belongs to the scope of its forward operator, and is not counted as a call.
 
     Args:
         events: events of the profiler, with shapes.

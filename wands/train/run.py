@@ -264,10 +264,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Sum of the weights of the tokens in the first frame of each of the N samples, float64 [N]. Without a mask, this is
-        the number of these tokens.
+        """For each of the N samples, sum of the mask weights of the tokens in its first frame, float64 [N].
 
-        A sample with a single frame counts 0, because only first frames of longer samples can be left out of the loss.
+        For a sample without a mask, this is the number of tokens in the first frame. The value is 0 for a sample with a
+        single frame, because only first frames of longer samples can be left out of the loss.
         """
         shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
         grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)

@@ -105,8 +105,8 @@ def plan_videos(
 def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Return the encoded prompts and images of a run's samples. Every rank must call this function.
 
-    Rank 0 reads the tensors from the run folder. If prompts, images or encoders have changed, or there is no such file, rank 0
-    loads the encoders, encodes, writes the file, and frees the encoders.
+    Rank 0 reads the tensors from a file in the run folder. If this file does not exist, or prompts, images or encoders have
+    changed, rank 0 loads the encoders, encodes, writes the file, and frees the encoders.
 
     Args:
         run: the checked training run.
@@ -315,7 +315,8 @@ class RunSamples:
             numbers: for each group, the index of its prompt in `run.samples`. There may be fewer prompts than groups.
 
         Returns:
-            Row of samples.jsonl; (index of the prompt, reason) after a failure; None on the other ranks of the group.
+            On the first rank of the group, the row of samples.jsonl, or (index of the prompt, reason) after a failure. None on
+        the other ranks of the group.
         """
         run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
         has_video, started = dims.dp_rank < len(numbers), time.perf_counter()

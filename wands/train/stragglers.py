@@ -33,7 +33,7 @@ class ComputeTimes:
         models: DiTs after `deepspeed.initialize`, so that the hooks of this class run inside those of ZeRO-3.
         device: device of this rank.
         log: function that prints a line for the user on rank 0.
-        events: log of the run, for slow ranks.
+        events: event log of the run, to which reports of slow ranks are written.
     """
 
     def __init__(

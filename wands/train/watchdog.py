@@ -116,7 +116,7 @@ class Watchdog:
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
-        """Limit the time of a step. This method is not called for the first step, which belongs to the start.
+        """Limit the time of a step. Do not call this method for the first step, which the limit of the start covers.
 
         Args:
             step: number of the step in messages.
@@ -125,7 +125,7 @@ class Watchdog:
         self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Note that a step has ended. A request to stop now saves a checkpoint before the run stops.
+        """Note that a step has ended. After the first call, a request to stop saves a checkpoint before the run stops.
 
         Args:
             step: number of the step in messages.
