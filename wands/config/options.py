@@ -107,8 +107,8 @@ class InitOptions(ClipOptions):
     """Choose settings for your clips and GPUs, and write a recipe.
 
     The command decodes the clips of SOURCE, and predicts the fastest settings that fit the GPUs. It writes the files
-    recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh, and prints the commands. Comments in recipe.yaml give the
-    reasons for the settings.
+    recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh. It prints the commands in commands.sh, which check and encode
+    the clips, train the model and sample videos. Comments in recipe.yaml give the reasons for the settings.
 
     Examples:
         wands init clips/

@@ -319,7 +319,8 @@ class PackingConfig(StrictModel):
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
-    files at a time. The samples of a few dozen steps are enough to fill the bins as completely as without this key."""
+    files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as a buffer with
+    all samples."""
     plan: str | None = None
     """File that `wands pack --out` wrote. Training processes exactly the bins and steps in this file, in the epoch for which
     the file was written. The file must fit the data and the recipe. If this key is unset, wands plans all epochs."""
