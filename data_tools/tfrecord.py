@@ -10,9 +10,14 @@ import struct
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from torch import Tensor
 
 from wands.errors import DataError
@@ -125,50 +130,19 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
 # ---- messages
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield (number, value) of each field of a protobuf message.
-
-    The value of a varint field is an int. The value of any other field is bytes.
+def _fields(data: bytes) -> list[tuple[int, Any]]:
+    """Return (number, value) of each field of a protobuf message. The value is an int or bytes.
 
     Raises:
-        ValueError: if the data is not a protobuf message.
+        DataError: if the data is not a protobuf message.
     """
-    place = 0
-    while place < len(data):
-        tag, place = _varint(data, place)
-        number, kind = tag >> 3, tag & 7
-        if kind == 0:
-            value, place = _varint(data, place)
-            yield number, value
-        elif kind in (1, 2, 5):
-            length, place = _varint(data, place) if kind == 2 else (8 if kind == 1 else 4, place)
-            if place + length > len(data):
-                raise DataError(
-                    "a record of the shard is not valid protobuf (a field is longer than the record); copy the shard "
-                    "again, or pass shards of MaxDiffusion"
-                )
-            yield number, data[place : place + length]
-            place += length
-        else:
-            raise DataError(
-                f"a record of the shard is not valid protobuf (unknown wire type {kind}); copy the shard again, or "
-                "pass shards of MaxDiffusion"
-            )
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        if place >= len(data):
-            break
-        byte = data[place]
-        value, place = value | (byte & 0x7F) << shift, place + 1
-        if byte < 0x80:
-            return value, place
-    raise DataError(
-        "a record of the shard is not valid protobuf (it ends inside an integer); copy the shard again, or pass "
-        "shards of MaxDiffusion"
-    )
+    try:
+        # To a message without fields, every field is unknown.
+        return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(data))]
+    except DecodeError:
+        raise DataError(
+            "a record of the shard is not valid protobuf; copy the shard again, or pass shards of MaxDiffusion"
+        ) from None
 
 
 def _last(data: bytes, number: int) -> bytes | None:
@@ -214,25 +188,19 @@ def parse_tensor(data: bytes) -> Tensor:
             fit the shape.
     """
     try:
-        kind, shape = 0, []
-        for number, value in _fields(data):
-            if number == 1 and isinstance(value, int):
-                kind = value
-            elif number == 2 and isinstance(value, bytes):
-                sizes = [dict(_fields(size)).get(1, 0) for found, size in _fields(value) if found == 2]  # type: ignore[arg-type]
-                shape = [int(size) for size in sizes]  # type: ignore[arg-type]
-        content = _last(data, 4) or b""
-    except ValueError as error:
+        proto = TensorProto.FromString(data)
+    except DecodeError as error:
         raise DataError(
             f"an array of the record is not a serialized tensor ({error}); copy the shard again, or pass shards of "
             "MaxDiffusion"
         ) from None
+    kind, shape, content = proto.dtype, [size.size for size in proto.tensor_shape.dim], proto.tensor_content
     if kind not in _DTYPES:
         raise DataError(
             f"an array of the record has TensorFlow's type {kind}, which is not a float; pass shards that MaxDiffusion wrote"
         )
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
-    if wanted != len(content) or not content:
+    if wanted != len(content) or not content or min(shape, default=0) < 0:
         raise DataError(
             f"an array of the record has the shape {shape} and {len(content):,} bytes instead of {wanted:,}; copy the shard again"
         )

@@ -403,7 +403,7 @@ def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
         "not finite": record(tensor, text / 0),
         "not valid protobuf": b"\xff" * 50,
         "not normalised": record(raw(tensor), text),
-        "a field is longer than the record": short.SerializeToString(),
+        "not a serialized tensor": short.SerializeToString(),
     }
     path = tfrecord(tmp_path / "file_00-9.tfrec", list(cases.values()))
     report = import_shards(path, tmp_path / "cache", model)
@@ -442,6 +442,14 @@ def test_damage_to_a_file_costs_what_it_hits(tmp_path: Path) -> None:
     huge = struct.pack("<Q", 1 << 60)
     assert "ends inside" in read(huge + struct.pack("<I", masked_crc32c(huge)) + b"x")[0]
     assert zlib.crc32(b"123456789") != crc32c(b"123456789")  # another polynomial than zlib's
+
+
+def test_a_tensor_with_negative_sizes_is_refused() -> None:
+    proto = tensor_pb2.TensorProto(dtype=types_pb2.DT_FLOAT, tensor_content=bytes(4))
+    for size in (-1, -1):
+        proto.tensor_shape.dim.add(size=size)
+    with pytest.raises(DataError, match=r"has the shape \[-1, -1\]"):
+        parse_tensor(proto.SerializeToString())
 
 
 def test_damaged_messages_never_crash() -> None:
