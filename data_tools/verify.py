@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,9 @@ class VerifyResult:
     num_samples: int = 0
     num_bytes: int = 0
 
+    def note(self, place: str, what: str, fix: str) -> None:
+        self.problems.append(Problem(place, what, fix))
+
     def add(self, other: VerifyResult) -> None:
         self.problems += other.problems
         self.num_samples += other.num_samples
@@ -106,13 +110,8 @@ def verify(
         names = sorted({*shards, *index.shard_names})
         for i, (shard, row) in enumerate(zip(index.shards.tolist(), index.rows.tolist(), strict=True)):
             if not 0 <= shard < len(index.shard_names) or row in rows[index.shard_names[shard]]:
-                report.problems.append(
-                    Problem(
-                        f"{INDEX_NAME} ({index.keys[i]})",
-                        "the position of the sample is invalid, or another sample has the same position",
-                        REBUILD,
-                    )
-                )
+                what = "the position of the sample is invalid, or another sample has the same position"
+                report.note(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
             else:
                 rows[index.shard_names[shard]][row] = i
 
@@ -146,41 +145,32 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
     except CacheError as error:
         if not shards:
             raise
-        report.problems.append(Problem(MANIFEST_NAME, f"the file cannot be used ({error})", fix))
+        report.note(MANIFEST_NAME, f"the file cannot be used ({error})", fix)
         return None
     stored = manifest.pop("digest", None)
     unknown = manifest.keys() - MANIFEST_KEYS
-    if unknown or (stored is not None and stored != digest(manifest)):
-        what = (
-            f"the file has the unknown key(s) {', '.join(sorted(unknown))}"
-            if unknown
-            else "the file was changed (wrong digest)"
-        )
-        report.problems.append(Problem(MANIFEST_NAME, what, fix))
+    if unknown:
+        report.note(MANIFEST_NAME, f"the file has the unknown key(s) {', '.join(sorted(unknown))}", fix)
+        return None
+    if stored is not None and stored != digest(manifest):
+        report.note(MANIFEST_NAME, "the file was changed (wrong digest)", fix)
         return None
     return digest(manifest["fingerprint"])
 
 
 def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:
     if not (path / INDEX_NAME).exists():
-        report.problems.append(
-            Problem(
-                INDEX_NAME,
-                "the file is missing, so the cache is unfinished",
-                "run the same wands preprocess command again.",
-            )
-        )
+        fix = "run the same wands preprocess command again."
+        report.note(INDEX_NAME, "the file is missing, so the cache is unfinished", fix)
         return None
     try:
         index = CacheIndex.from_file(path / INDEX_NAME)
     except CacheError as error:
         what = str(error).partition("(")[2].partition(");")[0]
-        report.problems.append(Problem(INDEX_NAME, f"the file is damaged ({what})", REBUILD))
+        report.note(INDEX_NAME, f"the file is damaged ({what})", REBUILD)
         return None
     if list(index.keys) != sorted(set(index.keys)):
-        report.problems.append(
-            Problem(INDEX_NAME, "the file contains a key twice or in the wrong order", REBUILD)
-        )
+        report.note(INDEX_NAME, "the file contains a key twice or in the wrong order", REBUILD)
     return index
 
 
@@ -200,40 +190,33 @@ def _check_shard(
         The problems of the shard.
     """
     fix = f"delete {path.name} and run the same `wands preprocess` command again. The command encodes the missing samples."
+    problem, affected = partial(Problem, path.name, fix=fix), f"which affects {len(rows)} samples"
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
-        yield Problem(
-            path.name, f"the file cannot be read ({reason(error)}), which affects {len(rows)} samples", fix
-        )
+        yield problem(f"the file cannot be read ({reason(error)}), {affected}")
         return
     try:
         if index and path.name in index.shard_names:
             size = int(index.shard_bytes[index.shard_names.index(path.name)])
             if (found := os.fstat(descriptor).st_size) != size:
-                yield Problem(path.name, f"the file has {found:,} bytes, but the index says {size:,}", fix)
+                yield problem(f"the file has {found:,} bytes, but the index says {size:,}")
         try:
             file = h5py.File(path, "r", locking=False)
         except DAMAGE as error:
-            yield Problem(
-                path.name, f"the file is damaged ({reason(error)}), which affects {len(rows)} samples", fix
-            )
+            yield problem(f"the file is damaged ({reason(error)}), {affected}")
             return
         with file:
             try:
                 carried = file.attrs["fingerprint"]
                 if fingerprint is not None and carried != fingerprint:
-                    yield Problem(
-                        path.name,
-                        f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}",
-                        fix,
-                    )
+                    yield problem(f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}")
                 ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
                 if ids.get(path.name) not in (None, file.attrs.get("id")):
-                    yield Problem(path.name, "the file is not the shard from which the index was made", fix)
+                    yield problem("the file is not the shard from which the index was made")
                 present = {int(name) for name in file["samples"]}
             except DAMAGE as error:
-                yield Problem(path.name, f"the file has damaged structures ({reason(error)})", fix)
+                yield problem(f"the file has damaged structures ({reason(error)})")
                 present = set()
             for row in sorted(present | rows.keys()):
                 i = rows.get(row)
@@ -310,19 +293,17 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
         i: position of the sample in the index.
         stored: result of `_read_sample`.
     """
+    place = f"{INDEX_NAME} ({index.keys[i]})"
     if stored["key"] != index.keys[i]:
-        yield Problem(
-            f"{INDEX_NAME} ({index.keys[i]})",
-            f"the index and the shard name different samples: {name} contains {stored['key']}",
-            REBUILD,
-        )
+        what = f"the index and the shard name different samples: {name} contains {stored['key']}"
+        yield Problem(place, what, REBUILD)
     # A sample without a mask has no offset of a mask, but 0 in the index of a cache with masks.
     stored["offsets"] += [0] * (index.offsets.shape[1] - len(stored["offsets"]))
     for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets", "mask_sums"):
         ours = getattr(index, column)[i].tolist()
         if ours != stored[column]:
             what = f"{column} is {ours} in the index, but {stored[column]} in the shard"
-            yield Problem(f"{INDEX_NAME} ({index.keys[i]})", what, REBUILD)
+            yield Problem(place, what, REBUILD)
 
 
 class VerifyArguments(Options):
