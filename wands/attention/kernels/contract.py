@@ -57,7 +57,8 @@ What the two functions receive:
   are not called if no row of q has a key.
 - In the backward pass, `lse` is -inf for rows of q without keys. It can be +inf for a row that must add nothing to any
   gradient: exp(score - inf) is 0. Nothing in wands passes +inf today, but self_check.py tests this case.
-- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this.
+- The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
+  the kernels of PyTorch in its list `KERNELS`; nothing tests it for kernels of other packages.
 
 What the two functions return:
 
