@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,10 +18,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from data_tools.program import program
 from data_tools.shard_formats import EncodedSample, find_shards, read_samples
+from wands.commands.preprocess.workers import pick_device
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
@@ -30,7 +31,7 @@ from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
-from wands.errors import ConfigError, DataError, one_line
+from wands.errors import ConfigError, DataError
 from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
@@ -75,14 +76,7 @@ def import_shards(
         DataError: if there are no shards or no usable samples.
         CacheError: if the cache has other settings, or the disk is full.
     """
-    if fps is not None and not (math.isfinite(fps) and fps > 0):
-        raise ConfigError(f"--fps={fps} must be positive; use the frame rate of the clips, such as 16")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"--device={device} cannot be used ({one_line(error, 120)}); use cpu, or cuda with an NVIDIA GPU"
-        ) from None
+    pick_device("--device", device)
     variant = read_variant(model)
     if variant.num_images:
         raise ConfigError(
@@ -282,7 +276,7 @@ class ImportShardsArguments(Options):
     """Pipeline folder or Hub id of the model that encoded the shards."""
     out: Path
     """Cache folder: a new folder, or the folder of an interrupted import."""
-    fps: float | None = None
+    fps: Annotated[float | None, Field(gt=0)] = None
     """Frame rate of the clips in frames per second, which shards do not contain [default: the frame rate of the model
     variant]."""
     device: str = "cpu"

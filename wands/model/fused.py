@@ -186,9 +186,8 @@ def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Return (normalised and rotated tokens, 1 / root mean square of each token)."""
-    wide = x.to(
-        torch.promote_types(x.dtype, torch.float32)
-    )  # the weight can be bf16, as in a bf16 base of a LoRA
+    # Not in the dtype of the weight, which is bf16 in a bf16 base of a LoRA.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
     return _rotate(wide * rstd * weight, rotation, 1.0).to(x.dtype, copy=True), rstd
 

@@ -46,9 +46,8 @@ class Activations:
         head = tokens * FP32 * shape.dim * (4 if self._table_learns() else 2)
         for left in range(shape.num_layers, 0, -1):
             before_head = head if left == shape.num_layers else 0.0
-            kept = max(
-                left - self.num_recomputed, 0
-            )  # blocks with all activations: the backward pass starts with them
+            # Blocks with all activations. The backward pass starts with them.
+            kept = max(left - self.num_recomputed, 0)
             held = self._held_on_device(left - kept + bool(kept))
             yield left, held + max(max(kept, 1) * block + working, kept * block + before_head) + ends
 

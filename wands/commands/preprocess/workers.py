@@ -103,8 +103,9 @@ class WorkerPool:
             ConfigError: if a device cannot be used.
         """
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        vae = _device("--device", self._device or default, number)
-        return Devices(vae, _device("--text-device", self._text_device, number) if self._text_device else vae)
+        vae = pick_device("--device", self._device or default, number)
+        text = self._text_device
+        return Devices(vae, pick_device("--text-device", text, number) if text else vae)
 
     def limit(self, num_items: int) -> None:
         """Reduce the number of workers to `num_items`, because more workers would have nothing to do.
@@ -252,7 +253,7 @@ def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
         time.sleep(1.0)
 
 
-def _device(option: str, name: str, number: int) -> torch.device:
+def pick_device(option: str, name: str, number: int = 0) -> torch.device:
     """Return the device of a worker. If the name is "cuda" without an index, the GPUs of the node are assigned to the
     workers in turn.
 
