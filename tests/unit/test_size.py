@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_047
+TOTAL = 22_044
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,15 +19,15 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4595,
+    "commands": 4596,
     "config": 1259,
     "data": 4516,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
     "flow": 210,
-    "model": 2461,
-    "planning": 721,
+    "model": 2459,
+    "planning": 719,
     "recipes": 0,
     "report": 266,
     "sampling": 987,
