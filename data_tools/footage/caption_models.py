@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import json
 import os
 import re
 import threading
@@ -13,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub import InferenceClient
+from huggingface_hub import get_async_session
 from PIL import Image
 
 from wands.config.options import CaptionOptions
-from wands.encoders.components import loading_part
+from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, one_line
 from wands.model.files.hub import fetch_model
 
@@ -25,8 +27,11 @@ Captioner = Callable[[Sequence[np.ndarray], Sequence[str], int | None], list[tup
 """Function of (clips, prompts, seed). Each clip is uint8 [F, H, W, 3] RGB and has one prompt. With a seed, answers are sampled;
 without, they are greedy. Returns (answer, whether the answer was cut off) for each clip."""
 KEY_VARIABLE = "OPENAI_API_KEY"
+MAX_BYTES = 1 << 20
+"""Size in bytes of the largest response that is read from an endpoint."""
 RETRIES = 5
 TEMPERATURE = 0.7
+TEMPLATE = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 
 
@@ -39,40 +44,43 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     folder = fetch_model(options.model, key="--model", allow=FILES)
-    with loading_part(options.model, "captioner"):
-        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForImageTextToText.from_pretrained(
-            folder, trust_remote_code=False, use_safetensors=True, dtype=dtype
-        )
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        with quiet_loading():
+            processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+            model = AutoModelForImageTextToText.from_pretrained(
+                folder, trust_remote_code=False, use_safetensors=True, dtype=dtype
+            )
+        tokenizer = processor.tokenizer
+    except Exception as error:
+        raise ConfigError(
+            f"--model={options.model} cannot be loaded ({one_line(error).partition('. ')[0]}); choose an image-text-to-text "
+            # without a version, pip may replace torch
+            f"model, or install what it needs, such as: pip install torchvision torch=={torch.__version__.partition('+')[0]}"
+        ) from None
     model.to(device).eval()
     lock = threading.Lock()
-    tokenizer = processor.tokenizer
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
     # The texts of a table must not contain the placeholders and control tokens of the model.
     special = re.compile("|".join(map(re.escape, tokenizer.get_added_vocab())) or r"(?!)")
 
-    def to_text(frames: np.ndarray, prompt: str) -> str:
-        content = [{"type": "image"}] * len(frames) + [{"type": "text", "text": special.sub(" ", prompt)}]
-        return processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
-        )
+    def to_chat(frames: np.ndarray, prompt: str) -> list[dict[str, Any]]:
+        images = [{"type": "image", "image": Image.fromarray(frame)} for frame in frames]
+        return [{"role": "user", "content": [*images, {"type": "text", "text": special.sub(" ", prompt)}]}]
 
     def run(clips: Sequence[np.ndarray], prompts: Sequence[str], seed: int | None) -> list[tuple[str, bool]]:
-        texts = [to_text(frames, prompt) for frames, prompt in zip(clips, prompts, strict=True)]
-        images = [[Image.fromarray(frame) for frame in frames] for frames in clips]
-        starts = bool(tokenizer.bos_token) and texts[0].startswith(tokenizer.bos_token)
-        inputs = processor(
-            text=texts, images=images, padding=True, return_tensors="pt", add_special_tokens=not starts
-        ).to(device, dtype)
+        chats = list(map(to_chat, clips, prompts))
         sampling = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": TEMPERATURE}
         try:
+            inputs = processor.apply_chat_template(chats, processor_kwargs={"padding": True}, **TEMPLATE)
             with lock, torch.inference_mode():
                 torch.manual_seed(seed or 0)
+                inputs = inputs.to(device, dtype)
                 tokens = model.generate(**inputs, max_new_tokens=options.max_tokens, **sampling)
-        except torch.OutOfMemoryError:
+        except Exception as error:  # too little memory, or a rule of this model
             raise ConfigError(
-                f"--batch={options.batch} does not fit into memory; lower --batch, --frames or --max-side"
+                f"--model={options.model} cannot caption {len(clips)} clips of {len(clips[0])} images ({one_line(error)}); lower "
+                "--batch, --frames or --max-side, or choose another model"
             ) from None
         tokens = tokens[:, inputs["input_ids"].shape[1] :]
         ends = model.generation_config.eos_token_id
@@ -84,47 +92,63 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
 
 
 def connect_captioner(options: CaptionOptions) -> Captioner:
-    """Return a captioner that asks an OpenAI-compatible endpoint. It sends the key in the variable OPENAI_API_KEY, if set."""
-    client = InferenceClient(
-        base_url=options.endpoint, api_key=os.environ.get(KEY_VARIABLE, "none"), timeout=options.timeout
-    )
+    """Return a captioner that asks an OpenAI-compatible endpoint. It sends the key in the variable OPENAI_API_KEY, if set.
+
+    A request is sent once again after a failure, and several times while the server is busy. The captioner raises
+    ConfigError if the endpoint cannot be reached, refuses a request, or sends something else than a chat completion.
+
+    Raises:
+        ConfigError: if the URL of the endpoint is invalid.
+    """
+    url = f"{options.endpoint}".rstrip("/") + "/chat/completions"
+    if not re.fullmatch(r"https?://[^\s@?#]+", url):  # the message must not contain a key
+        raise ConfigError(
+            f"--endpoint must be a URL without password and query, such as http://localhost/v1; a key belongs in {KEY_VARIABLE}"
+        )
+    key = re.sub(r"[^!-~]", "", os.environ.get(KEY_VARIABLE, ""))
+    headers = {"Authorization": f"Bearer {key or 'none'}", "Accept-Encoding": "identity"}
+    secret = re.compile(re.escape(key) or r"(?!)")
+
+    async def send(request: dict[str, Any]) -> tuple[Any, bytearray]:
+        body = bytearray()
+        async with asyncio.timeout(options.timeout), get_async_session() as client:
+            # The Hub's hooks would refuse a local server if HF_HUB_OFFLINE is set.
+            client.event_hooks, client.follow_redirects = {}, False
+            async with client.stream("POST", url, json=request, headers=headers) as response:
+                async for chunk in response.aiter_raw():
+                    body += chunk
+                    if len(body) > MAX_BYTES:
+                        raise ValueError(f"more than {MAX_BYTES:,} bytes")
+                return response, body
 
     def run(clips: Sequence[np.ndarray], prompts: Sequence[str], seed: int | None) -> list[tuple[str, bool]]:
         (frames,), (prompt,) = clips, prompts
         parts = [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in frames]
-        request = {
-            "messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}],
-            "model": options.model,
-            "max_tokens": options.max_tokens,
-            "temperature": 0.0 if seed is None else TEMPERATURE,
-            "seed": seed or 0,
-        }
-        return [_ask(client, request, str(options.endpoint))]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]
+        sampling = {"temperature": 0.0 if seed is None else TEMPERATURE, "seed": seed or 0}
+        request = {"model": options.model, "messages": messages, "max_tokens": options.max_tokens, **sampling}
+        for attempt in range(RETRIES):
+            pause, tries = 2.0**attempt / 2, 2
+            try:
+                response, body = asyncio.run(send(request))
+                if response.status_code == 200:
+                    choice = json.loads(body)["choices"][0]
+                    text = secret.sub("***", choice["message"]["content"] or "")
+                    return [(text, choice.get("finish_reason") == "length")]
+                reason, seconds = f"status {response.status_code}", response.headers.get("retry-after", "")
+                tries = RETRIES if response.status_code == 429 or response.status_code >= 500 else 1
+                pause = float(seconds) if seconds.isdecimal() else pause
+            except Exception as error:  # of the connection, or because the answer has another form
+                reason = secret.sub("***", one_line(error))
+            if attempt + 1 >= tries:
+                break
+            time.sleep(min(pause, options.timeout))
+        raise ConfigError(
+            f"--endpoint={options.endpoint} does not answer as an OpenAI-compatible server ({reason}); check the URL, --model, "
+            f"--timeout and the key in {KEY_VARIABLE}"
+        )
 
     return run
-
-
-def _ask(client: InferenceClient, request: dict[str, Any], endpoint: str) -> tuple[str, bool]:
-    """Send a request, once again after a timeout, and several times while the server is busy.
-
-    Raises:
-        ConfigError: if the endpoint cannot be reached, refuses the request, or sends something else than a chat completion.
-    """
-    for attempt in range(RETRIES):
-        try:
-            choice = client.chat_completion(**request).choices[0]
-            return str(choice.message.content or ""), choice.finish_reason == "length"
-        except Exception as error:  # of httpx, huggingface_hub, or from an answer of another form
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            busy = isinstance(error, OSError) and (status is None or status == 429 or status >= 500)
-            if not busy or attempt >= (1 if isinstance(error, TimeoutError) else RETRIES - 1):
-                reason = f"status {status}" if status else one_line(error)
-                raise ConfigError(
-                    f"--endpoint={endpoint} does not answer as an OpenAI-compatible server ({reason}); check the URL, --model "
-                    f"and the key in {KEY_VARIABLE}"
-                ) from None
-        time.sleep(2.0**attempt / 2)
-    raise AssertionError
 
 
 def _data_url(frame: np.ndarray) -> str:

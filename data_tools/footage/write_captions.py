@@ -14,9 +14,8 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,9 +37,14 @@ from wands.errors import ConfigError, DataError, WandsError
 from wands.files import iter_rows
 from wands.lock import WriterLock
 
+PROMPT = (
+    "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write only "
+    "the description."
+)
+_COLUMN = re.compile(r"\{([^{}]*)\}")
 
-@dataclass(frozen=True)
-class CaptionSettings:
+
+class CaptionSettings(NamedTuple):
     """Settings that all workers share.
 
     Attributes:
@@ -73,57 +77,55 @@ def caption(options: CaptionOptions) -> str | None:
 
 def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     records, rejections = load_source(options.source, needs_caption=False)
-    known = {name for record in records for name in record.row}
-    for name in re.findall(r"\{([^{}]*)\}", "".join(options.prompt)):
-        if name not in known:
-            names = ", ".join(sorted(known)) or "none"
-            raise ConfigError(
-                f"--prompt contains {{{name}}}, which is not a column of SOURCE (columns: {names}); correct the name"
-            )
+    is_inside = out.resolve().parent == Path(options.source).expanduser().resolve()
+    if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
+        raise ConfigError(f"--out={options.out} is in SOURCE, and has unreadable rows; choose another file")
+    columns = {name for record in records for name in record.row}
+    if unknown := {*_COLUMN.findall("".join(options.prompt))} - columns:
+        raise ConfigError(
+            f"--prompt contains {{{min(unknown)}}}, which is not a column of SOURCE ({sorted(columns) or 'none'}); correct it"
+        )
     earlier = load_source(str(out), needs_caption=False)[0] if out.exists() and not options.overwrite else []
     clips: dict[str, list[ClipRecord]] = {}
     for record in records:
         clips.setdefault(_identity(record), []).append(record)
-    kept: dict[str, list[str]] = {}
+    kept: dict[str, dict[str, None]] = {}
     for record in [] if options.overwrite else [*records, *earlier]:
-        texts = kept.setdefault(_identity(record), [])
-        if record.caption and record.caption not in texts:
-            texts.append(record.caption)
-    new = [group[0] for name, group in clips.items() if not kept.get(name)]
-    size = 1 if options.endpoint else options.batch
-    batches = [new[index : index + size] for index in range(0, len(new), size)]
-    exclude = {"source", "out", "workers", "device", "timeout"}
+        if record.caption:
+            kept.setdefault(_identity(record), {})[record.caption] = None
+    new = [group[0] for name, group in clips.items() if name not in kept]
+    # Captions that differ only by these options belong together.
+    exclude = {"source", "out", "endpoint", "batch", "workers", "device", "timeout"}
     digest = hashlib.sha256(options.model_dump_json(exclude=exclude).encode()).hexdigest()[:16]
-    settings = CaptionSettings(options, out.with_name(f".{out.name}.{digest}"))
+    settings = CaptionSettings(options, out.with_name(f".{out.name}.captions") / digest)
     settings.work.mkdir(parents=True, exist_ok=True)
-    done = _read_logs(settings.work)
-    batches = [batch for batch in batches if any(_identity(record) not in done for record in batch)]
+    done, size = _read_logs(settings.work), 1 if options.endpoint else options.batch
+    todo = [record for record in new if _identity(record) not in done]
+    batches = [todo[index : index + size] for index in range(0, len(todo), size)]
     pool.limit(len(batches))
-    lost: list[Lost] = []
-    with progress("clips", sum(map(len, batches))) as advance:
+    reason = "a log is incomplete"
+    with progress("clips", len(todo)) as advance:
         shares = {slot: batches[slot :: pool.size] for slot in range(pool.size)}
         for event in pool.run(caption_clips, settings, shares) if batches else ():  # type: ignore[arg-type]
-            lost += [event] if isinstance(event, Lost) else []
+            reason = event.reason if isinstance(event, Lost) else reason
             advance()
-    if lost:
-        raise WandsError(f"{lost[0].reason}; run the same command again, finished captions are stored")
     done = _read_logs(settings.work)
+    if any(_identity(record) not in done for record in todo):
+        raise WandsError(f"{reason}; run the same command again, finished captions are stored")
     rows, problems = [], Counter[str]()
     for name, group in clips.items():
-        answer = done.get(name, {}) if not kept.get(name) else {}
-        problem = str(answer.get("problem", ""))
-        problems[problem.partition(" (")[0]] += bool(problem)
-        for index, text in enumerate(kept.get(name) or answer.get("captions") or [""]):
+        answer: Any = {"captions": kept[name]} if name in kept else done[name]
+        problem = "" if answer["captions"] else answer["problem"]
+        problems.update([problem.partition(" (")[0]] if problem else [])
+        for index, text in enumerate(answer["captions"] or [""]):
             row = table_row(group[min(index, len(group) - 1)], out, caption=text)
-            rows.append({**row, "caption_problem": "" if text else problem})
+            rows.append({**row, "caption_problem": problem})
     write_table(out, rows)
-    shutil.rmtree(settings.work)
-    num_new = sum(bool(done.get(_identity(record), {}).get("captions")) for record in new)
-    counts = [f"{len(new) - num_new} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
-    lines = [f"{out}: {num_new} clips captioned, {len(clips) - len(new)} captions kept, {', '.join(counts)}"]
-    return "\n".join(
-        [*lines, *(f"{count} x {problem}" for problem, count in problems.most_common(10) if count)]
-    )
+    shutil.rmtree(settings.work.parent)
+    counts = [f"{len(new) - problems.total()} clips captioned", f"{len(clips) - len(new)} captions kept"]
+    counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
+    reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
+    return "\n".join([f"{out}: {', '.join(counts)}", *reasons])
 
 
 def _identity(record: ClipRecord) -> str:
@@ -139,28 +141,25 @@ def caption_clips(
 ) -> Iterator[str]:
     """Caption batches of clips, append the results to a new log, and yield the identity of each finished clip."""
     options, batches = settings.options, iter(share)
+    prompts = options.prompt or (PROMPT,)
     ask = connect_captioner(options) if options.endpoint else load_captioner(options, devices.vae)
 
     def run() -> Iterator[list[dict[str, Any]]]:
         for batch in batches:  # shared by the threads: next() of a sequence's iterator is atomic
             items = [(record, options.frames, options.max_side) for record in batch]
-            frames: dict[int, Any] = dict(
-                map_isolated(_read_frames, items, limit_seconds=LIMIT_SECONDS, preload=[__name__])
-            )
-            rows: list[dict[str, Any]] = [
-                {"clip": _identity(record), "captions": [], "problem": ""} for record in batch
-            ]
+            results = map_isolated(_read_frames, items, limit_seconds=LIMIT_SECONDS, preload=[__name__])
+            frames: dict[int, Any] = dict(results)
+            rows: list[Any] = [{"clip": _identity(record), "captions": [], "problem": ""} for record in batch]
             for index, value in frames.items():
                 if not isinstance(value, np.ndarray):
                     is_crash = isinstance(value, Crash)
                     rows[index]["problem"] = crash_reason(batch[index].path, value) if is_crash else value
             usable = [index for index, row in enumerate(rows) if not row["problem"]]
             for number in range(options.captions if usable else 0):
-                prompt = options.prompt[number % len(options.prompt)]
                 name = f"{rows[usable[0]]['clip']} {number}"
-                seed = zlib.crc32(name.encode()) if number >= len(options.prompt) else None
-                prompts = [_fill(prompt, batch[index].row) for index in usable]
-                answers = ask([frames[index] for index in usable], prompts, seed)
+                seed = zlib.crc32(name.encode()) if number >= len(prompts) else None
+                texts = [_fill(prompts[number % len(prompts)], batch[index].row) for index in usable]
+                answers = ask([frames[index] for index in usable], texts, seed)
                 for index, answer in zip(usable, answers, strict=True):
                     row = rows[index]
                     text, row["problem"] = clean_answer(*answer)
@@ -169,9 +168,8 @@ def caption_clips(
             yield rows
 
     # Without an endpoint, one thread decodes while the model runs in the other.
-    num_threads = options.batch if options.endpoint else 2
     with (settings.work / f"{slot}-{time.time_ns()}.jsonl").open("a", encoding="utf-8") as log:
-        for rows in run_in_threads([run() for _ in range(num_threads)]):
+        for rows in run_in_threads([run() for _ in range(options.batch if options.endpoint else 2)]):
             log.write("".join(json.dumps(row) + "\n" for row in rows))
             log.flush()
             yield from (row["clip"] for row in rows)
@@ -179,7 +177,7 @@ def caption_clips(
 
 def _fill(prompt: str, row: Mapping[str, object]) -> str:
     """Replace names of columns in braces by the values of a row. Nothing else in the prompt is interpreted."""
-    return re.sub(r"\{([^{}]*)\}", lambda match: str(row.get(match[1]) or ""), prompt)
+    return _COLUMN.sub(lambda match: "" if (value := row.get(match[1])) is None else str(value), prompt)
 
 
 def _read_frames(item: tuple[ClipRecord, int, int]) -> np.ndarray | str:

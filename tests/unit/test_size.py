@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_044
+TOTAL = 22_038
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -20,7 +20,7 @@ FOLDERS = {
     ".": 790,
     "attention": 927,
     "commands": 4596,
-    "config": 1259,
+    "config": 1253,
     "data": 4516,
     "distributed": 389,
     "encoders": 349,

@@ -165,12 +165,6 @@ class SplitOptions(Options):
     """Write the timeline of each film, with a picture of each shot, to this HTML file."""
 
 
-_CAPTION_PROMPT = (
-    "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write only "
-    "the description."
-)
-
-
 class CaptionOptions(Options):
     """Write captions for clips with an image-text-to-text model.
 
@@ -185,15 +179,14 @@ class CaptionOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Clips in any form that `wands preprocess` reads. Captions may be missing."""
     model: str
-    """Folder or Hub id of an image-text-to-text model of transformers. With --endpoint, the name of the served model."""
+    """Folder or Hub id of an image-text-to-text model of transformers. Many of these models need torchvision. With
+    --endpoint, the name of the served model."""
     out: Path
     """Table to write: a .csv or .jsonl file with all columns of SOURCE."""
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server, such as http://localhost:8000/v1. If the environment variable
-    OPENAI_API_KEY is set, the command sends its value as the API key."""
-    prompt: Annotated[tuple[str, ...], BeforeValidator(lambda prompts: prompts or (_CAPTION_PROMPT,))] = (
-        _CAPTION_PROMPT,
-    )
+    """URL of an OpenAI-compatible server without /chat/completions, such as http://localhost:8000/v1. If the
+    environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""
+    prompt: tuple[str, ...] = ()
     """Instruction for the model. A column name in braces, such as {film}, is replaced by the clip's value in this
     column. With --captions above 1, give the option several times to use several instructions [default: describe the
     video in two to four sentences]."""
@@ -216,7 +209,8 @@ class CaptionOptions(Options):
     device: str | None = None
     """Device that runs the model, such as cuda:0 [default: cuda if available, else cpu]."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
-    """Seconds to wait for an answer of --endpoint. If no answer arrives in this time, the request is sent once more."""
+    """Longest time in seconds for one request to --endpoint and its answer. If no answer arrives in this time, the
+    request is sent once more."""
     overwrite: bool = False
     """Replace existing captions."""
 

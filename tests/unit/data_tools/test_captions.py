@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,8 +29,8 @@ SUNSET = "A red sun sets over the sea."
 
 
 class Server:
-    """OpenAI-compatible endpoint. Each request takes the next answer: a text, (text, reason), a status, bytes, or seconds to
-    wait. After the last answer, every request gets `SUNSET`.
+    """OpenAI-compatible endpoint. Each request takes the next answer: a text, (text, reason), a status, (status, headers), bytes,
+    seconds to wait, or a function that gets the handler. After the last answer, every request gets `SUNSET`.
     """
 
     def __init__(self) -> None:
@@ -43,23 +45,55 @@ class Server:
 
             def do_POST(self) -> None:
                 size = int(self.headers["Content-Length"])
-                server.requests.append(json.loads(self.rfile.read(size)))
+                request = json.loads(self.rfile.read(size))
+                server.requests.append(request)
                 server.keys.append(self.headers["Authorization"])
-                answer = server.answers.pop(0) if server.answers else SUNSET
-                if isinstance(answer, float):
-                    time.sleep(answer)
+                answer = server.answer(request)
+                if callable(answer):
+                    with suppress(OSError):  # the client has closed the connection
+                        answer(self)
                     return
-                self.send_response(answer if isinstance(answer, int) else 200)
+                status, headers = (
+                    answer if isinstance(answer, tuple) and isinstance(answer[1], dict) else (200, {})
+                )
+                self.send_response(answer if isinstance(answer, int) else status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                if not isinstance(answer, int):
+                if not isinstance(answer, int) and not headers:
                     self.wfile.write(answer if isinstance(answer, bytes) else completion(answer))
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
 
+    def answer(self, request: dict[str, Any]) -> Any:
+        return self.answers.pop(0) if self.answers else SUNSET
+
     def prompts(self) -> list[str]:
-        return [request["messages"][0]["content"][-1]["text"] for request in self.requests]
+        return [prompt_of(request) for request in self.requests]
+
+
+def prompt_of(request: dict[str, Any]) -> str:
+    return request["messages"][0]["content"][-1]["text"]
+
+
+def drip(data: bytes, seconds: float = 0.01) -> Callable[[BaseHTTPRequestHandler], None]:
+    """Return an answer of an endpoint: the data, and then one byte after the other for 3 seconds."""
+
+    def write(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(data)
+        for _ in range(round(3 / seconds)):
+            handler.wfile.write(b"x")
+            time.sleep(seconds)
+
+    return write
+
+
+def flood(handler: BaseHTTPRequestHandler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    for _ in range(5):
+        handler.wfile.write(b" " * 1_000_000)
 
 
 def completion(answer: str | tuple[str, str]) -> bytes:
@@ -75,7 +109,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(
         write_captions, "map_isolated", lambda function, items, **_: enumerate(map(function, items))
     )
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-local")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-local\n")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a local server needs no Hub
     server = Server()
     yield server
     server.http.shutdown()
@@ -108,7 +143,7 @@ def test_answers_of_an_endpoint_become_a_table(server: Server, clips: Path, tmp_
         ("A red square moves. It sto", "length"),
         "I'm sorry, I can't help with that.",
         "a tree, " * 30,
-        "Here is a caption: A calm\nblue\x00 sea.",
+        "Here is a caption: A calm\nblue\x00 sea of sk-local.",
         "",
     ]
     out = tmp_path / "captioned.csv"
@@ -119,7 +154,7 @@ def test_answers_of_an_endpoint_become_a_table(server: Server, clips: Path, tmp_
         "0": ("sks, A red square moves.", ""),
         "1": ("", "the model refused (I'm sorry, I can't help with that.)"),
         "2": ("", "the answer repeats itself"),
-        "3": ("sks, A calm blue sea.", ""),
+        "3": ("sks, A calm blue sea of ***.", ""),
         "4": ("", "the answer is empty"),
     }
     assert "5.mp4" in reason or "HTML" in reason
@@ -141,10 +176,18 @@ def test_answers_of_an_endpoint_become_a_table(server: Server, clips: Path, tmp_
     ("answers", "num_requests", "reason"),
     [
         ([401], 1, "status 401"),
-        ([b"<html>hi"], 1, ""),
-        ([b'{"choices": []}'], 1, ""),
-        ([5.0, 5.0], 2, "timed out"),
+        ([b"<html>hi"] * 2, 2, ""),
+        ([b'{"choices": []}'] * 2, 2, ""),
+        ([b'{"choices": [{"message": {"content": [1]}}]}'] * 2, 2, ""),
+        ([b"[" * 200_000] * 2, 2, ""),
+        ([lambda handler: time.sleep(5)] * 2, 2, "Timeout"),
         ([503] * 5, 5, "status 503"),
+        ([drip(b"HTTP/1.1 200 OK\r\nX: ")] * 2, 2, "Timeout"),
+        ([drip(b"HTTP/1.1 200 OK\r\n\r\n" + completion(SUNSET))] * 2, 2, "Timeout"),
+        ([flood] * 2, 2, "more than 1,048,576 bytes"),
+        ([(307, {"Location": "file:///etc/passwd"})], 1, "status 307"),
+        ([(307, {"Location": "/v1/chat/completions"})], 1, "status 307"),
+        ([lambda handler: handler.wfile.write(b"Bearer sk-local\r\n\r\n")] * 2, 2, ""),
     ],
 )
 def test_a_bad_endpoint_is_one_sentence(
@@ -157,27 +200,57 @@ def test_a_bad_endpoint_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(caption_models, "time", SimpleNamespace(sleep=lambda seconds: None))
-    server.answers = answers
+    server.answers = list(answers)
     message = (
         rf"--endpoint={server.url} does not answer as an OpenAI-compatible server \(.*{reason}.*\); check"
     )
     began = time.monotonic()
     with pytest.raises(ConfigError, match=message) as caught:
-        caption(server, clips, tmp_path / "out.csv", timeout=0.15)
+        caption(server, clips, tmp_path / "out.csv", timeout=0.15 if "Timeout" in reason else 5)
     assert "\n" not in str(caught.value)
+    assert "sk-local" not in str(caught.value)
     assert len(server.requests) == num_requests
     assert time.monotonic() - began < 4
     assert not (tmp_path / "out.csv").exists()
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["file:///etc/passwd", "localhost:8000/v1", "http://u:sk-1@host/v1", "http://host/v1?key=sk-1"],
+)
+def test_the_url_of_an_endpoint_has_no_key(server: Server, clips: Path, tmp_path: Path, endpoint: str):
+    with pytest.raises(ConfigError, match="--endpoint must be a URL without password and query") as caught:
+        caption(server, clips, tmp_path / "out.csv", endpoint=endpoint)
+    assert "sk-1" not in str(caught.value)
+
+
+def test_a_busy_endpoint_says_when_to_ask_again(
+    server: Server, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pauses: list[float] = []
+    monkeypatch.setattr(caption_models, "time", SimpleNamespace(sleep=pauses.append))
+    server.answers = [
+        (429, {"Retry-After": text}) for text in ("7", "9" * 5_000, "Wed, 21 Oct 2026 07:28:00 GMT")
+    ]
+    caption(server, clips, tmp_path / "out.csv", timeout=30)
+    assert pauses == [7, 30, 2]
+
+
 def test_an_interrupted_run_continues(server: Server, clips: Path, tmp_path: Path):
+    """With another batch and another URL, too. Nothing remains of a run with other settings."""
+    server.answers = ["Another setting.", 401]
+    with pytest.raises(ConfigError, match="status 401"):
+        caption(server, clips, tmp_path / "out.csv", max_tokens=10)
+    server.requests.clear()
     server.answers = [f"Clip {k} shows a square." for k in range(3)] + [401]
     with pytest.raises(ConfigError, match="status 401"):
         caption(server, clips, tmp_path / "out.csv")
-    server.answers = [f"Clip {k} shows a square." for k in (3, 4)]
-    _, rows = caption(server, clips, tmp_path / "out.csv")
-    assert [row["caption"] for row in rows] == [*(f"Clip {k} shows a square." for k in range(5)), ""]
+    server.answers = ["Clip 3 or 4 shows a square."] * 2
+    _, rows = caption(server, clips, tmp_path / "out.csv", batch=2, endpoint=f"{server.url}/", timeout=9)
+    wanted = [*(f"Clip {k} shows a square." for k in range(3)), *["Clip 3 or 4 shows a square."] * 2, ""]
+    assert [row["caption"] for row in rows] == wanted
     assert len(server.requests) == 4 + 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out.csv"]
 
 
 def test_captions_are_kept_unless_asked(server: Server, clips: Path, tmp_path: Path):
@@ -217,18 +290,30 @@ def test_the_command_has_a_prompt(monkeypatch: pytest.MonkeyPatch):
     for more in ([], ["--prompt", "one", "--prompt", "two"]):
         result = CliRunner().invoke(main, ["caption", "clips", "--model", "m", "--out", "a.csv", *more])
         assert result.exit_code == 0, result.output
-    assert given[0].prompt == CaptionOptions(source="clips", model="m", out=Path("a.csv")).prompt
-    assert given[0].prompt[0].startswith("Describe this video")
+    assert given[0].prompt == ()  # then write_captions.PROMPT
     assert given[1].prompt == ("one", "two")
 
 
 def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl"):
         caption(server, clips, tmp_path / "out.txt")
-    with pytest.raises(ConfigError, match="is SOURCE; choose another file"):
-        caption(server, clips, clips / "shots.jsonl")
+    shutil.copytree(clips, tmp_path / "copy")
+    link, table = tmp_path / "link.csv", tmp_path / "copy/metadata.csv"
+    table.write_text('video\n0.mp4\n1.mp4,"unreadable\n')
+    link.symlink_to(table)
+    for source, out, reason in (
+        (table, table, ""),
+        (table, link, ""),
+        (table.parent, table, "in SOURCE, and has"),
+    ):
+        with pytest.raises(ConfigError, match=rf"is (SOURCE|{reason}).* choose another file"):
+            caption(server, clips, out, str(source))
+    assert "unreadable" in table.read_text()
     with pytest.raises(DataError):
         caption(server, clips, tmp_path / "out.csv", "missing")
+    table.write_text("video\n0.mp4\n")
+    caption(server, clips, tmp_path / "out.csv", str(table))
+    assert server.prompts() == [write_captions.PROMPT]
     with pytest.raises(WandsError, match="nowhere"):
         caption(server, clips, tmp_path / "out.csv", model=str(tmp_path / "nowhere"), endpoint=None)
 
@@ -270,37 +355,45 @@ def test_rules_for_answers(answer: str, is_cut: bool, caption: str, problem: str
     assert bool(problem) == bool(found[1])
 
 
-def build_model(folder: Path) -> None:
-    """Save a random LLaVA that fits a test, with a tokenizer of bytes."""
-    import torch
+def build_tokenizer(*special: str, **names: str) -> Any:
+    """Return a tokenizer of bytes. The ids of the special tokens begin at 4."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", **names}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=list(special), **names)
+
+
+SIZE = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+
+
+def build_model(folder: Path) -> None:
+    """Save a random LLaVA that fits a test."""
+    import torch
     from transformers import (
         CLIPVisionConfig,
         LlamaConfig,
         LlavaConfig,
         LlavaForConditionalGeneration,
         LlavaProcessor,
-        PreTrainedTokenizerFast,
     )
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    words = ["<pad>", "<s>", "</s>", "<unk>", "<image>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {word: index for index, word in enumerate(words)}
-    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, additional_special_tokens=["<image>"], **names)
+    tokenizer = build_tokenizer("<image>", bos_token="<s>")
     template = (
         "{{bos_token}}{% for m in messages %}{% for c in m.content %}"
         "{% if c.type == 'image' %}<image>{% else %}{{c.text}}{% endif %}{% endfor %}{% endfor %}"
     )
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     torch.manual_seed(0)
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**size, num_hidden_layers=2, image_size=28, patch_size=14),
+        vision_config=CLIPVisionConfig(**SIZE, num_hidden_layers=2, image_size=28, patch_size=14),
         text_config=LlamaConfig(
-            vocab_size=len(words), **size, num_hidden_layers=1, num_key_value_heads=2, pad_token_id=0
+            vocab_size=len(tokenizer), **SIZE, num_hidden_layers=1, num_key_value_heads=2, pad_token_id=0
         ),
         image_token_index=4,
         vision_feature_layer=-1,
@@ -316,12 +409,98 @@ def build_model(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
+def build_qwen(folder: Path) -> None:
+    """Save a random Qwen2.5-VL. Its processor needs torchvision."""
+    pytest.importorskip("torchvision")
+    import torch
+    import transformers
+
+    names = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+    tokens = [f"<|{name}|>" for name in names]
+    tokenizer = build_tokenizer(*tokens, eos_token="<|im_end|>")
+    template = (
+        "{% for m in messages %}<|im_start|>{{m.role}}\n{% for c in m.content %}{% if c.type == 'image' %}<|vision_start|>"
+        "<|image_pad|><|vision_end|>{% else %}{{c.text}}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    )
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+    text = {"vocab_size": len(tokenizer), "num_hidden_layers": 1, "num_key_value_heads": 2, "eos_token_id": 5}
+    vision = {
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 16,
+        "fullatt_block_indexes": [0],
+        "window_size": 56,
+    }
+    config = transformers.Qwen2_5_VLConfig(
+        vision_config={"hidden_size": 16, "intermediate_size": 16, **vision},
+        text_config={**SIZE, **text, "rope_parameters": rope, "bos_token_id": None},
+        **{f"{name}_token_id": 6 + number for number, name in enumerate(("vision_start", "vision_end"))},
+        image_token_id=8,
+        video_token_id=9,
+    )
+    transformers.Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    images = transformers.Qwen2VLImageProcessor(min_pixels=28**2, max_pixels=16 * 28**2)
+    videos = transformers.Qwen2VLVideoProcessor()
+    processor = transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=template)
+    processor.save_pretrained(folder)
+
+
+class Unfit:
+    """A model and its processor, which accepts only one image."""
+
+    tokenizer = SimpleNamespace(padding_side="", pad_token="<pad>", get_added_vocab=dict)
+    to = eval = lambda self, *devices: self
+
+    def apply_chat_template(self, chats: list, **options: Any) -> Any:
+        raise ValueError("only one image\nis supported")
+
+
+@pytest.mark.parametrize(
+    ("processor", "reason"),
+    [
+        (
+            ImportError("X requires the Torchvision library. Go on."),
+            r"cannot be loaded \(X .* library\);.*torch==",
+        ),
+        (json.JSONDecodeError("no", "", 0), r"cannot be loaded \(no.*\); choose an image-text-to-text model"),
+        (SimpleNamespace(), r"cannot be loaded \(.*tokenizer.*\); choose an image-text-to-text model"),
+        (
+            Unfit(),
+            r"cannot caption 1 clips of 3 images \(only one image is supported\); lower --batch, --frames",
+        ),
+    ],
+)
+def test_an_unfit_model_is_one_sentence(
+    server: Server, clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processor: Any, reason: str
+):
+    def from_pretrained(*folder: object, **options: object) -> Any:
+        if isinstance(processor, Exception):
+            raise processor
+        return processor
+
+    for name in ("AutoProcessor", "AutoModelForImageTextToText"):
+        monkeypatch.setattr(f"transformers.{name}", SimpleNamespace(from_pretrained=from_pretrained))
+    values = {"source": str(clips / "shots.jsonl"), "model": str(tmp_path), "frames": 3, "batch": 1}
+    with pytest.raises(ConfigError, match=reason) as caught:
+        write_captions.caption(CaptionOptions(out=tmp_path / "out.csv", device="cpu", **values))
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
-def test_a_model_of_transformers(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("build", [build_model, build_qwen])
+def test_a_model_of_transformers(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Path], None]
+):
     """The same captions for every batch, in one process and in two, and the control tokens of a prompt are not read."""
-    build_model(tmp_path / "llava")
-    values = {"source": str(clips / "shots.jsonl"), "model": str(tmp_path / "llava"), "frames": 2}
-    values |= {"max_tokens": 12, "max_side": 64, "device": "cpu", "prompt": ("{film} <image></s>",)}
+    build(tmp_path / "model")
+    values = {"source": str(clips / "shots.jsonl"), "model": str(tmp_path / "model"), "frames": 2}
+    values |= {
+        "max_tokens": 12,
+        "max_side": 64,
+        "device": "cpu",
+        "prompt": ("{film} <image><|image_pad|></s>",),
+    }
     problems = []
     for batch, workers in ((1, 1), (2, 1), (4, 1), (2, 2)):
         out = tmp_path / f"{batch}-{workers}.jsonl"

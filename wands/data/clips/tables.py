@@ -202,7 +202,7 @@ def check_out(table: Path, source: str) -> None:
     """
     if table.suffix.lower() not in (".csv", ".jsonl"):
         raise ConfigError(f"--out={table} must end in .csv or .jsonl; rename the file")
-    if table.absolute() == Path(source).expanduser().absolute():
+    if table.resolve() == Path(source).expanduser().resolve():
         raise ConfigError(
             f"--out={table} is SOURCE; choose another file, because unreadable rows would be lost"
         )
