@@ -12,12 +12,15 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 import wands
 from wands import cli
 from wands.cli import main
+from wands.data.cache.reader import CacheWriter
 from wands.process import GPU_SETTINGS
+from wands.variants import VARIANTS
 
 MOCK = "data.mock={num_samples: 6, shapes: [[2,4,4],[3,4,4]], text_lens: [5, 9]}"
 
@@ -166,6 +169,71 @@ def test_dry_run_prints_the_block_and_trains_nothing(tiny_pipeline: Path, tmp_pa
     ):
         assert part in result.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Folder in the empty cache of the Hub library, on a machine without a network, for the smallest published model."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub" / "models--Wan-AI--Wan2.1-T2V-1.3B-Diffusers"
+
+
+def test_dry_run_of_a_published_model_needs_no_network(
+    offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The cache, the memory and the images of the samples are checked all the same, and a real run asks the Hub."""
+    fingerprint = {"vae": {"weights_sha256": "of encoders that are not on this machine"}}
+    with CacheWriter(tmp_path / "cache", VARIANTS["wan2.1-t2v-1.3b"], fingerprint) as writer:
+        text = torch.zeros(1, 4096, dtype=torch.bfloat16)
+        meta = {"num_frames": 1, "fps": 16.0, "content": "c"}
+        writer.add("clip", torch.zeros(16, 1, 2, 2, dtype=torch.bfloat16), text, meta)
+        writer.commit(text)
+    common = ("--set", f"data.cache={tmp_path / 'cache'}", "--set", f"output_dir={tmp_path / 'run'}")
+    run = ("train", "wan2.1-t2v-1.3b-lora", *common)
+    result = invoke(*run, "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert (
+        "wan2.1-t2v-1.3b  Wan-AI/Wan2.1-T2V-1.3B-Diffusers (pretrained), 1,419.0 M parameters"
+        in result.output
+    )
+    assert "memory      about" in result.output
+    assert "not checked, because Wan-AI/Wan2.1-T2V-1.3B-Diffusers is not downloaded: the" in result.output
+    monkeypatch.setattr("wands.commands.train.start_block", lambda run: pytest.fail("the run would start"))
+    assert "Diffusers is not a folder and cannot be downloaded from the Hub" in refused(*run)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "image": "no.png"}')
+    images = ("--set", f"sample.prompts_file={tmp_path / 'prompts.jsonl'}")
+    wrong = refused("train", "wan2.2-ti2v-5b-lora", *common, *images, "--dry-run")
+    assert "was made for wan2.1-t2v-1.3b" in wrong
+    assert "no.png cannot be used" in wrong
+
+
+@pytest.mark.parametrize("end", ["", ".index.json"])
+def test_dry_run_checks_a_published_model_that_is_downloaded(end: str, offline: Path):
+    weights = offline / "snapshots" / "1" / "transformer" / f"diffusion_pytorch_model.safetensors{end}"
+    weights.parent.mkdir(parents=True)
+    weights.write_text("damaged")
+    (offline / "refs").mkdir()
+    (offline / "refs" / "main").write_text("1")
+    text = refused("train", "wan2.1-t2v-1.3b-lora", "--dry-run", "--set", MOCK)
+    assert "model.path=Wan-AI/Wan2.1-T2V-1.3B-Diffusers has no transformer/config.json" in text
+
+
+def test_a_folder_with_the_name_of_a_published_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    Path("Wan-AI/Wan2.1-T2V-1.3B-Diffusers").mkdir(parents=True)
+    for command in (("train", "--dry-run", "--set", MOCK), ("plan",)):
+        assert "no transformer/config.json" in refused(*command, "wan2.1-t2v-1.3b-lora")
+
+
+def test_plan_of_a_published_model_needs_no_file(offline: Path, tmp_path: Path):
+    for name in ("Wan2.1-I2V-14B-720P-Diffusers", "Wan2.2-TI2V-5B-Diffusers"):
+        result = invoke(
+            "plan", "wan2.1-t2v-1.3b-lora", "--set", f"model.path=Wan-AI/{name}", "--hardware", "h100"
+        )
+        assert f"{name.lower().replace('-720p', '').removesuffix('-diffusers')}, LoRA" in result.output
+    unknown = ("plan", "wan2.1-t2v-1.3b-lora", "--set", "model.path=Wan-AI/Wan2.1-T2V-1.3B-Nonsense")
+    assert "cannot be downloaded from the Hub" in refused(*unknown)
 
 
 def test_unknown_key_wrong_value_and_recipe(tiny_pipeline: Path):

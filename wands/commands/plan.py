@@ -13,10 +13,11 @@ import numpy as np
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import DataConfig, Recipe
-from wands.config.recipe_loading import list_recipes, load_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.data.datasets import open_data
 from wands.errors import CacheError, ConfigError
 from wands.files import write_text
+from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
 from wands.planning.memory import to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
@@ -68,7 +69,7 @@ def plan(options: PlanOptions) -> str:
     recipe = load_recipe(options.recipe, options.overrides)
     model = find_model(recipe, options)
     variant, experts, _ = model
-    load = sampling_load(plan_videos(recipe, variant, experts, has_files=False), variant)
+    load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
     task = build_task(recipe, model, _lengths(recipe, variant, options), options, load)
     candidates = search(task)
     if not candidates:
@@ -188,18 +189,13 @@ def build_task(
 def find_model(recipe: Recipe, options: PlanOptions) -> Model:
     """Find the model that the recipe trains.
 
-    For a published model, no model file is read. The name of the published model is `options.variant`, or part of the
-    name of a shipped recipe whose `model.path` the user does not override. For other models, the config files in
-    `model.path` are read.
+    For a published model, no model file is read. The name of the published model is `options.variant`, or part of the Hub id
+    in `model.path`. For other models, the config files in `model.path` are read.
 
     Raises:
         ConfigError: if the variant is unknown, or the recipe names no model.
     """
-    name = options.variant
-    sets_path = any(override.startswith("model.path") for override in options.overrides)
-    if name is None and options.recipe in list_recipes() and not sets_path:
-        # The name of a shipped recipe contains its model's name, so that no model file is needed.
-        name = next((known for known in VARIANTS if str(options.recipe).startswith(f"{known}-")), None)
+    name = options.variant or published_name(recipe.model.path)
     if name is None:
         if not recipe.model.path:
             raise ConfigError(

@@ -41,6 +41,11 @@ from wands.train.watchdog import Watchdog
 from wands.train.weights import cut_range
 from wands.variants import VARIANTS
 
+_NOT_CHECKED = (
+    "not checked, because {} is not downloaded: the files of the model, and whether its encoders made the cache. "
+    "wands train without --dry-run downloads and checks the files."
+)
+
 
 def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
     """Check a recipe and its data, and train the model that the recipe names.
@@ -79,6 +84,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
                     write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
                     write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
         if options.dry_run:
+            if not run.has_model_files:
+                log(_NOT_CHECKED.format(run.recipe.model.path))
             return
 
         from wands.train.loop import train
@@ -120,6 +127,7 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
                 encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
                 ranks_per_node=ranks_per_node(),
                 resume=options.resume,
+                is_dry_run=options.dry_run,
                 claim=_claim_nothing if damaged else claim,
                 damaged=damaged,
             )
@@ -140,7 +148,7 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
         CheckpointError: if a file of the model is damaged.
     """
     problems = []
-    if run.recipe.model.init == "pretrained":
+    if run.recipe.model.init == "pretrained" and run.has_model_files:
         root = fetch_model(run.recipe.model.path, allow=[f"{expert.subfolder}/*" for expert in run.experts])
         parts = {expert.subfolder for expert in run.experts}
         problems = find_changed_files(root, parts=parts, share=share)[1]

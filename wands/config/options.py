@@ -425,7 +425,8 @@ class TrainOptions(LauncherOptions):
     """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
     With PATH, resume from PATH, which is a run folder or one of its step folders."""
     dry_run: bool = False
-    """Run all checks, print the settings of the run, and exit without training."""
+    """Run all checks, print the settings of the run, and exit without training. The files of a published model are checked only
+    if they are downloaded."""
     mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""

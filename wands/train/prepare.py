@@ -19,6 +19,7 @@ from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.distributed.dims import check_world, choose_degrees
 from wands.errors import ConfigError, Problems
 from wands.model.files.checkpoint_files import Checkpoint
+from wands.model.files.hub import is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
 from wands.train.changed_data import follow_data
@@ -46,6 +47,7 @@ def load_run(
     ranks_per_node: int | None = None,
     resume: str | None = None,
     ignore_output_dir: bool = False,
+    is_dry_run: bool = False,
     claim: Callable[[Path], None] = lambda output_dir: None,
     damaged: Mapping[Path, str] = MappingProxyType({}),
 ) -> TrainingRun:
@@ -62,6 +64,7 @@ def load_run(
         ranks_per_node: number of ranks on each node; None for a single node.
         resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
+        is_dry_run: whether the run will not be started, see `prepare_run`.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search.
         damaged: maps the folder of each checkpoint that is known to be damaged to its error message. The run does not
@@ -90,6 +93,7 @@ def load_run(
         encoders=encoders,
         ranks_per_node=ranks_per_node,
         checkpoint=checkpoint,
+        is_dry_run=is_dry_run,
         problems=problems,
     )
     if checkpoint:
@@ -113,6 +117,7 @@ def prepare_run(
     encoders: Callable[[str], Mapping[str, Any]],
     ranks_per_node: int | None = None,
     checkpoint: Checkpoint | None = None,
+    is_dry_run: bool = False,
     problems: Problems | None = None,
 ) -> TrainingRun:
     """Check a recipe together with a DeepSpeed JSON, and return the planned run.
@@ -127,6 +132,8 @@ def prepare_run(
             with the fingerprint in a cache.
         ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
+        is_dry_run: whether the run will not be started. A new run of a published model that is not downloaded is then
+            checked without the files of the model.
         problems: problems that were found before this call, with the names of the recipe sections and files that
             failed. Checks that need a failed section or file are skipped.
 
@@ -148,13 +155,18 @@ def prepare_run(
     check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
     if recipe.lora and recipe.lora.quantize != "none":
         check("quantize", load_library, "lora")
-    config, variant, experts = check("model files", lambda: read_model(recipe), "model") or _NO_MODEL
+    published = published_name(path) if is_dry_run and checkpoint is None else None
+    if published and is_downloaded(path):
+        published = None
+    config, variant, experts = (
+        check("model files", partial(read_model, recipe, published), "model") or _NO_MODEL
+    )
     weights = check(
         "weights",
         lambda: list_weights(recipe, config, experts, is_new=checkpoint is None),
         *("model files", "lora", "precision", "quantize"),
     )
-    for expert in experts if recipe.model.init == "pretrained" else ():
+    for expert in experts if recipe.model.init == "pretrained" and not published else ():
         check("weight files", partial(check_weights, path, expert.subfolder))
     degrees = check(
         "degrees",
@@ -167,7 +179,7 @@ def prepare_run(
         *("model files", "world size"),
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
-    seed, fingerprint = recipe.train.seed, partial(encoders, path)
+    seed, fingerprint = recipe.train.seed, dict if published else partial(encoders, path)
     data = check(
         "data files", lambda: open_data(recipe.data, variant, seed, fingerprint), "data", "model files"
     )
@@ -186,11 +198,13 @@ def prepare_run(
         *("data files", "model files"),
     )
     check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
-    samples = check("samples", partial(plan_videos, recipe, variant, experts), "model files", "sample")
+    plan_samples = partial(plan_videos, recipe, variant, experts, has_model=not published)
+    samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
     model = (config, variant, experts, weights)
     plan = _plan(recipe, data, variant)
     extra = {"checkpoint": checkpoint, "held_out": held_out, "samples": samples}
+    extra["has_model_files"] = not published
     run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, **extra)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run

@@ -51,6 +51,7 @@ class TrainingRun:
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
         data_change: text about clips that were added or removed since the checkpoint; None without a change.
         samples: requests for the sample videos that the run generates during the training.
+        has_model_files: False for a dry run without the files of the model, which were not checked.
     """
 
     recipe: Recipe
@@ -68,6 +69,7 @@ class TrainingRun:
     held_out: Dataset | None = None
     data_change: str | None = None
     samples: tuple[SampleRequest, ...] = ()
+    has_model_files: bool = True
 
     @property
     def shape(self) -> DiTShape:

@@ -64,7 +64,11 @@ _KEYS |= {"--model": "model.path", "--prompts-file": "sample.prompts_file", "--p
 
 
 def plan_videos(
-    recipe: Recipe, variant: Variant, experts: Sequence[Expert], has_files: bool = True
+    recipe: Recipe,
+    variant: Variant,
+    experts: Sequence[Expert],
+    has_model: bool = True,
+    has_images: bool = True,
 ) -> tuple[SampleRequest, ...]:
     """Return the requests for the videos of a recipe's `sample` section, after all checks that need no weights.
 
@@ -72,7 +76,8 @@ def plan_videos(
         recipe: recipe. Without a `sample` section, the result is empty.
         variant: variant of the model.
         experts: DiTs that the recipe trains.
-        has_files: whether the files of the model and the images are on this machine, and must be checked.
+        has_model: whether the files of the model must be checked.
+        has_images: whether the images must be checked.
 
     Raises:
         ConfigError: if a prompt, an image or an option is invalid, `model.path` is not a complete pipeline, or the recipe trains
@@ -90,8 +95,9 @@ def plan_videos(
         prompts = [*section.prompts, *(read_prompts(Path(file)) if (file := section.prompts_file) else ())]
         options = section.model_dump(exclude={"every", "prompts", "prompts_file"})
         requests, problems = build_requests(prompts, options, variant)
-        if has_files:
+        if has_model:
             find_pipeline(recipe.model.path)
+        if has_images:
             problems = problems or read_images(requests)[1]
         if problems:
             raise ConfigError(problems)

@@ -17,8 +17,12 @@ from wands.train.precision import weight_dtype_policy
 from wands.variants import Expert, Variant, variant_of
 
 
-def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
+def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
     """Read the configs of the model that the recipe names.
+
+    Args:
+        recipe: recipe.
+        name: name of the published variant in `model.path`, if the files of the model must not be read.
 
     Returns:
         (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
@@ -27,7 +31,7 @@ def read_model(recipe: Recipe) -> tuple[dict[str, Any], Variant, tuple[Expert, .
         ConfigError: if the model does not exist, is not a Wan model, does not have the experts that the recipe names,
             or has experts with different configs. Also if an expert has no timestep to train.
     """
-    path = recipe.model.path
+    path = name or recipe.model.path
     if not path:
         raise ConfigError(
             "model.path is not set; set it to a diffusers pipeline folder or a Hub id, such as --set model.path=DIR."

@@ -6,18 +6,20 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from PIL import Image
 
 from tests.support.corpus import PLAIN, real_frames
 from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.init import init as module
-from wands.config.deepspeed import build_ds_config
+from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.planning.search import Machine
 
@@ -43,6 +45,12 @@ def run(*arguments: object, exit_code: int = 0) -> Result:
     return done
 
 
+def commands_of(project: Path) -> list[list[str]]:
+    """The words of each command. No line of the script is anything else."""
+    lines = (project / "commands.sh").read_text().splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
 @pytest.fixture
 def project(clips: Path, tiny_pipeline: Path, tmp_path: Path) -> Path:
     out = tmp_path / "my project"
@@ -59,6 +67,7 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     assert recipe.packing.max_tokens >= 168
     assert (recipe.data.cache, recipe.output_dir) == (str(project / "cache"), str(project / "run"))
     assert recipe.lora
+    assert recipe.sample
     assert recipe.optim.lr == 1e-4
     assert recipe.train.max_steps == 300  # one step is a pass over the three clips
     assert recipe.eval is None  # three clips are too few to hold some out
@@ -67,13 +76,12 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     prompt = json.loads((project / "prompts.jsonl").read_text())
     caption = "my dog, cyclists wait, clip c #1: end"
     assert prompt == {"prompt": caption, "height": 64, "width": 96, "num_frames": 25}
-    commands = [
-        shlex.split(line)
-        for line in (project / "commands.sh").read_text().splitlines()
-        if line[:5] == "wands"
-    ]
+    commands = commands_of(project)
     assert [words[1] for words in commands] == ["check", "preprocess", "train", "infer"]
     assert all(words[2:5] == [str(clips), "--trigger=my dog", "--fps=25.0"] for words in commands[:2])
+    assert commands[0][-2:] == ["||", "true"]  # the rejected clip does not stop the script
+    sizes = [str(recipe.packing.max_tokens), "--bins-per-step", str(recipe.train.bins_per_step)]
+    assert commands[0][7:11] == ["--max-tokens", *sizes]
     assert str(tiny_pipeline) in commands[1]
     for name, *words in (command[1:] for command in commands):
         main.commands[name].make_context(name, words[:-2] if "||" in words else words)
@@ -114,6 +122,15 @@ def test_refusals(project: Path, clips: Path, tiny_pipeline: Path, tmp_path: Pat
     small = run(*new, "--gpu-memory", 1, exit_code=2).stderr
     assert "no settings fit 1 x RTX 4090 1 GB" in small
     assert "lower --max-frames or --max-pixels, or use more or larger GPUs." in small
+    large = run(*new, "--gpu-memory", 8, "--height", 1440, "--width", 2560, "--full", exit_code=2).stderr
+    assert "clips of up to 57,600 tokens" in large
+    assert "the longest sample is c %231: end, 13 frames of 2560x1440; lower" in large
+    assert "remove --full, or use" in large
+    (tmp_path / "none").mkdir()
+    shutil.copy(clips / "bad.mp4", tmp_path / "none")
+    unusable = run(tmp_path / "none", "--gpu-memory", 80, "--out", tmp_path / "new", exit_code=2).stderr
+    assert "no clip can be used; first clip: " in unusable
+    assert "wands check lists the other clips" in unusable
     assert not (tmp_path / "new").exists()
 
 
@@ -125,7 +142,11 @@ def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pyt
     assert "2 clips were decoded, and 2 were not." in done.output
     text = (tmp_path / "new" / "recipe.yaml").read_text()
     assert "2 clips were not decoded. With these options, no sample has more than 108 tokens." in text
+    assert "passes over 2 samples" in text  # half of the decoded clips are rejected
     assert load_recipe(tmp_path / "new" / "recipe.yaml").packing.max_tokens >= 108
+    done = run(clips, "--gpu-memory", 24, "--out", tmp_path / "whole", "--max-frames", 0)
+    assert "4 clips were decoded." in done.output
+    assert all("--max-frames=0" in words for words in commands_of(tmp_path / "whole")[:2])
 
 
 def test_this_machine(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,10 +158,13 @@ def test_this_machine(clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "on 2 x RTX 3090 12.6 GB" in done.output
     assert "deepspeed --num_gpus 2 --module wands train" in done.output
     assert "--workers 2 --text-device cpu" in done.output
-    assert "--offload sequential" in done.output
+    assert [words[0] for words in commands_of(tmp_path / "new")] == ["wands", "wands", "deepspeed", "wands"]
+    assert commands_of(tmp_path / "new")[-1][-2:] == ["--offload", "sequential"]
     recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
     assert recipe.sample is None
     assert recipe.train.bins_per_step % 2 == 0
+    more = run(clips, "--gpus", 4, "--out", tmp_path / "more")
+    assert "--nnodes 2 " in more.output  # as many GPUs in each node as here
 
 
 def test_an_image_to_video_model_samples_from_the_clip(clips: Path, tiny_variant, tmp_path: Path):
@@ -170,9 +194,96 @@ def test_clips_are_held_out_if_there_are_enough(clips: Path, tmp_path: Path, mon
         json.dumps({"video": video, "caption": f"clip {i}", "start": 0, "end": 0.3 + i / 100})
         for i in range(24)
     ]
-    source.write_text("\n".join(rows))
+    source.write_text("\n".join(rows[:19]))
     run(source, "--gpu-memory", 80, "--out", tmp_path / "new")
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").data.holdout == 0
+    source.write_text("\n".join(rows))
+    run(source, "--gpu-memory", 80, "--out", tmp_path / "new", "--force")
     recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
     assert recipe.data.holdout == 0.1
     assert recipe.eval
     assert recipe.train.max_steps == 900  # 3 steps are a pass, at most 300 passes
+    monkeypatch.setattr(module, "USUAL_STEPS", 1)
+    run(source, "--gpu-memory", 80, "--out", tmp_path / "new", "--force")
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").train.max_steps == 12  # at least 4 passes
+
+
+def test_the_shell_and_the_folder_change_no_argument(
+    clips: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Relative paths of another folder, and names that a shell or a comment would read as commands."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(clips, "clips")
+    shutil.copytree(tiny_pipeline, "model")
+    out = "my 'own' $(touch a)\ntouch b; `touch c`"
+    run(
+        "clips",
+        "--model",
+        "model",
+        "--gpu-memory",
+        80,
+        "--max-frames",
+        9,
+        "--max-pixels",
+        96 * 64,
+        "--out",
+        out,
+    )
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "home").mkdir()
+    wands = tmp_path / "bin" / "wands"
+    wands.write_text('#!/bin/sh\nprintf "%s\\0" "$@" >> arguments\n')
+    wands.chmod(0o755)
+    env = {**os.environ, "PATH": f"{wands.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-e", str(tmp_path / out / "commands.sh")], cwd="home", env=env, check=True)
+    assert [path.name for path in Path("home").iterdir()] == ["arguments"]
+    words = Path("home/arguments").read_text().split("\0")[:-1]
+    project, folder = str(tmp_path / out), str(tmp_path / "clips")
+    assert words[:4] == ["check", folder, "--max-pixels=6144", "--max-frames=9"]
+    first = words.index("preprocess")
+    model = ["--model", str(tmp_path / "model")]
+    assert words[first + 1 :] == [
+        *(folder, "--max-pixels=6144", "--max-frames=9", *model, "--out", f"{project}/cache"),
+        *("train", f"{project}/recipe.yaml", "--deepspeed", f"{project}/deepspeed.json"),
+        *("infer", *model, "--checkpoint", f"{project}/run", "--prompts-file", f"{project}/prompts.jsonl"),
+        *("--out", f"{project}/samples"),
+    ]
+    recipe = load_recipe(tmp_path / out / "recipe.yaml")
+    assert (recipe.data.cache, recipe.output_dir) == (f"{project}/cache", f"{project}/run")
+
+
+def test_images_only(clips_dir: Path, tmp_path: Path):
+    (tmp_path / "images").mkdir()
+    for name, frame in zip("abc", real_frames(clips_dir), strict=False):
+        Image.fromarray(frame).resize((96, 64)).save(tmp_path / "images" / f"{name}.png")
+        (tmp_path / "images" / f"{name}.txt").write_text(f"cyclists, image {name}")
+    run(tmp_path / "images", "--gpu-memory", 24, "--out", tmp_path / "new")
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
+    assert recipe.packing.max_tokens == 72  # three images of 4 x 6 tokens in a step
+    assert recipe.train.bins_per_step == 1
+    assert json.loads((tmp_path / "new" / "prompts.jsonl").read_text())["num_frames"] == 1
+    done = run(tmp_path / "images", "--gpu-memory", 12, "--full", "--out", tmp_path / "full")
+    assert "with zero3_offload." in done.output
+    assert json.loads((tmp_path / "full" / "deepspeed.json").read_text()) == load_ds_config("zero3_offload")
+
+
+def test_fewer_clips_than_gpus(clips: Path, tmp_path: Path):
+    """Each data-parallel rank needs a clip, so that several GPUs share a clip."""
+    run(clips, "--gpus", 8, "--gpu-memory", 80, "--out", tmp_path / "new")
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
+    assert recipe.parallel.group_size == 4
+    assert recipe.train.bins_per_step == 4  # two ranks, and three bins that each have room for one long clip
+
+
+def test_a_run_is_not_longer_than_a_newcomer_can_wait(
+    clips: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = ("--height", 720, "--width", 1280)
+    run(clips, "--gpu-memory", 24, *sizes, "--out", tmp_path / "new")
+    text = (tmp_path / "new" / "recipe.yaml").read_text()
+    assert "at least 4 and at most 300 passes, and at most 12 h" in text
+    minutes = int(re.search(r"predicted to take (\d+) min", text)[1])
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").train.max_steps == 300
+    monkeypatch.setattr(module, "MAX_HOURS", minutes / 60 / 3)
+    run(clips, "--gpu-memory", 24, *sizes, "--out", tmp_path / "short")
+    assert load_recipe(tmp_path / "short" / "recipe.yaml").train.max_steps == pytest.approx(100, abs=3)

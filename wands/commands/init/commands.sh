@@ -1,7 +1,14 @@
 # {{ variant.name }}, {{ "full finetune" if options.full else "LoRA" }}, on {{ best.workload.world_size }} x {{ best.task.machine.name }}, with {{ best.ds_name }}. wands init wrote this file.
 # {{ "{:,}".format(report.clips | length) }} clips were decoded{% if report.num_skipped %}, and {{ "{:,}".format(report.num_skipped) }} were not{% endif %}. Rejected clips: {{ "{:,}".format(report.count("rejected")) }}.
-# The training has {{ "{:,}".format(steps) }} steps. Predictions: {{ time(steps * best.seconds) }}, {{ best.memory.needed | gib }} of GPU memory.
-# The file recipe.yaml contains the reasons for the settings. Run all commands with: bash -e commands.sh
+# The training has {{ "{:,}".format(steps) }} steps. Predictions: {{ time(steps * best.seconds) }}, {{ best.memory.needed | gib }} of GPU memory, {{ best.host | gib }} of host memory in each node.
+{% if options.gpu_memory and not options.hardware %}
+# The predicted time is that of the GPU above. If you have another, name it with --hardware, such as rtx3090 or a100-80gb.
+{% endif %}
+{% if steps * best.seconds > 7200 %}
+# Shorter or smaller samples train faster: wands init --max-frames 49 --max-pixels 200000. So does Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+{% endif %}
+# Files: {{ out | text }}. There, recipe.yaml contains the reasons for the settings.
+# Run all commands with: bash -e {{ (out ~ "/commands.sh") | quote | text }}
 
 # 1. Show which clips can be used. Rejected clips do not stop the script.
 wands check {{ clips }} --model {{ model | quote }} --max-tokens {{ best.workload.recipe.packing.max_tokens }} --bins-per-step {{ best.workload.recipe.train.bins_per_step }} --html {{ (out ~ "/clips.html") | quote }} || true
@@ -13,10 +20,13 @@ wands preprocess {{ clips }} --model {{ model | quote }} --out {{ (out ~ "/cache
 
 
 # 3. Train. The page report.html in the folder run shows the progress.
+{% if best.workload.world_size > best.task.ranks_per_node %}
+# Run this command on every node, from a clone of wands. Replace R by the number of the node (0 for the first), and HOST by the first node.
+{% endif %}
 {{ train }}
 
 # 4. Sample the prompts of prompts.jsonl with the trained weights.
 wands infer --model {{ model | quote }} --checkpoint {{ (out ~ "/run") | quote }} --prompts-file {{ (out ~ "/prompts.jsonl") | quote }} --out {{ (out ~ "/samples") | quote }}
-{# In GB: the text encoder takes 11.4, decoding up to 12, the CUDA context less than 2, and the model 2 bytes for each weight. #}
+{#- In GB: the text encoder takes 11.4, decoding up to 12, the CUDA context less than 2, and the model 2 bytes for each weight. #}
 {%- set memory, dit = best.task.machine.memory / 1e9, 2e-9 * variant.dit.num_params -%}
 {%- if memory < 25 + dit * variant.experts | length %} --offload {{ "model" if memory > [13.4, dit + 2] | max else "sequential" }}{% endif %}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from wands.commands.check.check import check
 from wands.commands.plan import build_task, describe_smallest, find_model, start_command
 from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
 from wands.config.recipe import Recipe
-from wands.config.recipe_loading import load_recipe, shipped_recipe
+from wands.config.recipe_loading import shipped_recipe
 from wands.data.holdout import HELD_OUT, choose_sides
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
+from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import to_gib
 from wands.planning.search import machine_here, search
@@ -39,6 +41,8 @@ CLIPS_PER_STEP = 8
 """Mean number of clips in an optimizer step, unless the number of GPUs needs more clips."""
 MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
 """A run has the usual number of steps, but passes over the samples at least and at most this number of times."""
+MAX_HOURS = 12
+"""Largest predicted time of a run. It is more important than the number of passes, and the user can resume the run."""
 MIN_SAMPLES = 20
 """Smallest number of samples for which a tenth of the clips is held out."""
 TEXT_ENCODER = 13.4
@@ -64,8 +68,7 @@ def init(options: InitOptions) -> str:
         fix = "choose another folder, or replace these files with --force."
         raise ConfigError(f"--out {options.out} already contains {existing}; {fix}")
     kind, model = "finetune" if options.full else "lora", _absolute(options.model)
-    published = {load_recipe(f"{name}-{kind}").model.path: name for name in VARIANTS}
-    name = published.get(model)  # no file of a published model is read
+    name = published_name(model)  # no file of a published model is read
     variant = VARIANTS[name] if name else read_variant(model)
     family = variant.name.rpartition("-")[0]
     base = min(VARIANTS, key=lambda known: (known != variant.name, not known.startswith(family))) + f"-{kind}"
@@ -75,7 +78,8 @@ def init(options: InitOptions) -> str:
     # Without a limit of the frames, the longest sample is known only after all clips are decoded.
     report = check(CheckOptions(**given), variant, MAX_CLIPS if options.max_frames else None)
     if not report.samples:
-        raise DataError(f"SOURCE={options.source}: no clip can be used; first clip: {report.clips[0].reason}")
+        first = f"first clip: {report.clips[0].reason}; wands check lists the other clips."
+        raise DataError(f"SOURCE={options.source}: no clip can be used; {first}")
     pairs = ((clip, sample) for clip in report.clips for sample in clip.samples)
     clip, sample = max(pairs, key=lambda pair: pair[1].num_tokens)
     spec, lens, mean = report.spec, report.tokens, float(report.tokens.mean())
@@ -84,10 +88,15 @@ def init(options: InitOptions) -> str:
         size = spec.legal_frames(spec.max_frames or 1), spec.size_multiple, area // spec.size_multiple
         lens = np.append(lens, variant.num_tokens(*size))
 
+    keys, seconds = zip(*((s.key, s.num_frames / spec.fps) for s in report.samples), strict=True)
+    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
+    held &= MIN_SAMPLES <= len(held) != held.sum()  # else no sample is held out
+    samples = len(held) - held.sum()
+
     # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
-    values, per_gpu = yaml.safe_load(shipped_recipe(base)), CLIPS_PER_STEP * mean / machine.gpus
-    max_tokens = max(int(lens.max()), min(values["packing"]["max_tokens"], round(per_gpu)))
-    values["train"] = {"bins_per_step": max(round(per_gpu / max_tokens), 1) * machine.gpus}
+    values, tokens = yaml.safe_load(shipped_recipe(base)), min(CLIPS_PER_STEP, samples) * mean
+    max_tokens = max(int(lens.max()), min(values["packing"]["max_tokens"], round(tokens / machine.gpus)))
+    values["train"] = {"bins_per_step": math.ceil(tokens / max_tokens)}
     values["packing"]["max_tokens"], values["model"]["path"] = max_tokens, model
     recipe = Recipe.model_validate(values)
     images = {key: clip.path for key in ("image", "last_image") if key in variant.conditions}
@@ -96,21 +105,24 @@ def init(options: InitOptions) -> str:
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
     parts, has_room = find_model(recipe, machine), (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
     tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
-    candidates = [found[0] for task in tasks if (found := search(task))]
+    # Settings with more data-parallel ranks than samples come last, because wands train refuses them.
+    ranked = [
+        sorted(search(task), key=lambda one: one.workload.cp_size * samples < machine.gpus) for task in tasks
+    ]
+    candidates = [found[0] for found in ranked if found]
     if not candidates:
         fix = f"lower --max-frames or --max-pixels, {'remove --full, ' * options.full}or use more or larger GPUs."
-        raise ConfigError(describe_smallest(tasks[0], fix))
+        longest = f"the longest sample is {clip.key}, {sample.num_frames} frames of {sample.width}x{sample.height}; "
+        raise ConfigError(describe_smallest(tasks[0], longest + fix))
     # The run samples videos, unless that needs settings that are 10 % slower.
-    best = min(candidates, key=lambda one: one.seconds * (1.1 if one.task is tasks[0] else 1.0))
+    best = max(candidates, key=lambda one: one.tokens_per_second * (0.9 if one.task is tasks[0] else 1.0))
 
     num_samples = round(len(report.samples) * (1 + report.num_skipped / len(report.clips)))
     step_tokens = best.workload.recipe.train.bins_per_step * sum(best.prediction.plan.seq_lens)
     epoch = max(round(num_samples * mean / step_tokens), 1)
-    steps = max(MIN_PASSES * epoch, min(USUAL_STEPS, MAX_PASSES * epoch))
-    rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes"
-    keys, seconds = zip(*((s.key, s.num_frames / spec.fps) for s in report.samples), strict=True)
-    held = choose_sides(keys, [np.array(seconds)], 0.1) == HELD_OUT
-    held &= MIN_SAMPLES <= len(held) != held.sum()  # else no sample is held out
+    usual = max(MIN_PASSES * epoch, min(USUAL_STEPS, MAX_PASSES * epoch))
+    steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
+    rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
     facts = dict(options=options, report=report, clip=clip, sample=sample, lens=lens, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)

@@ -6,15 +6,39 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from wands.errors import ConfigError, one_line
+from wands.variants import VARIANTS
 
 
 def is_hub_id(name: str) -> bool:
     """Return whether `name` has the form owner/name of a Hub repository, and no file or folder has this path."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
+
+
+def published_name(model: str) -> str | None:
+    """Return the name of the published variant that a Hub id of a pipeline contains, such as "wan2.1-t2v-1.3b".
+
+    Return None for other models. The architecture of a published model is known without its files.
+
+    Args:
+        model: folder or Hub id of a model.
+    """
+    pattern = rf"wan-ai/({'|'.join(map(re.escape, VARIANTS))})(-\d+p)?-diffusers"
+    match = re.fullmatch(pattern, model.lower())
+    return match[1] if match and is_hub_id(model) else None
+
+
+def is_downloaded(model: str) -> bool:
+    """Return whether the weights of a pipeline on the Hub are on this machine, in the cache of the Hub library.
+
+    Args:
+        model: Hub id of a diffusers pipeline.
+    """
+    stem = "transformer/diffusion_pytorch_model.safetensors"
+    return any(isinstance(try_to_load_from_cache(model, stem + end), str) for end in ("", ".index.json"))
 
 
 def fetch_model(
