@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -77,7 +78,10 @@ def caption(options: CaptionOptions) -> str | None:
 
 def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     records, rejections = load_source(options.source, needs_caption=False)
-    is_inside = out.resolve().parent == Path(options.source).expanduser().resolve()
+    rejected = [f"rejected: {item.path}: {item.reason}" for item in rejections]
+    if not records:
+        raise DataError("\n".join([f"SOURCE={options.source} has no clip to caption", *rejected]))
+    is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
         raise ConfigError(f"--out={options.out} is in SOURCE, and has unreadable rows; choose another file")
     columns = {name for record in records for name in record.row}
@@ -125,7 +129,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     counts = [f"{len(new) - problems.total()} clips captioned", f"{len(clips) - len(new)} captions kept"]
     counts += [f"{problems.total()} without caption", f"{len(rejections)} rows or files of SOURCE rejected"]
     reasons = (f"{count} x {problem}" for problem, count in problems.most_common(10))
-    return "\n".join([f"{out}: {', '.join(counts)}", *reasons])
+    return "\n".join([f"{out}: {', '.join(counts)}", *rejected, *reasons])
 
 
 def _identity(record: ClipRecord) -> str:

@@ -259,7 +259,7 @@ def describe_source(clip: CheckedClip) -> str:
     info = clip.source
     if info is None:
         return ""
-    if info.container.endswith("_pipe"):  # FFmpeg reports a rate for images
+    if info.container.endswith(("_pipe", "image2")):  # FFmpeg reports a rate for images
         return f"{info.width}x{info.height}, {info.codec} image"
     frames = f", {info.num_frames:,} frames" if info.num_frames else ""
     return f"{info.width}x{info.height} {info.fps:.5g} fps, {info.duration:.2f} s{frames}, {info.codec}"

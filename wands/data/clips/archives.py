@@ -27,6 +27,9 @@ MAX_CAPTION_BYTES = 1 << 20
 MAX_LATENT_BYTES = 1 << 30
 """Largest size in bytes of an archive member with the latents of one sample."""
 
+MAX_GROWTH = 100
+"""Largest size of an archive's members, in sizes of the archive. Compressed zeros and holes of files can be larger."""
+
 
 def is_tar(path: Path) -> bool:
     """Return whether a file name has the extension of a tar archive."""
@@ -137,7 +140,13 @@ class TarReader:
 
     def _list(self) -> dict[str, dict[str, tarfile.TarInfo]]:
         samples: dict[str, dict[str, tarfile.TarInfo]] = {}
+        space = MAX_GROWTH * self._path.stat().st_size
         for member in self._members():
+            space -= member.size
+            if space < 0:
+                reason = f"archive unpacks to more than {MAX_GROWTH} times its size, so this and all later files are not read"
+                self._reject(member.name, f"{reason}; pack the archive without compression and holes")
+                break
             name = PurePosixPath(member.name.removeprefix("./"))
             if member.isdir() or any(part.startswith(".") and part != ".." for part in name.parts):
                 continue  # hidden files are skipped, as in folders

@@ -14,6 +14,8 @@ from wands.errors import DataError
 CLEANING_VERSION = 1
 """Version of `clean_caption`, part of a cache's fingerprint. Increase it when `clean_caption` returns a different text
 for any caption."""
+MAX_CHARACTERS = 20_000
+"""Longest caption in characters. Composing the accents of a hostile text needs quadratic time: 0.2 s for this length."""
 
 _WIDE = re.compile(r"[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 """Characters of scripts without spaces between words: Hangul, kana, Han."""
@@ -76,6 +78,10 @@ def _check_caption(value: Any, place: str) -> str:
         )
     if not value.strip():
         raise DataError(f"empty caption; write a caption in {place}")
+    if len(value) > MAX_CHARACTERS:
+        raise DataError(
+            f"caption has {len(value):,} characters, more than {MAX_CHARACTERS:,}; write a shorter caption in {place}"
+        )
     if value != value.encode("utf-8", "replace").decode("utf-8"):
         raise DataError(f"caption is not valid Unicode; rewrite the caption in {place}")
     return value.strip()

@@ -67,5 +67,7 @@ def explain_error(error: Exception) -> str:
     """Return why a text file cannot be decoded or parsed, and the fix."""
     if isinstance(error, RecursionError):
         return "brackets are nested too deeply; remove the nested values"
-    fix = "correct the JSON" if isinstance(error, json.JSONDecodeError) else "save the file as UTF-8 text"
+    if isinstance(error, UnicodeError):
+        return f"{error}; save the file as UTF-8 text"
+    fix = "correct the JSON" if isinstance(error, json.JSONDecodeError) else "correct the file"
     return f"{error}; {fix}"

@@ -32,7 +32,7 @@ from wands.data.clips.records import CLIP_EXTENSIONS, ClipRecord, Rejection, set
 from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
 from wands.data.clips.trainer_configs import trainer_config
-from wands.errors import DataError
+from wands.errors import DataError, one_line
 
 Layout = Callable[[Source], Iterator[ClipRecord | Rejection] | None]
 LAYOUTS: tuple[Layout, ...] = (
@@ -71,10 +71,17 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
             "SOURCE= is empty; pass a folder, a table, a tar archive or the name of a dataset as SOURCE"
         )
     request = Source(source, **options)
-    for layout in LAYOUTS:
-        if (items := layout(request)) is not None:
-            return settle_keys(items)
-    path = request.path
+    try:
+        for layout in LAYOUTS:
+            if (items := layout(request)) is not None:
+                found = settle_keys(items)
+                if any(found):
+                    return found
+                raise DataError(f"SOURCE={source} contains no clip; add clips with captions")
+        path = request.path
+    except (OSError, MemoryError) as error:  # such as a name of 5,000 characters, or a table of 1 TB
+        reason = f"cannot be read ({one_line(error)}); correct the path or the file"
+        raise DataError(f"SOURCE={source} {reason}") from None
     if path.is_dir():
         raise DataError(f"SOURCE={source} contains no clip; {_missing_clips(path)}")
     if os.path.lexists(path):

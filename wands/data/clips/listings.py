@@ -17,6 +17,7 @@ from wands.data.clips.archives import is_tar
 from wands.data.clips.records import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
+    MAX_PATH,
     VIDEO_EXTENSIONS,
     ClipRecord,
     Rejection,
@@ -245,7 +246,7 @@ def _scan_rows(
 
 def _files_in_other_columns(row: dict[str, Any], video: object, folders: tuple[Path, ...]) -> set[str]:
     values = [item for value in row.values() for item in (value if isinstance(value, list) else [value])]
-    files = [item for item in values if isinstance(item, str) and item != video]
+    files = [item for item in values if isinstance(item, str) and item != video and len(item) <= MAX_PATH]
     return {
         _composed(os.path.normpath(folder / file))
         for file in files
@@ -269,10 +270,10 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             continue
         # FastVideo resolves paths from the working directory. In a data set that was moved, they are relative to the list.
         folder, table = (
-            next((path for path in (Path(part).absolute(), file.parent / part) if path.exists()), Path(part))
+            next(filter(os.path.exists, (Path(part).absolute(), file.parent / part)), Path(part))
             for part in parts
         )
-        if table.is_file():
+        if os.path.isfile(table):  # False for a name of 5,000 characters
             yield from _scan_rows(listing, table, read_table(table), folder)
         else:
             yield reject(place, parts[1], f"no such table (looked for {parts[1]}); correct the path")

@@ -30,6 +30,8 @@ REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
 MASK_ENDINGS = (".mask.png", ".mask.mp4")
 """Endings of masks next to a clip: a.mask.png is the mask of a.mp4. A column of a table may name masks of all formats."""
+MAX_PATH = 4096
+"""Longest path in bytes on Linux. Composing the accents of a longer text could take minutes."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
     """Return the mask that a row names, or else the mask next to the clip. Return None if there is none.
 
     Raises:
-        DataError: if the row names a file that does not exist.
+        DataError: if the mask is not a file, or does not exist.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
@@ -160,7 +162,12 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
             return locate(text, folders)[1]
     except DataError as error:
         raise DataError(f"mask={text[:100]}: {error}") from None
-    return next(filter(os.path.isfile, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None)
+    mask = next(
+        filter(os.path.lexists, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None
+    )
+    if mask and not mask.is_file():  # a broken link must not become a clip without a mask
+        raise DataError(f"mask={mask} {explain_no_file(mask)}")
+    return mask
 
 
 def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENSIONS) -> list[str]:
@@ -254,7 +261,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
         raise DataError("video is a URL, not a file; download the clip and write the path of the file")
     folder = folders[0]
-    names = dict.fromkeys((video, *spellings(video)))
+    names = dict.fromkeys((video, *spellings(video[:MAX_PATH])))
     paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)

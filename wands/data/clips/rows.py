@@ -15,6 +15,8 @@ LICENSE_COLUMNS = ("license", "licence")
 Crop = tuple[int, int, int, int]
 """(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
 RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
+MAX_TIME = 1e9
+"""Limit of times in seconds and in frames. The arithmetic of larger times can overflow."""
 Range = tuple[float | None, float | None]
 """(start, end) of a time range in seconds. None stands for the clip's own start or end."""
 
@@ -115,7 +117,7 @@ def _read_seconds(row: Mapping[str, Any]) -> Range:
 def _seconds(name: str, value: Any) -> float | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
-    if (number := read_number(value)) is None:
+    if (number := read_number(value)) is None or abs(number) >= MAX_TIME:
         raise DataError(f"{name}={value} is not a number of seconds; correct the row")
     return number
 
@@ -131,7 +133,7 @@ def _read_frames(row: Mapping[str, Any]) -> tuple[int, int] | None:
     with suppress(ValueError):
         # pandas writes 9.0 in a column that has an empty cell.
         limits = [float(str(value)) for value in (first, last)]
-        if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1]:
+        if all(map(float.is_integer, limits)) and 0 <= limits[0] <= limits[1] < MAX_TIME:
             return int(limits[0]), int(limits[1])
     raise DataError(
         f"start_frame={first} and end_frame={last} must be whole numbers with 0 <= start_frame <= end_frame; correct the row"

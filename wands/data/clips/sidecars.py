@@ -260,6 +260,8 @@ def _read_small(path: Path) -> bytes:
     """Return the bytes of a caption file. Raise DataError if the file is too large for a caption, so that a wrong file
     cannot fill the memory.
     """
+    if not path.is_file():  # a pipe or a terminal would block forever
+        raise DataError(f"{path.name} {explain_no_file(path)}")
     with path.open("rb") as file:
         data = file.read(MAX_CAPTION_BYTES + 1)
     if len(data) > MAX_CAPTION_BYTES:

@@ -58,7 +58,7 @@ class Source:
         """The name of the source as an absolute path, whether or not the path exists. Links to folders and ".." are
         resolved, so that the keys of clips do not depend on how the user names the source.
         """
-        path = Path(self.name).expanduser()
+        path = Path(os.path.expanduser(self.name))  # an unknown user is kept as it is
         if path.is_dir():
             return Path(os.path.realpath(path))
         return Path(os.path.realpath(path.parent), path.name)

@@ -111,7 +111,8 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
                 some = f"{len(unmasked):,} of the clips, such as {min(unmasked)}"
                 source.log(f"{place}: mask_path has no mask for {some}; all their pixels count")
         except (DataError, OSError) as error:
-            yield reject(place, file, one_line(error, 1000))
+            fix = "; correct the path" if isinstance(error, OSError) else ""
+            yield reject(place, file, one_line(error, 1000) + fix)
     top = os.path.commonpath([root for root, _ in items] or [file])
     for root, item in items:
         if isinstance(item, ClipRecord) and len(roots[item.name]) > 1:

@@ -113,18 +113,17 @@ class _Cropper:
     def __init__(self, reader: VideoReader, crop: Crop) -> None:
         info, (x, y, width, height) = reader.info, map(Fraction, crop)
         frame_width, frame_height = info.display_size
-        if x + width > math.ceil(frame_width) or y + height > math.ceil(frame_height):
-            raise reader.error(
-                f"has frames of {float(frame_width):.0f}x{float(frame_height):.0f} pixels, which do not contain "
-                f"crop={','.join(map(str, crop))}",
-                "correct the crop in the row",
-            )
+        fits = x + width <= math.ceil(frame_width) and y + height <= math.ceil(frame_height)
+        shown = f"{float(frame_width):.0f}x{float(frame_height):.0f}"
         if info.mirrored:
             x = frame_width - x - width
         for _ in range(info.rotation // 90):  # undo one counterclockwise turn
             x, y, width, height = frame_height - y - height, x, height, width
             frame_width, frame_height = frame_height, frame_width
         box = (round(width / info.sar), round(height), round(x / info.sar), round(y))
+        if not fits or min(box[:2]) < 2:  # two pixels may share a colour
+            reason = f"has frames of {shown} pixels, which do not contain crop={','.join(map(str, crop))}"
+            raise reader.error(f"{reason} with at least 2x2 pixels", "correct the crop in the row")
         image, self._graph = reader.first.image, av.filter.Graph()
         source = self._graph.add_buffer(
             width=image.width, height=image.height, format=image.format, time_base=Fraction(1)

@@ -101,7 +101,9 @@ class VideoFrame:
 
 def _open_container(path: Path) -> Any:
     # Absolute: FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
-    return av.open(str(path.absolute()), metadata_errors="replace", timeout=60.0)
+    # pattern_type: FFmpeg reads an image a%d.png as the sequence a0.png, a1.png ...
+    options = {"pattern_type": "none"}
+    return av.open(str(path.absolute()), options=options, metadata_errors="replace", timeout=60.0)
 
 
 def _readable_packets(container: Any, *streams: Any) -> Iterator[Any]:

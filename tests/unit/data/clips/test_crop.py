@@ -81,7 +81,8 @@ def test_what_is_not_a_rectangle_is_rejected(tmp_path: Path, crop: str):
 def test_crop_outside_the_frame_is_rejected(tmp_path: Path):
     path = write_clip(tmp_path / "a.mp4", [quadrants()] * 2)
     with pytest.raises(
-        DataError, match="frames of 96x64 pixels, which do not contain crop=80,0,32,32; correct"
+        DataError,
+        match="frames of 96x64 pixels, which do not contain crop=80,0,32,32 with at least 2x2 pixels; correct",
     ):
         frames_of(path, crop=(80, 0, 32, 32))
 
