@@ -270,7 +270,7 @@ def test_a_few_sources_of_each_kind(box: Sandbox) -> None:
             records, rejections = load_source(str(source), log=lambda note: None)
             assert [item.reason for item in rejections if not FIX.search(item.reason)] == []
             assert rejections, name
-            assert any(record.caption == "a good clip" for record in records) or len(records) > 1, name
+            assert records, name
         assert box.snapshot() == before
         source.unlink()
     assert stored(box) == []

@@ -140,6 +140,7 @@ def test_a_large_source_is_sampled(clips: Path, tmp_path: Path, monkeypatch: pyt
     sizes = ("--max-pixels", 96 * 96, "--max-frames", 9)
     done = run(clips, "--gpu-memory", 24, "--out", tmp_path / "new", *sizes)
     assert "2 clips were decoded, and 2 were not." in done.output
+    assert re.search(r"^wands infer .* --offload \w+$", done.output, re.MULTILINE)
     text = (tmp_path / "new" / "recipe.yaml").read_text()
     assert "2 clips were not decoded. With these options, no sample has more than 108 tokens." in text
     assert "passes over 2 samples" in text  # half of the decoded clips are rejected

@@ -139,7 +139,8 @@ def _read_section(
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
         if not (path := next(filter(os.path.exists, paths), default)):
-            raise DataError(f"{key}={settings[key]} does not exist (looked for {paths[0]}); correct the path")
+            shown = f"{key}={settings[key][:99]} does not exist (looked for {paths[0][:500]})"
+            raise DataError(f"{shown}; correct the path")
         return path
 
     name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]
