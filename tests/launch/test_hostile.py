@@ -302,13 +302,15 @@ def test_a_hostile_row_costs_only_itself(box: Sandbox) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["~nouser", "~nouser/x", "x" * 300, "y/" * 3000, "a\0b", "\ud800", "/dev/zero", "pipe.mp4"]
+    "name", ["~nouser", "~nouser/x", "x" * 300, "y/" * 3000, "\udcff", "/dev/zero", "pipe.mp4", "loop.csv"]
 )
 def test_a_source_that_is_no_source(box: Sandbox, name: str) -> None:
-    done, wrong = box.run("check", name)
-    assert wrong == []
-    assert done.exit_code == 2
-    assert re.search(r"SOURCE=.*; \w+", done.stderr)
+    (box.root / "loop.csv").symlink_to("loop.csv")
+    for words in (("check",), ("measure", "--out", box.out / "a.csv")):
+        done, wrong = box.run(*words, name)
+        assert wrong == []
+        assert done.exit_code == 2
+        assert re.search(r"SOURCE=.*; \w+", done.stderr)
 
 
 def test_a_table_that_does_not_fit_into_memory(box: Sandbox) -> None:
