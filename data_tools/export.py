@@ -167,13 +167,13 @@ class ExportArguments(Options):
     """File format: safetensors writes one file per sample, and webdataset writes tars with many samples."""
 
 
-@program(ExportArguments)
-def main(options: ExportArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: ExportArguments) -> int:
     count = export(options.cache, options.out, options.format)
     print(f"{options.out}: {count:,} samples")
     return 0
 
+
+main = program(ExportArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

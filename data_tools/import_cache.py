@@ -325,13 +325,13 @@ class ImportCacheArguments(Options):
     wrote."""
 
 
-@program(ImportCacheArguments)
-def main(options: ImportCacheArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: ImportCacheArguments) -> int:
     count = import_cache(options.source, options.out, options.model)
     print(f"{options.out}: {count:,} samples")
     return 0
 
+
+main = program(ImportCacheArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -283,9 +283,7 @@ class ImportShardsArguments(Options):
     """Device that runs the text encoder, such as cuda:0."""
 
 
-@program(ImportShardsArguments)
-def main(options: ImportShardsArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: ImportShardsArguments) -> int:
     report = import_shards(options.shards, options.out, options.model, fps=options.fps, device=options.device)
     reused = f", {report.num_reused:,} of them from an earlier run" if report.num_reused else ""
     print(f"{options.out}: {report.num_samples:,} samples{reused}")
@@ -294,6 +292,8 @@ def main(options: ImportShardsArguments) -> int:
         print(safe_lines(f"  {item.key}: {item.reason}"))
     return 0
 
+
+main = program(ImportShardsArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -151,9 +151,7 @@ class InspectArguments(Options):
     """File to write with --decode: an .mp4 file for a video, or a .png file for a row of frames."""
 
 
-@program(InspectArguments)
-def main(options: InspectArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: InspectArguments) -> int:
     if options.decode is None:
         print(safe_lines(describe(LatentCache(options.cache, verify=True), options.rows)))
         return 0
@@ -164,6 +162,8 @@ def main(options: InspectArguments) -> int:
     print(f"{options.out}: {frames} frames of {width}x{height}")
     return 0
 
+
+main = program(InspectArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -198,9 +198,7 @@ class MergeArguments(Options):
     """Folder of the merged cache [default: the first CACHE, which is then not merged, as in earlier versions]."""
 
 
-@program(MergeArguments)
-def main(options: MergeArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: MergeArguments) -> int:
     out, *caches = [options.out, *options.cache] if options.out else options.cache
     if not caches:
         raise ConfigError("there is no cache to merge; give the folders of the caches, and --out.")
@@ -215,6 +213,8 @@ def main(options: MergeArguments) -> int:
         )
     return 0
 
+
+main = program(MergeArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

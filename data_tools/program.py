@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -16,32 +15,26 @@ from wands.errors import WandsError
 from wands.texts import log_to_stderr, safe_lines
 
 
-def program(options: type[Options]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
-    """Return a decorator for the main function of a program.
+def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., int]:
+    """Return the main function of a program.
 
-    The decorated function takes a list of command-line arguments; None means the arguments of the process. It returns the
-    exit code. The exit code is 2 after a user error (a `WandsError`), which is printed in one line. It is also 2 after a
-    wrong command line, for which the usage of the program is printed.
+    The main function parses its argument, a list of command-line arguments, or those of the process, and returns the exit code.
+    A user error (a `WandsError`) is printed in one line, and a wrong command line with its usage; the code is then 2.
 
     Args:
-        options: class whose fields are the options of the program, as for the subcommands of `wands`. The main function gets
-            an instance of this class.
+        options: class whose fields are the options of the program, as for the subcommands of `wands`.
+        run: function that gets an instance of this class, and returns the exit code.
     """
+    command = build_command(options, run)
 
-    def decorate(run: Callable[[Any], int]) -> Callable[..., int]:
-        command = build_command(options, run)
+    def main(arguments: Sequence[str] | None = None) -> int:
+        log_to_stderr(logging.INFO)
+        try:
+            return command.main(arguments, standalone_mode=False)
+        except click.ClickException as error:
+            error.show()
+        except WandsError as error:
+            print(safe_lines(f"error: {error}"), file=sys.stderr)
+        return 2
 
-        @functools.wraps(run)
-        def main(arguments: Sequence[str] | None = None) -> int:
-            log_to_stderr(logging.INFO)
-            try:
-                return command.main(arguments, standalone_mode=False)
-            except click.ClickException as error:
-                error.show()
-            except WandsError as error:
-                print(safe_lines(f"error: {error}"), file=sys.stderr)
-            return 2
-
-        return main
-
-    return decorate
+    return main

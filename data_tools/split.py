@@ -106,9 +106,7 @@ class SplitArguments(Options):
     """File with the keys of the samples for OUT_A, one per line."""
 
 
-@program(SplitArguments)
-def main(options: SplitArguments) -> int:
-    """Run the program, and return the exit code."""
+def _run(options: SplitArguments) -> int:
     keys = None
     if (options.fraction is None) == (options.keys_file is None):
         raise ConfigError("one option chooses the clips for OUT_A; set either --fraction or --keys-file.")
@@ -124,6 +122,8 @@ def main(options: SplitArguments) -> int:
     print(f"{options.out_a}: {a:,} samples\n{options.out_b}: {b:,} samples")
     return 0
 
+
+main = program(SplitArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -321,8 +321,7 @@ class VerifyArguments(Options):
     """Number of threads that read shards [default: number of CPU cores, at most 4]."""
 
 
-@program(VerifyArguments)
-def main(options: VerifyArguments) -> int:
+def _run(options: VerifyArguments) -> int:
     """Run the program, and return the exit code: 0 for an intact cache, or 1 for a cache with problems."""
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
         report = verify(options.cache, options.workers, advance)
@@ -334,6 +333,8 @@ def main(options: VerifyArguments) -> int:
     )
     return 1 if report.problems else 0
 
+
+main = program(VerifyArguments, _run)
 
 if __name__ == "__main__":
     sys.exit(main())

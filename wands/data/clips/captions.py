@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 import re
 from typing import Any
 
@@ -70,7 +69,7 @@ def add_trigger(caption: str, trigger: str) -> str:
 
 
 def _check_caption(value: Any, place: str) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
+    if value is None or value != value:
         raise DataError(f"missing caption; write a caption in {place}")
     if not isinstance(value, str):
         raise DataError(
