@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_111
+TOTAL = 22_110
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 927,
     "commands": 4610,
     "config": 1253,
-    "data": 4550,
+    "data": 4549,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
