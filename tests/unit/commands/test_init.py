@@ -69,6 +69,7 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     assert recipe.lora
     assert recipe.sample
     assert recipe.optim.lr == 1e-4
+    assert recipe.model.checkpointing == "none"  # the fastest, not the default
     assert recipe.train.max_steps == 300  # one step is a pass over the three clips
     assert recipe.eval is None  # three clips are too few to hold some out
     ds_config = json.loads((project / "deepspeed.json").read_text())
