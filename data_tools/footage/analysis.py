@@ -17,7 +17,7 @@ Result = dict[str, Any]
 
 
 def identify(path: Path, *values: object) -> str:
-    """Return a text that differs for other values (JSON), and changes if the file changes."""
+    """Return a text that identifies the state of a file and some JSON values: the text changes if the file or a value changes."""
     status = path.stat()
     return json.dumps([str(path), status.st_size, status.st_mtime_ns, *values])
 
@@ -28,17 +28,17 @@ def analyse_clips(
     store: Path,
     num_workers: int | None,
 ) -> tuple[dict[str, Result], int]:
-    """Call a function on those clips whose results are not stored yet.
+    """Call a function on each clip whose result is not stored yet.
 
     Args:
         function: function as in `map_isolated`, which returns a dictionary of JSON values. The key `reason` says why a clip
             cannot be used. A result with this key is not stored.
         clips: maps the identity of each clip (`identify`) to the clip.
-        store: .jsonl file with the results of earlier calls. Results of other clips are removed from it.
+        store: .jsonl file with the results of earlier calls. Results of clips that are not in `clips` are removed.
         num_workers: number of subprocesses. None starts one per CPU core.
 
     Returns:
-        The result of each clip by identity, in the order of `clips`, and the number of clips that were analysed now.
+        The result of each clip by identity, in the order of `clips`, and the number of clips that this call analysed.
     """
     results = {row["clip"]: row for row in iter_rows(store) if row.get("clip") in clips}
     todo = [name for name in clips if name not in results]

@@ -92,9 +92,10 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
 
 
 def connect_captioner(options: CaptionOptions) -> Captioner:
-    """Return a captioner that asks an OpenAI-compatible endpoint. It sends the key in the variable OPENAI_API_KEY, if set.
+    """Return a captioner that asks an OpenAI-compatible endpoint. It sends the API key in the
+    environment variable OPENAI_API_KEY if this variable is set.
 
-    A request is sent once again after a failure, and several times while the server is busy. The captioner raises
+    After a failure, a request is repeated once. While the server is busy, it is repeated several times. The captioner raises
     ConfigError if the endpoint cannot be reached, refuses a request, or sends something else than a chat completion.
 
     Raises:

@@ -8,7 +8,8 @@ import zlib
 MAX_CHARACTERS = 10_000
 """Longest caption in characters. Longer answers are rejected."""
 MAX_COMPRESSION = 3.5
-"""Largest ratio of a caption's bytes to its zlib-compressed bytes. Texts that repeat themselves compress better."""
+"""Largest ratio of a caption's bytes to its zlib-compressed bytes. A text with a larger
+ratio repeats itself, and is rejected."""
 
 _REFUSAL = re.compile(
     r"(?:sorry\b|(?:unfortunately,? |sorry,? (?:but )?)?i(?:['’]m| am) (?:very )?sorry\b|(?:unfortunately,? |sorry,? (?:but )?)?i"

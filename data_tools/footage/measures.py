@@ -26,9 +26,9 @@ from wands.texts import safe_lines
 VERSION = 1
 """Version of `measure_clip`. Clips that another version has measured are decoded again."""
 AREA = 399_360
-"""Pixels of a frame when its sharpness is measured: 832 x 480 in the frame's own shape. Smaller frames are scaled up."""
+"""Area in pixels (832 x 480) to which frames are scaled before their sharpness is measured. Frames keep their aspect ratio."""
 SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
-"""Frames to measure: windows of 2 seconds."""
+"""Frames that are decoded to measure a clip: 8 frames per second, in windows of 2 seconds."""
 EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
 """Columns of a clip that cannot be decoded."""
 

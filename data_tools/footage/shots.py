@@ -34,8 +34,8 @@ Part = dict[str, Any]
 VERSION = 1
 """Version of `find_parts`. Films that another version has read are decoded again."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
-"""Kinds of parts of a film. Transitions are dissolves and fades. The rest of a long shot after its windows is left
-over if it is shorter than --min-seconds."""
+"""Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. A shot longer than
+--max-seconds is cut into windows of --max-seconds. A rest shorter than --min-seconds is left over after the last window."""
 BLACK_LUMA, BLACK_SHARE = 32, 0.98  # a frame is black if this share of its pixels is darker
 STATIC_SECONDS, STATIC_CHANGE = 1.0, 3  # a part is static if no pixel of its small frames changes by more
 LINEAR_SECONDS = (0.16, 0.32, 0.64)  # half of the lengths over which a dissolve changes each pixel linearly
@@ -157,7 +157,7 @@ def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
     Args:
         columns: largest luma of each column of the upright frames of a shot.
         rows: largest luma of each row.
-        scale: displayed pixels for each upright pixel, horizontally and vertically.
+        scale: two factors, horizontal and vertical: number of displayed pixels for each stored pixel of the upright frame.
     """
     spans = []
     for luma, factor in zip((columns, rows), scale, strict=True):
@@ -181,7 +181,7 @@ def split(options: SplitOptions) -> str:
     check_out(out, options.source)
     if options.min_seconds > options.max_seconds:
         raise ConfigError(
-            f"--min-seconds={options.min_seconds:g} is more than --max-seconds={options.max_seconds:g}; use a smaller value"
+            f"--min-seconds={options.min_seconds:g} is more than --max-seconds={options.max_seconds:g}; lower --min-seconds"
         )
     records, rejections = load_source(options.source, needs_caption=False)
     ranges = {(r.path, r.start, r.end): r for r in records if not r.name.lower().endswith(IMAGE_EXTENSIONS)}
@@ -222,7 +222,10 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Yield the parts of a film (or of the time range of its row), with shots cut into windows. Every kind is one of `KINDS`."""
+    """Yield the parts of a film with shots cut into windows of at most --max-seconds. Each part has one of the kinds `KINDS`.
+
+    If the row of the film selects a time range, parts outside the range are left out.
+    """
     for part in parts:
         start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"
         end = min(end, record.end or end)

@@ -58,12 +58,12 @@ class CaptionSettings(NamedTuple):
 
 
 def caption(options: CaptionOptions) -> str | None:
-    """Caption the clips of a source, write the table, and return a summary; None on other ranks than rank 0.
+    """Caption the clips of a source, write the table, and return a summary. Return None on all ranks except rank 0.
 
     Raises:
         ConfigError: if an option is wrong, or the model or endpoint cannot be used.
         DataError: if the source contains no clip.
-        WandsError: if a worker failed. The same command then continues.
+        WandsError: if a worker failed. If the user runs the same command again, it continues with the remaining clips.
     """
     check_out(options.out, options.source)
     out = options.out.absolute()
@@ -87,7 +87,8 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     columns = {name for record in records for name in record.row}
     if unknown := {*_COLUMN.findall("".join(options.prompt))} - columns:
         raise ConfigError(
-            f"--prompt contains {{{min(unknown)}}}, which is not a column of SOURCE ({sorted(columns) or 'none'}); correct it"
+            f"--prompt contains {{{min(unknown)}}}, which is not a column of SOURCE ({sorted(columns) or 'none'}); "
+            "correct the name in braces"
         )
     earlier = load_source(str(out), needs_caption=False)[0] if out.exists() and not options.overwrite else []
     clips: dict[str, list[ClipRecord]] = {}

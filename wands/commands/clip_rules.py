@@ -23,7 +23,9 @@ LIMIT_SECONDS = 300.0
 """
 NO_MEMORY = "clip does not fit into memory; lower --max-frames or --max-pixels"
 Footage = tuple[float, float, float]
-"""Seconds of video that the samples of a clip use, that the clip has, and that --clip-mode slide would use."""
+"""Three lengths of a clip in seconds: the length that its samples use, the whole length, and the length that samples of
+--clip-mode slide would use.
+"""
 EMPTY_CAPTION = "caption is empty after cleaning; write a caption"
 
 
@@ -56,7 +58,8 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
 
     Returns:
         A pair: the records of the usable clips (one for each caption, with the trigger word of --trigger), and the rejections
-        of the unusable clips. Clips that do not meet --where are records, whose attribute `unmet` is the reason.
+        of the unusable clips. A clip that does not meet --where is among the records. The attribute `unmet` of its record
+        contains the reason.
 
     Raises:
         ConfigError: if --where cannot be used.
@@ -91,12 +94,12 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 
 
 def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
-    """Return how much of a clip its samples use.
+    """Return how many seconds of a clip its samples use, and how many seconds they could use.
 
     Args:
         spec: rate, size and length of the samples.
         num_frames: number of frames of each window (range of frames) that is used.
-        present: seconds that the clip has.
+        present: length of the clip in seconds.
     """
     used = sum(num_frames) / spec.fps
     windows = plan_windows(replace(spec, clip_mode="slide"), 0.0, present) if spec.max_frames else ()

@@ -42,7 +42,7 @@ from wands.train.weights import cut_range
 from wands.variants import VARIANTS
 
 _NOT_CHECKED = (
-    "not checked, because {} is not downloaded: the files of the model, and whether its encoders made the cache. "
+    "not checked, because {} is not downloaded: the files of the model, and whether this model's encoders made the cache. "
     "wands train without --dry-run downloads and checks the files."
 )
 

@@ -168,8 +168,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """Return one of `candidates` (indices of lengths) at random. The weight of a length is its number of
-        remaining samples, times the square of the number of samples of this length that fit into a bin.
+        """Return one of `candidates` (indices of lengths) at random. Frequent and short lengths are preferred: the
+        weight of a length is its number of remaining samples, times n^2 if n samples of this length fit into a bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])

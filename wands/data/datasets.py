@@ -143,8 +143,8 @@ def open_data(
     """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
     select.
 
-    A single cache or mock data is returned unchanged, unless it has repeats, a split, or a loss weight or caption dropout of its
-    own.
+    A single source is returned unchanged if an epoch uses each of its samples once, and the recipe sets no `loss_weight`
+    and no `caption_dropout` for it. Otherwise, the result is a `CombinedDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
     fraction, the selected samples differ from epoch to epoch (`wands.data.repeats.RepeatSchedule`). If the sources have

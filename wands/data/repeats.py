@@ -66,14 +66,15 @@ class RepeatSchedule:
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[int, ...]:
-        """Return, for each source, which samples an epoch uses once more than the other samples of the source.
+        """Return numbers that identify the rows (uses of samples) of an epoch. Two epochs with equal numbers use the
+        same rows.
 
-        With a fractional `repeat`, these samples follow each other in a random order of the source's samples, which the
-        seed determines. Two epochs with equal results use the same rows (uses of samples).
+        With a fractional `repeat`, an epoch uses some samples of the source once more than the other samples. These
+        extra samples follow each other in a random order of the source's samples, which the seed determines.
 
         Returns:
-            One flat tuple with two numbers for each source: the position of the first of these samples in the random
-            order, and the number of these samples. The number is 0 if `repeat` is an integer.
+            One flat tuple with two numbers for each source: the position of the first extra sample in the random order,
+            and the number of extra samples. The second number is 0 if `repeat` is an integer.
         """
         shares: list[int] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):

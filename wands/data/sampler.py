@@ -64,9 +64,9 @@ class StepPlan:
         """Numbers by which the summed loss of this step is divided before the backward pass, one for each
         `loss.reduction` ("sample" or "token").
 
-        The number is the same in every step of an epoch, so that every sample (or token) has the same weight. Steps
-        of long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of
-        long clips.
+        Each number is a mean over the epoch, so that every sample (or token) of the epoch has the same weight. Steps of
+        long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of long
+        clips.
         """
         return {"sample": self.mean_samples, "token": self.mean_tokens}
 

@@ -5,21 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
-"""A hard cut changes the image on average by CUT_CHANGE (of 255), and CUT_RATIO times as much as the two images before and
-after. The image changes as much over the whole six images, up to CUT_DRIFT: after a flash it returns, in fast motion it moves on.
+"""Limits for a hard cut between two images. The mean difference of their pixels is at least CUT_CHANGE (of 255), and CUT_RATIO
+times the mean of the two differences before and the two differences after the cut. The first and the last of these six images
+differ by about as much: at most the share CUT_DRIFT more or less. After a flash, they differ less, and in fast motion more.
 """
 SAME_IMAGE, NEW_SHARE = 3, 0.25
-"""An image is new if a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. In a near-frozen
-sample, less than NEW_SHARE of the images are new.
+"""An image is new if the mean of a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. A
+sample is near-frozen if the share of new images is below NEW_SHARE.
 """
 BORDER_VALUE, BORDER_SHARE = 32, 0.02
-"""Brightest pixel of a black border, and smallest width of both borders together, which is also the largest difference of their
-widths, as a share of the frame's side.
+"""Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
+sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
 """
 SHOWN = 3
 CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
-FROZEN = "near-frozen: few images are new ({}); remove the clip, or clips without motion with wands measure and --where"
-BORDERS = "black borders: {} are learned as a part of the image; write a crop with wands split or in the column crop"
+FROZEN = "near-frozen: few images are new ({}); remove the clip, or find such clips with wands measure"
+BORDERS = "black borders: {} are learned as a part of the image; crop them with wands split, or with the column crop"
 
 
 class FrameWarnings:

@@ -61,9 +61,8 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the height of each bar of a column's histogram, from 0 to 1, and the places of the column's thresholds.
-
-    The width of the histogram is NUM_BARS.
+    """Return the height of each bar of a column's histogram, from 0 to 1, and the horizontal position of each threshold of
+    --where in the histogram, from 0 to `NUM_BARS`.
     """
     values = report.columns[name]
     marks = [number for column, number in report.thresholds if column == name]

@@ -40,9 +40,10 @@ MAX_CLIPS = 500
 CLIPS_PER_STEP = 8
 """Mean number of clips in an optimizer step, unless the number of GPUs needs more clips."""
 MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
-"""A run has the usual number of steps, but passes over the samples at least and at most this number of times."""
+"""Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12
-"""Largest predicted time of a run. It is more important than the number of passes, and the user can resume the run."""
+"""Largest predicted time of a run in hours, even if the run then makes fewer than `MIN_PASSES` passes. The user can resume the
+run with more steps."""
 MIN_SAMPLES = 20
 """Smallest number of samples for which a tenth of the clips is held out."""
 TEXT_ENCODER = 13.4

@@ -60,7 +60,7 @@ def check_draws(setup: Setup) -> Outcome:
             wrong += int((is_high != (expert.subfolder == EXPERTS[0])).sum())
             count += len(sigmas)
     shifts = ", ".join(f"{shift:g}" for shift in SHIFTS)
-    return Outcome(wrong == 0, f"{wrong} of {count} noise levels on the wrong side, shifts {shifts}", "0")
+    return Outcome(wrong == 0, f"{wrong} of {count} noise levels of the other expert, shifts {shifts}", "0")
 
 
 def _read_boundary(setup: Setup) -> tuple[float, int]:

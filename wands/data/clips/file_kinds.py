@@ -28,7 +28,7 @@ def explain_no_file(path: Path) -> str:
 def explain_content(path: Path) -> str:
     """Return why the content of a file is neither a video nor an image nor an archive, and the fix.
 
-    Return an empty text if the file may be one of them, or cannot be read. Only the first bytes are read.
+    Return an empty text if the file may be a video, an image or an archive, or cannot be read. Only the first bytes are read.
     """
     start = b"\0"
     with suppress(OSError), path.open("rb") as file:

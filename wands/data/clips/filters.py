@@ -1,7 +1,7 @@
 """Filter clips by the columns of their rows: the condition of --where.
 
 A condition is written like a Python expression, but Python never runs it. `ast` parses the condition, and `Filter` walks
-the parsed tree. It knows comparisons, and, or and not, and refuses everything else.
+the parsed tree. `Filter` accepts only comparisons and the operators `and`, `or` and `not`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Filter:
 
     Attributes:
         columns: names of the columns in the condition.
-        thresholds: (column, number) of each comparison such as `motion > 0.2` that every clip must meet.
+        thresholds: (column, number) of each comparison such as `motion > 0.2` that every clip must meet. Comparisons inside
+            `or` and `not` are left out.
     """
 
     def __init__(self, text: str) -> None:
@@ -97,7 +98,8 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row meets a part of the condition, 0 if it does not, and 0.5 if a cell is empty or not a number.
+        """Return 1 if a row meets a part of the condition, and 0 if it does not. Return 0.5 if this is unknown, because a cell is
+        empty or not a number.
 
         With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
         """
@@ -152,9 +154,10 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
 
 
 def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
-    """Return the last columns of the clips' rows in which every cell is a number or empty, with their sorted numbers.
+    """Return a dictionary that maps the name of each numeric column of the clips' rows to the sorted numbers in this column.
 
-    Time ranges are left out. The names are those that conditions use.
+    A column is numeric if each cell is a number or empty. Only the last `MAX_COLUMNS` numeric columns are returned, without
+    the columns of the time range. `identifier` converts the names.
     """
     columns: dict[str, list[Any]] = {}
     for record in records:

@@ -225,8 +225,8 @@ def map_isolated(
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
-        function: function that can be imported by name. Items and results are pickled. Of a generator function, the last
-            value is the result.
+        function: function that can be imported by name. Items and results are pickled. The result of a generator function
+            is its last value.
         items: arguments of the calls, one item for each call.
         num_workers: number of subprocesses. Default: one per available core.
         limit_seconds: longest time in seconds for one call, or for one value of a generator function. After this time the

@@ -252,8 +252,8 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     Args:
         video: path as the table writes it.
         folders: folders to which a relative path may be relative.
-        root: folder of the source, to which the returned name is relative. Default, and for a clip outside `root`: the first
-            of `folders`. The name of a clip outside both is its absolute path.
+        root: folder of the source. The returned name is relative to `root`, or, if `root` is None or does not contain the
+            clip, relative to the first of `folders`. If neither folder contains the clip, the name is the absolute path.
 
     Raises:
         DataError: if the path is a URL, the file does not exist, or its name is not UTF-8.

@@ -46,7 +46,8 @@ _NOTES = {
     "num_repeats": "use data.sources[].repeat in the recipe, with a cache for these clips alone",
     "source_fps": "not used, because the frame rate is read from each video",
 }
-"""Messages about settings that are not applied, without settings of sizes and lengths."""
+"""Maps settings of other trainers that wands does not apply to messages for the user. `_note` makes the messages about sizes and
+lengths."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
@@ -123,10 +124,10 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 def _read_section(
     source: Source, settings: _Settings
 ) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
-    """Return the source that a section names, the extensions of files to ignore in it, the prefix of its captions, and masks
-    for the clips with the same name.
+    """Return (source that a section names, extensions of files to ignore, prefix for the captions, files with masks).
 
-    A relative path is relative to the working directory, as in the trainers, or else to the folder of the configuration.
+    A mask belongs to the clip with the same name. A relative path is relative to the working directory, as in the trainers, or
+    else to the folder of the configuration.
 
     Raises:
         DataError: if the section does not name an existing source, or a value is not text.
@@ -172,7 +173,7 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return the options of wands for a setting of sizes."""
+    """Return the options of wands that have the effect of another trainer's setting `key` of sizes, such as "resolution"."""
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
     sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]
