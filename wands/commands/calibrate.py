@@ -21,7 +21,9 @@ from wands.planning.step_time import ATTENTION_BACKWARD
 
 
 def calibrate(options: CalibrateOptions) -> str:
-    """Measure this machine's GPU, or its CPU if it has no GPU, and write the file that `with_measurements` reads.
+    """Measure this machine's GPU, or its CPU if it has no GPU, and write the speeds to a file for `wands plan`.
+
+    `wands.planning.hardware.with_measurements` reads the file.
 
     Returns:
         A text with the content and the path of the file.
@@ -51,7 +53,7 @@ def calibrate(options: CalibrateOptions) -> str:
     }
     file, text = options.out or measurement_file(name), json.dumps({"device": name, **speeds}, indent=2)
     write_text(file, text + "\n")
-    return f"{text}\nbytes/s, FLOP/s and seconds of {name}, written to {file}"
+    return f"{text}\nspeeds of {name} in bytes/s, FLOP/s and seconds, written to {file}"
 
 
 def _seconds(function: Callable[[], Any]) -> float:

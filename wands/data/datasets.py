@@ -227,9 +227,9 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary with its path, num_samples, num_other_side, num_gap, num_duplicates and
     repeat.
 
-    num_samples counts the samples that the run uses, and num_other_side the samples of the other side of `data.split`.
-    num_gap and num_duplicates count the samples on neither side (see `SelectedSource`). repeat is how often an epoch uses
-    each sample.
+    num_samples counts the samples that the run uses. num_other_side counts the held-out samples, or the training samples if
+    the run uses the held-out samples. num_gap and num_duplicates count the samples on neither side (see `SelectedSource`).
+    repeat is how often an epoch uses each sample.
 
     Args:
         section: `data` of the recipe.

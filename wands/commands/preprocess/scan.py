@@ -280,9 +280,10 @@ _WHOLE = 1 << 24
 
 
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
-    """Return two digests of a row (clip with one caption). The second digest depends on the file's content, the time
-    range, and the crop and the mask (if there are any). The first digest also depends on the caption and the licence (if it is
-    stated).
+    """Return two digests (content, video) of a row (clip with one caption).
+
+    `video` depends on the file's content, the time range, the crop and the mask. `content` also depends on the caption and the
+    licence. A crop, mask or licence that the row does not have does not change the digests.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.

@@ -29,7 +29,8 @@ CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
 MASK_ENDINGS = (".mask.png", ".mask.mp4")
-"""Endings of masks next to a clip: a.mask.png is the mask of a.mp4. A column of a table may name masks of all formats."""
+"""Ends of the names of masks that are found next to a clip: a.mask.png is the mask of a.mp4. If a table names the mask, every
+image and video format is allowed."""
 MAX_PATH = 4096
 """Longest path in bytes on Linux. Composing the accents of a longer text could take minutes."""
 
