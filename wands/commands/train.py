@@ -163,9 +163,7 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
 
 
 def _claim_nothing(output_dir: Path) -> None:
-    """Do nothing in place of `_claim`: this rank does not write to the run folder, or rank 0 has locked the folder
-    already.
-    """
+    """Replace `_claim` on ranks that do not write to the run folder, and on rank 0 if it has locked the folder already."""
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

@@ -55,9 +55,9 @@ _NOT_CONVERTED = {
     (
         "image_encoder",
         "official",
-    ): "the official file also contains CLIP's text encoder; --base DIR copies the file of an official repository",
-    ("text_encoder", "comfyui"): "ComfyUI's file also contains the tokenizer; use ComfyUI's own umt5_xxl",
-    ("image_encoder", "comfyui"): "wands cannot write ComfyUI's file; use ComfyUI's own clip_vision_h",
+    ): "the official file also needs CLIP's text encoder; --base DIR copies this file from an official repository",
+    ("text_encoder", "comfyui"): "ComfyUI's file also needs the tokenizer; use the file umt5_xxl of ComfyUI",
+    ("image_encoder", "comfyui"): "wands cannot write ComfyUI's file; use the file clip_vision_h of ComfyUI",
 }
 
 

@@ -41,8 +41,8 @@ MASK_ARRAY = "token_weights"
 tokens. It is bf16 as every other array, so that logs, checksums and exports need no second dtype. bf16 stores 0 and 1 exactly,
 and other weights with an error of at most 0.4 %."""
 ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values(), MASK_ARRAY)
-"""Names of the arrays that a sample can have, in the order of checksum and offsets. All samples of a cache have the
-same arrays, except for `MASK_ARRAY`."""
+"""Names of the arrays that a sample can have, in the order in which checksums and offsets use them. All samples of a
+cache have the same arrays, except for `MASK_ARRAY`."""
 
 
 # ---- bits and digests

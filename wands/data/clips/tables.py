@@ -196,7 +196,7 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
 
 
 def check_out(table: Path, source: str) -> None:
-    """Check the table that a command makes from a source.
+    """Check the value of --out: the file for the table that a command makes from a source.
 
     Raises:
         ConfigError: if `write_table` cannot write a file with this extension, or the table is the source.

@@ -74,7 +74,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of all sections. If a name occurs in several folders, the name gets its folder as prefix.
+    """Yield the clips of all sections. If clips in several folders have the same name, the folder becomes part of the name.
 
     Args:
         source: the configuration.
@@ -110,7 +110,7 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
                 items.append((root, item))
             if "mask_path" in section and unmasked:
                 some = f"{len(unmasked):,} of the clips, such as {min(unmasked)}"
-                source.log(f"{place}: mask_path has no mask for {some}; all their pixels count")
+                source.log(f"{place}: mask_path has no mask for {some}; all their pixels are trained")
         except (DataError, OSError) as error:
             fix = "; correct the path" if isinstance(error, OSError) else ""
             yield reject(place, file, one_line(error, 1000) + fix)

@@ -202,7 +202,7 @@ def test_diffusion_pipe(tmp_path: Path) -> None:
         f"section 2: num_repeats = 5: {repeat}",
         "section 2: resolutions = [[448, 576]]: use --max-pixels 258048",
         "section 2: size_buckets = [[960, 960, 1], [1280, 704, 33]]: use --max-pixels 921600 --max-frames 33",
-        "dataset.toml:section 1: mask_path has no mask for 1 of the clips, such as 2.png; all their pixels count",
+        "dataset.toml:section 1: mask_path has no mask for 1 of the clips, such as 2.png; all their pixels are trained",
     ]
     masks = {record.path.name: record.mask for record in load_source(str(config), log=notes.append)[0]}
     assert masks == {"1.png": tmp_path / "grayscale/masks/1.png", "2.png": None, "2.mp4": None}
