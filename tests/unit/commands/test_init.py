@@ -69,7 +69,6 @@ def test_the_files_fit_the_clips(project: Path, clips: Path, tiny_pipeline: Path
     assert recipe.lora
     assert recipe.sample
     assert recipe.optim.lr == 1e-4
-    assert recipe.model.checkpointing == "none"  # the fastest, not the default
     assert recipe.train.max_steps == 300  # one step is a pass over the three clips
     assert recipe.eval is None  # three clips are too few to hold some out
     ds_config = json.loads((project / "deepspeed.json").read_text())
@@ -285,7 +284,9 @@ def test_a_run_is_not_longer_than_a_newcomer_can_wait(
     text = (tmp_path / "new" / "recipe.yaml").read_text()
     assert "at least 4 and at most 300 passes, and at most 12 h" in text
     minutes = int(re.search(r"predicted to take (\d+) min", text)[1])
-    assert load_recipe(tmp_path / "new" / "recipe.yaml").train.max_steps == 300
+    recipe = load_recipe(tmp_path / "new" / "recipe.yaml")
+    assert recipe.train.max_steps == 300
+    assert recipe.model.checkpointing == "selective"  # none, the default, does not fit
     monkeypatch.setattr(module, "MAX_HOURS", minutes / 60 / 3)
     run(clips, "--gpu-memory", 24, *sizes, "--out", tmp_path / "short")
     assert load_recipe(tmp_path / "short" / "recipe.yaml").train.max_steps == pytest.approx(100, abs=3)
