@@ -5,7 +5,13 @@
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${WANDS_VENV:-$ROOT/.venv}"
 SETUP="$ROOT/.setup"
-extra="$1"
+extra="${1:-}"
+case "$extra" in
+  "" | -*)
+    sed -n '1,4s/^# //p' "$ROOT/scripts/setup.sh"
+    echo "EXTRA: $(sed -n '/^\[project.optional-dependencies\]/,/^$/s/^\([a-z0-9]*\) = .*/\1/p' "$ROOT/pyproject.toml" | paste -sd' ')"
+    exit 2 ;;
+esac
 mkdir -p "$SETUP"
 
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
@@ -65,3 +71,4 @@ if ! command -v nvidia-smi >/dev/null 2>&1 || ! nvidia-smi -L >/dev/null 2>&1; t
 fi
 # Optimizers that DeepSpeed compiles on first use (offload to the host) are kept in the checkout.
 export TORCH_EXTENSIONS_DIR="${TORCH_EXTENSIONS_DIR:-$SETUP/torch_extensions}"
+[ "${BASH_SOURCE[0]}" != "$0" ] || say "done; now run: source $VENV/bin/activate"

@@ -5,6 +5,8 @@ Both commands use this module, so that both accept and reject the same clips.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -112,3 +114,20 @@ def describe_footage(footage: Sequence[float]) -> str:
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
     return f"uses {used:,.1f} of {present:,.1f} s{more}"
+
+
+def count_problems(problems: Iterable[tuple[str, str]]) -> list[tuple[str, int]]:
+    """Return a pair (problem, number of clips) for each kind of problem. The most frequent problem is first.
+
+    Args:
+        problems: (path, text) for each problem of each clip. The text is a warning or the reason of a rejection. Numbers and
+            names, which differ between clips, are left out.
+    """
+
+    def kind(path: str, text: str) -> str:
+        if "--where requires " in text:
+            return text[text.index("--where requires ") :]  # without the cells of the clip
+        text = re.sub(r"=\S+", "", text.removeprefix(f"video={path} "))
+        return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
+
+    return Counter(kind(*problem) for problem in problems).most_common()

@@ -222,9 +222,10 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
     experts = ""
     if "loss_high" in row and "loss_low" in row:
         experts = f" (high {row['loss_high']:.5f}, low {row['loss_low']:.5f})"
+    norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] else "0 (no weight is trained)"
     return (
         f"step {row['step']:>{len(str(total_steps))}}/{total_steps}  loss {row['loss']:.5f}{experts}  lr {row['lr']:.2e}  "
-        f"grad {row['grad_norm']:.3f}  {row['samples']} clips {row['tokens']} tokens  {row['tokens_per_second']:,.0f} tok/s  "
+        f"grad {norm}  {row['samples']} clips {row['tokens']} tokens  {row['tokens_per_second']:,.0f} tok/s  "
         f"{row['seconds']:.2f} s (data {row['data_wait']:.2f})  {row['tflops']:.3g} TFLOP/s{mfu}  "
         f"fill {row['fill']:.0%}  imbalance {row['imbalance']:.2f}"
     )

@@ -76,7 +76,8 @@ def start_block(run: TrainingRun) -> str:
             f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}"
         ],
         "steps": [
-            f"{run.sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}"
+            f"{run.sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
+            *_short_run(run),
         ],
         "flow": [
             f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
@@ -95,6 +96,17 @@ def start_block(run: TrainingRun) -> str:
     }
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)
+
+
+def _short_run(run: TrainingRun) -> list[str]:
+    """Return a warning if the run ends before the warm-up of the learning rate does."""
+    steps, warmup = run.sampler.total_steps, run.recipe.optim.warmup
+    if steps > warmup or "scheduler" in run.ds_config:
+        return []
+    return [
+        f"WARNING: all {steps:,} steps are warm-up (optim.warmup={warmup:g}), so that little is learned; set train.max_steps, "
+        "for example to 1500, and optim.warmup=0.05"
+    ]
 
 
 def _trained(run: TrainingRun) -> list[str]:

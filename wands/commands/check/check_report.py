@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from wands.commands.clip_rules import Footage, describe_footage
+from wands.commands.clip_rules import Footage, count_problems, describe_footage
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video_file import VideoInfo
@@ -159,8 +157,9 @@ class CheckReport:
 
         A problem is a warning or the reason of a rejection, without the numbers and names that differ between clips.
         """
-        texts = ((clip, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
-        return Counter(_kind(clip, text) for clip, text in texts).most_common()
+        return count_problems(
+            (clip.path, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text
+        )
 
     def totals(self) -> dict[str, Any]:
         """Return totals over all clips: numbers of clips by verdict, samples, frames, tokens, seconds and bytes."""
@@ -280,17 +279,6 @@ def describe_samples(clip: CheckedClip) -> str:
     text = f"{heading}{frames:,} frame{'s' * (frames > 1)} {first.width}x{first.height}, {tokens:,} tokens"
     # Up to 3 frames at the end of a clip are always dropped.
     return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
-
-
-def _kind(clip: CheckedClip, text: str) -> str:
-    """Return the start of a rejection reason or warning, up to the first number, semicolon, colon or bracket.
-
-    The file name is left out, so that equal problems of different clips give equal texts.
-    """
-    if "--where requires " in text:
-        return text[text.index("--where requires ") :]  # without the cells of the clip
-    text = re.sub(r"=\S+", "", text.removeprefix(f"video={clip.path} "))
-    return re.split(r"[;:(]|\s(?=\S*\d)", text)[0].strip()
 
 
 def _table(clips: Sequence[CheckedClip], width: int | None) -> str:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from wands.commands.clip_rules import Footage, describe_footage
+from wands.commands.clip_rules import Footage, count_problems, describe_footage
 from wands.commands.length_histogram import token_histogram
 from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.texts import printable
 from wands.variants import TEXT_LEN
 
-SHOWN_REJECTIONS = 50
+SHOWN_REJECTIONS = 20
+SHOWN_KINDS = 10
 SHOWN_CLIPS = 5
 
 
@@ -70,11 +71,17 @@ class PreprocessReport:
 
     def __str__(self) -> str:
         """Return the report as text for the terminal."""
+        lines = [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
+        if len(self.rejected) > SHOWN_REJECTIONS:
+            lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
+        lines.append(
+            f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
+        )
+        kinds = count_problems((item.path, item.reason) for item in self.rejected)
+        lines += [printable(f"  {count:7,}  {kind}") for kind, count in kinds[:SHOWN_KINDS]]
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
-        lines = [
-            f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}",
-            token_histogram(self.tokens),
-        ]
+        lines.append(f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}")
+        lines.append(token_histogram(self.tokens))
         lines.append(f"  {self.num_bytes:,} bytes in {self.num_shards:,} shard(s), {self.seconds:.1f} s")
         if self.waited is not None:
             by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
@@ -102,12 +109,6 @@ class PreprocessReport:
             lines.append(
                 f"{self.num_cut_captions:,} captions fill {TEXT_LEN} text tokens: longer text is cut"
             )
-        lines.append(
-            f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
-        )
-        lines += [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
-        if len(self.rejected) > SHOWN_REJECTIONS:
-            lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
         if self.quarantine:
             lines.append(
                 f"clips that crash or hang a process are skipped until their files change or {self.quarantine} is deleted"

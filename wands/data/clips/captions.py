@@ -70,13 +70,13 @@ def add_trigger(caption: str, trigger: str) -> str:
 
 def _check_caption(value: Any, place: str) -> str:
     if value is None or value != value:
-        raise DataError(f"missing caption; write a caption in {place}")
+        raise DataError(f"missing caption; write a caption in {place}, or run wands caption")
     if not isinstance(value, str):
         raise DataError(
             f"caption has the type {type(value).__name__}, but it must be text; write text in {place}"
         )
     if not value.strip():
-        raise DataError(f"empty caption; write a caption in {place}")
+        raise DataError(f"empty caption; write a caption in {place}, or run wands caption")
     if len(value) > MAX_CHARACTERS:
         raise DataError(
             f"caption has {len(value):,} characters, more than {MAX_CHARACTERS:,}; write a shorter caption in {place}"
