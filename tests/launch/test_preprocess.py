@@ -681,10 +681,18 @@ def test_histogram_counts_everything(lengths: list[int]) -> None:
 
 
 def test_long_reports_end() -> None:
-    rejected = tuple(Rejection(f"clip{i}", f"clip{i}.mp4", "broken") for i in range(60))
+    """The summary stands after the list of rejected clips, and counts the reasons."""
+    reasons = ["broken; replace it", "width=3 is too small", "a=1, but --where requires a > 2"]
+    rejected = tuple(
+        Rejection(f"clip{i}", f"clip{i}.mp4", reasons[i % 10 // 8 + i % 10 // 9]) for i in range(60)
+    )
     report = PreprocessReport(Path("c"), "wan2.1-t2v-1.3b", 1, 0, 0, 3, rejected, np.array([80]), 1, 10, 1.0)
     text = str(report)
-    assert "clip49: broken" in text
-    assert "clip50: broken" not in text
-    assert "... and 10 more" in text
+    assert "clip19: a=1" in text
+    assert "clip20: broken" not in text
+    _, summary = text.split("  ... and 40 more\n")
+    counts = (
+        "       48  broken\n        6  width is too small\n        6  --where requires a > 2\nc: 1 samples"
+    )
+    assert summary.startswith(f"60 rejected, listed in rejects.jsonl:\n{counts}")
     assert "3 captions fill 512 text tokens" in text

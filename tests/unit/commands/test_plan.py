@@ -124,7 +124,9 @@ def test_measured_speeds_replace_the_data_sheet(tmp_path, monkeypatch):
     sheet = run()
     assert "on 8 x H100 80 GB; this is a prediction, with the speeds of kernels from the data sheet" in sheet
     file = tmp_path / "speeds.json"
-    assert f"of CPU {platform.machine()}, written to {file}" in calibrate(CalibrateOptions(out=file))
+    assert f"of CPU {platform.machine()} in bytes/s, FLOP/s and seconds, written to {file}" in calibrate(
+        CalibrateOptions(out=file)
+    )
     with pytest.raises(
         ConfigError, match=rf"--hardware-file {file} was measured on CPU \w+, not on H100 80 GB"
     ):

@@ -431,7 +431,7 @@ def test_clips_beside_a_table_that_it_does_not_list_are_told(tmp_path: Path) -> 
         "forgotten": alone,
         "few/1": alone,
         "few/2": alone,
-        "metadata.json:5": "missing caption; write a caption in metadata.json:5",
+        "metadata.json:5": "missing caption; write a caption in metadata.json:5, or run wands caption",
         "metadata.json:many": "no readable row in metadata.json names 11 of the clips in this folder (00.mp4, "
         "01.mp4 ...); add rows with their captions, or move the clips elsewhere",
     }
