@@ -104,7 +104,7 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
     url = f"{options.endpoint}".rstrip("/") + "/chat/completions"
     if not re.fullmatch(r"https?://[^\s@?#]+", url):  # the message must not contain a key
         raise ConfigError(
-            f"--endpoint must be a URL without password and query, such as http://localhost/v1; a key belongs in {KEY_VARIABLE}"
+            f"--endpoint must be a URL without password and query, such as http://localhost/v1; put a key into {KEY_VARIABLE}"
         )
     key = re.sub(r"[^!-~]", "", os.environ.get(KEY_VARIABLE, ""))
     headers = {"Authorization": f"Bearer {key or 'none'}", "Accept-Encoding": "identity"}

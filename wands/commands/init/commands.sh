@@ -2,10 +2,10 @@
 # {{ "{:,}".format(report.clips | length) }} clips were decoded{% if report.num_skipped %}, and {{ "{:,}".format(report.num_skipped) }} were not{% endif %}. Rejected clips: {{ "{:,}".format(report.count("rejected")) }}.
 # The training has {{ "{:,}".format(steps) }} steps. Predictions: {{ time(steps * best.seconds) }}, {{ best.memory.needed | gib }} of GPU memory, {{ best.host | gib }} of host memory in each node.
 {% if options.gpu_memory and not options.hardware %}
-# The predicted time is that of the GPU above. If you have another, name it with --hardware, such as rtx3090 or a100-80gb.
+# The time is predicted for the GPU in the first line. If you have another GPU, name it with --hardware, such as rtx3090 or a100-80gb.
 {% endif %}
 {% if steps * best.seconds > 7200 %}
-# Shorter or smaller samples train faster: wands init --max-frames 49 --max-pixels 200000. So does Wan-AI/Wan2.2-TI2V-5B-Diffusers.
+# Shorter or smaller samples train faster: wands init --max-frames 49 --max-pixels 200000. The model Wan-AI/Wan2.2-TI2V-5B-Diffusers also trains faster.
 {% endif %}
 # Files: {{ out | text }}. There, recipe.yaml contains the reasons for the settings.
 # Run all commands with: bash -e {{ (out ~ "/commands.sh") | quote | text }}

@@ -28,7 +28,8 @@ MAX_LATENT_BYTES = 1 << 30
 """Largest size in bytes of an archive member with the latents of one sample."""
 
 MAX_GROWTH = 100
-"""Largest size of an archive's members, in sizes of the archive. Compressed zeros and holes of files can be larger."""
+"""Largest ratio of the total size of an archive's members to the size of the archive. Compressed zeros and sparse files can have
+a larger ratio, and fill the disk."""
 
 
 def is_tar(path: Path) -> bool:
@@ -145,7 +146,7 @@ class TarReader:
             space -= member.size
             if space < 0:
                 reason = f"archive unpacks to more than {MAX_GROWTH} times its size, so this and all later files are not read"
-                self._reject(member.name, f"{reason}; pack the archive without compression and holes")
+                self._reject(member.name, f"{reason}; pack the archive without compression and sparse files")
                 break
             name = PurePosixPath(member.name.removeprefix("./"))
             if member.isdir() or any(part.startswith(".") and part != ".." for part in name.parts):

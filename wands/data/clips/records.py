@@ -32,7 +32,7 @@ MASK_ENDINGS = (".mask.png", ".mask.mp4")
 """Ends of the names of masks that are found next to a clip: a.mask.png is the mask of a.mp4. If a table names the mask, every
 image and video format is allowed."""
 MAX_PATH = 4096
-"""Longest path in bytes on Linux. Composing the accents of a longer text could take minutes."""
+"""Longest path in bytes on Linux. Unicode normalisation of a much longer text could take minutes."""
 
 
 @dataclass(frozen=True)
