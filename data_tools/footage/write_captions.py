@@ -83,7 +83,9 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
         raise DataError("\n".join([f"SOURCE={options.source} has no clip to caption", *rejected]))
     is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
-        raise ConfigError(f"--out={options.out} is in SOURCE, and has unreadable rows; choose another file")
+        raise ConfigError(
+            f"--out={options.out} is in SOURCE, and has unreadable rows, which would be lost; choose another file"
+        )
     columns = {name for record in records for name in record.row}
     if unknown := {*_COLUMN.findall("".join(options.prompt))} - columns:
         raise ConfigError(

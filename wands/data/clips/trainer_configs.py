@@ -41,9 +41,9 @@ _NOTES = {
     **dict.fromkeys(("enable_bucket", "enable_ar_bucket", "ar_buckets"), "not used; clips keep their shape"),
     **dict.fromkeys(("control_directory", "control_path"), "not supported, so it is ignored"),
     **dict.fromkeys(("caption_options", "rename_columns"), "use --video-column and --caption-column"),
-    "batch_size": "use packing.max_tokens in the recipe",
-    "frame_extraction": "use --clip-mode: head for head and full, slide for other values",
-    "num_repeats": "use data.sources[].repeat in the recipe, with a cache for these clips alone",
+    "batch_size": "not used; set packing.max_tokens in the recipe",
+    "frame_extraction": "use --clip-mode: head in place of head and full, slide in place of other values",
+    "num_repeats": "encode these clips into a separate cache, and set data.sources[].repeat in the recipe",
     "source_fps": "not used, because the frame rate is read from each video",
 }
 """Maps settings of other trainers that wands does not apply to messages for the user. `_note` makes the messages about sizes and

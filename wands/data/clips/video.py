@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 MASK_RATIO = 0.01
-"""Largest relative difference between the aspect ratios of a mask and its clip."""
+"""Largest allowed relative difference between the aspect ratios of a mask and its clip."""
 _MASK_LEVELS = np.clip((np.arange(256, dtype=np.float32) - 5) / 245, 0, 1)
 """Maps a brightness to a weight. Codecs change black and white a little, so 0 to 5 is black and 250 to 255 is white."""
 
@@ -197,11 +197,11 @@ def _read_mask(
         stored = wanted * float(of_clip.sar) ** (1 if of_clip.rotation % 180 else -1)
         if all(abs(ratio / allowed - 1) > MASK_RATIO for allowed in (wanted, stored)):
             shape = f"is a mask of aspect ratio {ratio:.3f} for a clip of {wanted:.3f}"
-            raise reader.error(shape, "make the mask in the size of the clip")
+            raise reader.error(shape, "make a mask with the aspect ratio of the clip")
         # A mask may have one or two frames less or more: programs round durations.
         if not is_image and abs(info.duration - of_clip.duration) > 2.1 / min(info.fps, of_clip.fps):
             length = f"is a mask of {info.duration:.2f} s for a clip of {of_clip.duration:.2f} s"
-            raise reader.error(length, "make the mask in the length of the clip")
+            raise reader.error(length, "make a mask as long as the clip")
         cropper, scale = None, (width / clip_width, height / clip_height) * 2
         if crop:
             x, y, w, h = (int(value * factor) for value, factor in zip(crop, scale, strict=True))

@@ -147,10 +147,10 @@ def test_musubi_tuner(tmp_path: Path) -> None:
     assert "missing caption; write a caption in bare.caption next to the clip" in rejected["bare"]
     unknown = "ignored, because wands has no such setting"
     shape = "not used; clips keep their shape"
-    clip_mode = "use --clip-mode: head for head and full, slide for other values"
+    clip_mode = "use --clip-mode: head in place of head and full, slide in place of other values"
     assert notes == [
         "all sections: resolution = [960, 544]: use --max-pixels 522240",
-        "all sections: batch_size = 1: use packing.max_tokens in the recipe",
+        "all sections: batch_size = 1: not used; set packing.max_tokens in the recipe",
         f"all sections: enable_bucket = true: {shape}",
         f"all sections: bucket_no_upscale = false: {unknown}",
         f'section 1: cache_directory = "{tmp_path}/cache_images": {unknown}'[:250],
@@ -159,7 +159,7 @@ def test_musubi_tuner(tmp_path: Path) -> None:
         "section 2, section 4: target_frames = [1, 25, 45]: use --max-frames 45",
         f'section 2, section 4: frame_extraction = "head": {clip_mode}',
         "section 2: source_fps = 30.0: not used, because the frame rate is read from each video",
-        "section 2: num_repeats = 2: use data.sources[].repeat in the recipe, with a cache for these clips alone",
+        "section 2: num_repeats = 2: encode these clips into a separate cache, and set data.sources[].repeat in the recipe",
         f'section 3: cache_directory = "{tmp_path}/cache_jsonl": {unknown}',
         f'section 4: cache_directory = "{tmp_path}/cache_head": {unknown}',
         "section 5: target_frames = [1]: use --max-frames 1",
@@ -191,7 +191,7 @@ def test_diffusion_pipe(tmp_path: Path) -> None:
         ("2.mp4", "a dog"),
         ("2.mp4", "a puppy"),
     }
-    repeat = "use data.sources[].repeat in the recipe, with a cache for these clips alone"
+    repeat = "encode these clips into a separate cache, and set data.sources[].repeat in the recipe"
     assert notes == [
         "all sections: resolutions = [512, [1280, 720]]: use --max-pixels 262144 --max-pixels 921600",
         "all sections: enable_ar_bucket = true: not used; clips keep their shape",
