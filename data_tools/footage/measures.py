@@ -34,7 +34,7 @@ EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
 
 
 def measure_clip(clip: ClipRecord) -> dict[str, Any]:
-    """Decode the start of a clip, and measure it.
+    """Decode the first 10 seconds of a clip, and measure the frames.
 
     Returns:
         A dictionary with hashes (64-bit perceptual hashes of three frames) and columns: motion (mean length of the optical

@@ -91,7 +91,7 @@ def check_pixels(part: VaePart) -> Outcome:
     pixels = to_pixels(part.setup.frames)
     low, high = pixels.aminmax()
     error = float((pixels - part.pixels).abs().max())
-    number = f"pixels in [{low:.3f}, {high:.3f}], {error:.2g} from the stock pipeline's"
+    number = f"pixels in [{low:.3f}, {high:.3f}], largest difference {error:.2g} from the stock pipeline"
     return Outcome(error <= 1e-6, number, "[-1, 1], <= 1e-06")
 
 

@@ -7,7 +7,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 OFFICIAL_TEXT_LEN = 512
-"""Value of `text_len` in official Wan. The constant `TEXT_LEN` of wands is not used, because the checks test it."""
+"""Number of tokens to which captions are padded: `text_len` in official Wan. The checks test the constant `TEXT_LEN` of wands, so
+the reference must not use this constant."""
 
 
 def add_conditions(

@@ -92,5 +92,5 @@ class Source:
         return first_filled(row, self.caption_names)
 
     def check_captions(self, value: Any, place: str) -> list[str]:
-        """Check the captions of a clip, as `wands.data.clips.captions.check_captions` does."""
+        """Call `wands.data.clips.captions.check_captions`. A caption is required if `needs_caption` is True."""
         return check_captions(value, place, required=self.needs_caption)
