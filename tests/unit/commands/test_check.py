@@ -132,7 +132,7 @@ def test_the_report(report: CheckReport, clips: Path) -> None:
     assert [clip.key for clip in report.clips] == ["text", "b", "man", "a", "city"]  # the worst first
     assert [clip.verdict for clip in report.clips] == ["rejected", "warned", "warned", "fine", "fine"]
     assert by_key["b"].warnings == ("duplicate: the same images as a; keep one of the two clips",)
-    assert by_key["man"].warnings == ("pixel aspect ratio: 128/117, used as 193x144 pixels",)
+    assert by_key["man"].warnings == ("pixel aspect ratio: 128/117, used as 193x144 square pixels",)
     city = by_key["city"]
     assert city.source is not None
     assert (city.source.fps, city.source.width, city.source.height) == (25, 720, 405)

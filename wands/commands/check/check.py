@@ -315,7 +315,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         warnings.append(_describe_turn(source))
     if source.sar != 1:
         shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-        warnings.append(f"pixel aspect ratio: {source.sar}, used as {shown} pixels")
+        warnings.append(f"pixel aspect ratio: {source.sar}, used as {shown} square pixels")
     if longest == 1 and not is_image:
         warnings.append("becomes a still image: only one frame can be used; use a longer clip")
     return warnings
