@@ -36,7 +36,7 @@ def clean_answer(text: str, is_cut: bool) -> tuple[str, str]:
         is_cut: whether the answer ended at the limit of its length. An unfinished last sentence is then removed.
     """
     if len(text) > MAX_CHARACTERS:
-        return "", f"answer has {len(text):,} characters, more than {MAX_CHARACTERS:,}"
+        return "", f"answer has {len(text):,} characters, more than {MAX_CHARACTERS:,}; lower --max-tokens"
     text = re.sub(r"<think>.*?(?:</think>|$)", "", text, flags=re.DOTALL)
     text = "".join(letter for letter in " ".join(text.split()) if letter.isprintable())
     text = _PREAMBLE.sub("", text, count=1) if _PREAMBLE.match(text) else text

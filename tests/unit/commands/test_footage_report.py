@@ -93,13 +93,13 @@ def test_a_file_with_few_frames_is_near_frozen(tmp_path: Path, man: np.ndarray):
     assert few.source is not None
     assert few.source.num_frames > 1000
     (text,) = few.warnings
-    assert text.startswith("near-frozen: few frames show a new image (12 of 81 from 0.00 s on); ")
+    assert text.startswith("near-frozen: few frames show a change (12 of 81 from 0.00 s on); ")
 
 
 def test_still_shots_are_near_frozen(man: np.ndarray):
     noisy = np.repeat(man[:1], 65, 0).astype(np.int16) + np.random.default_rng(0).integers(-3, 4, man.shape)
     (text,) = warnings(man, noisy.clip(0, 255).astype(np.uint8))
-    assert text.startswith("near-frozen: few frames show a new image (1 of 65 from 10.00 s on); ")
+    assert text.startswith("near-frozen: few frames show a change (1 of 65 from 10.00 s on); ")
     assert warnings(np.repeat(man[::2], 2, 0)) == []  # half of the frame rate
 
 

@@ -19,7 +19,7 @@ sum of the two widths is at least the share BORDER_SHARE of the frame, and the t
 """
 SHOWN = 3
 CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
-FROZEN = "near-frozen: few frames show a new image ({}); remove the clip, or find such clips with wands measure"
+FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find such clips with wands measure"
 BORDERS = "black borders: {} are learned as a part of the image; crop them with wands split, or with the column crop"
 
 
