@@ -105,7 +105,9 @@ def measure(options: MeasureOptions) -> str:
     records, rejections = load_source(options.source, needs_caption=False)
     lines = [f"rejected: {item.path}: {item.reason}" for item in rejections]
     if not records:
-        raise DataError("\n".join([f"SOURCE={options.source} has no clip to measure; correct these files:", *lines]))
+        raise DataError(
+            "\n".join([f"SOURCE={options.source} has no clip to measure; correct these files:", *lines])
+        )
     names = [identify(record.path, VERSION, record.start, record.end, record.crop) for record in records]
     clips: dict[str, ClipRecord] = {}
     for name, record in zip(names, records, strict=True):

@@ -80,7 +80,9 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     records, rejections = load_source(options.source, needs_caption=False)
     rejected = [f"rejected: {item.path}: {item.reason}" for item in rejections]
     if not records:
-        raise DataError("\n".join([f"SOURCE={options.source} has no clip to caption; correct these files:", *rejected]))
+        raise DataError(
+            "\n".join([f"SOURCE={options.source} has no clip to caption; correct these files:", *rejected])
+        )
     is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
         raise ConfigError(
