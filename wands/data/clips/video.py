@@ -123,7 +123,7 @@ class _Cropper:
         box = (round(width / info.sar), round(height), round(x / info.sar), round(y))
         if not fits or min(box[:2]) < 2:  # two pixels may share a colour
             reason = f"has frames of {shown} pixels, but crop={','.join(map(str, crop))}"
-            raise reader.error(f"{reason} must be inside and at least 2x2 pixels", "correct the crop in the row")
+            raise reader.error(f"{reason} must be inside them and at least 2x2 pixels", "correct the crop")
         image, self._graph = reader.first.image, av.filter.Graph()
         source = self._graph.add_buffer(
             width=image.width, height=image.height, format=image.format, time_base=Fraction(1)
