@@ -1,7 +1,8 @@
 """The command `wands split`: find the shots of films, and write a table with one row for each shot.
 
 Films are decoded once, in subprocesses, and never re-encoded. The file OUT.films.jsonl next to the table stores the parts of
-each finished film, so that a later call with the same --out decodes only other films. Every second of a film belongs to one part.
+each finished film, so that a later call with the same --out decodes only new and changed films. Each second of a film belongs
+to exactly one part.
 """
 
 from __future__ import annotations

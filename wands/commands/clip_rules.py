@@ -110,7 +110,7 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
 
 
 def describe_footage(footage: Sequence[float]) -> str:
-    """Return the text "uses 5.1 of 55.1 s", with the seconds that --clip-mode slide would use if they are more."""
+    """Return the text "uses 5.1 of 55.1 s", and the seconds of --clip-mode slide if this mode would use more."""
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
     return f"uses {used:,.1f} of {present:,.1f} s{more}"

@@ -210,7 +210,8 @@ class SourceScan:
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
-        """Return a dictionary that maps the key of each video clip with cached samples to the seconds that these samples use.
+        """Return a dictionary that maps the key of each video clip with cached samples to its `Footage`: the seconds that these
+        samples use.
 
         Samples of early versions of wands, which stored less metadata, are left out.
 
