@@ -166,9 +166,9 @@ def ring_backward(
     `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
     arguments of `ring_forward`.
 
-    A key block is the keys and values of one rank. The gradient of a key block follows the key block around the ring.
-    Each rank adds a summand to the gradient and sends the sum to the next rank. The last transfer brings the sum to the
-    rank that owns the key block.
+    A key block is the keys and values of one rank. The gradient of a key block follows the key block around the ring. The
+    sum starts in step 1, on the rank after the owner of the block; each rank adds its summand and sends the sum to the
+    next rank. The owner keeps its own summand of step 0, and adds it to the sum that the last transfer brings.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:

@@ -70,7 +70,8 @@ def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[
 def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
     """Read the samples of one bin and return the part of the packed batch that one rank trains on.
 
-    Only the latent frames that contain tokens of the rank are read.
+    Only the latent frames that contain tokens of the rank are read. The other frames are zero, and the rank's part does not
+    contain them.
 
     Args:
         run: the checked training run.

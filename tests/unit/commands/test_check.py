@@ -415,6 +415,19 @@ def test_clips_that_do_not_meet_a_condition_are_counted_together(clips_dir: Path
     assert found.problems() == [("--where requires score > 2.5", 2)]
 
 
+def test_a_film_without_a_used_clip_is_named(clips_dir: Path, tmp_path: Path) -> None:
+    bikes, city = clips_dir / "bikes.mp4", clips_dir / "cityCC0.mpg"
+    rows = [f"{bikes},0,1,a", f"{bikes},1,2,b", f"{city},0,1,c", f"{city},1,2,d"]
+    (tmp_path / "shots.csv").write_text("\n".join(["video,start,end,caption", *rows, ""]))
+    text = check(
+        str(tmp_path / "shots.csv"), where='"bikes" not in path or caption == "b"', max_frames=5
+    ).render()
+    assert "none of its" not in text
+    text = check(str(tmp_path / "shots.csv"), where='"city" in path', max_frames=5).render()
+    assert f"{bikes}: none of its 2 clips is used" in text.splitlines()
+    assert f"{city}: none of its" not in text
+
+
 # ---- the command line
 
 

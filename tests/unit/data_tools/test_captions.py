@@ -209,7 +209,9 @@ def test_a_bad_endpoint_is_one_sentence(
         caption(server, clips, tmp_path / "out.csv", timeout=0.15 if "Timeout" in reason else 5)
     assert "\n" not in str(caught.value)
     assert "sk-local" not in str(caught.value)
-    assert len(server.requests) == num_requests
+    assert (
+        len(server.requests) == num_requests or reason == "Timeout"
+    )  # a slow machine may read no request in time
     assert time.monotonic() - began < 4
     assert not (tmp_path / "out.csv").exists()
 

@@ -55,8 +55,9 @@ What the two functions receive:
 - There can be more rows than the segments contain. The rows after the last segment are padding.
 - A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
   are not called if no row of q has a key.
-- In the backward pass, `lse` is -inf for rows of q without keys. It can be +inf for a row that must add nothing to any
-  gradient: exp(score - inf) is 0. Nothing in wands passes +inf today, but self_check.py tests this case.
+- In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
+  has a finite `lse`. +inf must work too: such a row adds nothing to any gradient, because exp(score - inf) is 0. No code of
+  wands passes +inf yet; self_check.py tests it.
 - The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
   the kernels of PyTorch in its list `KERNELS`; nothing tests it for kernels of other packages.
 

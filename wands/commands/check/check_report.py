@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -223,6 +224,12 @@ class CheckReport:
             f"{totals['rejected']:,} rejected; checked in {self.seconds:.1f} s"
         )
         lines += [f"  {count:7,}  {kind}" for kind, count in self.problems()[:SHOWN_PROBLEMS]]
+        used = {clip.path for clip in self.clips if not clip.reason}
+        numbers = Counter(clip.path for clip in self.clips if clip.path not in used)
+        unused = [
+            f"{path}: none of its {number:,} clips is used" for path, number in numbers.items() if number > 1
+        ]
+        lines += unused[:SHOWN_PROBLEMS]
         lines += [f"{name}: {text}" for name, text in self.column_texts().items()]
         if not self.samples:
             lines.append("no sample: wands preprocess would reject this source")

@@ -146,10 +146,13 @@ class Filter:
 def columns_of(record: ClipRecord) -> dict[str, object]:
     """Return the columns that a condition can compare, with the cells of a clip.
 
-    Every clip has the columns key, path, caption, license, start and end (seconds). The other columns are those of the
-    clip's row. In names, "_" replaces characters that are not letters, digits or "_".
+    Every clip has the columns key, path, caption, license, start and end (seconds). A clip with start and end also has
+    the column seconds, its length. The other columns are those of the clip's row. In names, "_" replaces characters that are
+    not letters, digits or "_".
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
+    if record.start is not None and record.end is not None:
+        own["seconds"] = record.end - record.start
     return {identifier(name): cell for name, cell in record.row.items()} | own
 
 

@@ -8,9 +8,9 @@ To add a layout:
 1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Its docstring
    begins with "Layout:". Detect the layout cheaply, from names of files.
    The function itself must not contain `yield`: a generator function never returns None. It returns a generator.
-2. In the generator, for each clip yield from `records.records_of_clip`, with captions that passed
-   `captions.check_captions`. For everything that cannot be used yield `records.reject(key, path, reason)`. Never take a
-   file name for a caption.
+2. In the generator, for each clip yield from `records.records_of_clip`, with captions from `source.check_captions`, which
+   allows a clip without a caption where the command needs none. Both raise DataError: catch it around each clip and yield
+   `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never take a file name for a caption.
 3. Add the function to `LAYOUTS`, before every layout that would also match.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py.
 

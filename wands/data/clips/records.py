@@ -50,7 +50,7 @@ class ClipRecord:
         start: start of the time range in seconds. None is the start of the file.
         end: end of the time range in seconds. None is the end of the file.
         name: path relative to the source, including the extension.
-        license: licence that the source states for the clip (`wands.data.clips.source.pick_license`), or "".
+        license: licence that the source states for the clip (`wands.data.clips.rows.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
         row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
         crop: part of the frames to use. None is the whole frame.

@@ -212,8 +212,8 @@ def check_out(table: Path, source: str) -> None:
 def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write rows to a .csv or .jsonl file, which is complete or unchanged. `read_table` reads this file.
 
-    A value that is not a JSON value, such as the bytes of a clip in a dataset, becomes null. In a .csv file, lists and objects
-    become JSON texts.
+    The rows are sorted by video and start time. A value that is not a JSON value, such as the bytes of a clip in a dataset,
+    becomes null. In a .csv file, lists and objects become JSON texts.
 
     Raises:
         WandsError: if the file cannot be written.
@@ -222,6 +222,7 @@ def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
     def to_json(value: object) -> str:
         return json.dumps(value, default=lambda unknown: None)
 
+    rows = sorted(rows, key=lambda row: (str(row.get("video")), row.get("start", 0.0)))
     with (
         atomic_path(table) as partial,
         partial.open("w", encoding="utf-8", errors="replace", newline="") as file,

@@ -192,6 +192,8 @@ def test_columns_that_every_clip_has(tmp_path: Path) -> None:
     assert record.unmet == ""
     ((record,), _) = read_source(CheckOptions(source=str(source), where="start >= 1"))
     assert record.unmet == "start = 0.25, but --where requires start >= 1"
+    ((record,), _) = read_source(CheckOptions(source=str(source), where="seconds > .8"))
+    assert record.unmet == "seconds = 0.75, but --where requires seconds > .8"
     assert read_source(CheckOptions(source=str(source)))[0][0].unmet == ""
 
 

@@ -66,6 +66,9 @@ def test_a_table_in_the_folder_of_its_clips_can_be_moved_with_them(tmp_path: Pat
 
 def test_a_table_that_cannot_be_written_stays_as_it_was(tmp_path: Path):
     table = tmp_path / "out.csv"
+    times = [("b.mp4", 0.0), ("a.mp4", 10.5), ("a.mp4", 9.0), ("a.mp4", 0.0)]
+    write_table(table, [{"video": video, "start": start} for video, start in times])
+    assert [(row["video"], float(str(row["start"]))) for _, row in read_table(table)] == sorted(times)
     write_table(table, [{"video": "a.mp4"}])
     with pytest.raises(TypeError):
         write_table(table, [{"video": "b.mp4"}, {3: 4, "x": {(1, 2): 3}}])
