@@ -58,7 +58,7 @@ def test_child_processes_import_nothing_from_it(start, clips_dir: Path, tmp_path
 def test_modules_started_with_m_import_nothing_from_it(start):
     start(LIBRARIES, sys.executable, "-m", "wands", "recipes")
     # The programs of data_tools import wands too. Python itself finds the first package.
-    start((*LIBRARIES, "wands"), sys.executable, "-m", "data_tools.exit_code")
+    start((*LIBRARIES, "wands"), sys.executable, "-m", "data_tools.program")
     safe = {"PYTHONSAFEPATH": "1"}
     start((*LIBRARIES, *PACKAGES, *STANDARD), sys.executable, "-m", "wands", "recipes", **safe)
 

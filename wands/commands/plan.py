@@ -84,6 +84,8 @@ def plan(options: PlanOptions) -> str:
     kind = "LoRA" if recipe.lora else "full finetune"
     head = f"{variant.name}, {kind}, on {options.gpus} x {task.machine.name}; this is a prediction"
     head += f", with the speeds of kernels from {task.machine.source}"
+    if options.clips or not _has_data(recipe.data):
+        head += f"\nassumed: {len(task.seq_lens)} clips (--clips) of {options.frames} frames (--frames), {options.size} (--size)"
     details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
     return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
 

@@ -352,9 +352,10 @@ class CalibrateOptions(Options):
 class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
-    The command prints settings with which RECIPE fits on the machine, the fastest settings first. Each line contains a
-    DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens), the memory
-    and the step time. All numbers are predictions; nothing is run.
+    The command prints settings with which RECIPE fits on the machine, the fastest settings first. Speeds within 2 % count
+    as equal, and offloading to the host as 15 % slower than predicted. Each line contains a DeepSpeed config,
+    context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens), the memory and the step time. All
+    numbers are predictions; nothing is run.
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8

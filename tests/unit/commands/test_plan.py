@@ -90,6 +90,7 @@ def test_a_plan_needs_no_cache(tmp_path):
     assert f"the run of 1,500 steps takes {format_seconds(1500 * seconds)}; " in many
     assert "an epoch of 1,310,400 tokens has 5 steps" in few
     assert "an epoch of 13,104,000 tokens has 50 steps" in many
+    assert "assumed: 400 clips (--clips) of 81 frames (--frames), 480p (--size)" in many.splitlines()
     assert "--set data.cache=DIR" not in many
     assert "--set data.cache=DIR" in run("wan2.1-t2v-1.3b-lora")
 
