@@ -226,7 +226,7 @@ def _scores(x: Tensor, key: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
-    """Return the sum of x [T, H, D] over T with weights [H, T], [H, D]."""
+    """Return the weighted sum of x [T, H, D] over T. `weights` is [H, T], and the result is [H, D]."""
     if torch.compiler.is_compiling():
         return (weights.mT.unsqueeze(-1) * x).sum(0)
     with torch.autocast(x.device.type, enabled=False):

@@ -106,7 +106,7 @@ def _find_recipe(name: str | Path) -> Path:
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """Loader of YAML without tags, whose aliases expand to at most `MAX_NODES` values in all."""
+    """YAML loader that refuses tags, and a file whose aliases expand to more than `MAX_NODES` values in all."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

@@ -228,7 +228,7 @@ class PackingCollator:
     """Callable that concatenates the samples of a bin (one forward pass) into a `PackedBatch`.
 
     Attributes:
-        shape: shape of the DiT, with which the shapes of the samples are compared.
+        shape: sizes of the DiT. The collator checks that every sample fits them.
         flow: flow options. The collator uses `cfg_dropout` and `i2v_ratio`.
         drops_captions: whether to replace captions at random by the empty caption. An evaluation uses all captions.
         seed: `train.seed`.

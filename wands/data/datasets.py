@@ -54,15 +54,16 @@ class CombinedDataset:
     A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
     has two rows.
 
-    Noise depends on the sample id and the repeat index, so each sample id must belong to one clip. If two sources have
-    the same key with different content, the checksum of the content is appended to the key of the later source:
-    "key#1a2b3c4d". If the content is equal, both sources contain the same clip. The rows of both sources are then
-    numbered as repeats of one sample. So the id of a sample does not change if a path changes or a source is appended.
+    Noise depends on the sample id and the repeat index, so each sample id must belong to one clip. The id of a sample is
+    its key in its cache. If samples of two sources have the same key but different content, the checksum of the content is
+    appended to the id in the later source: "key#1a2b3c4d". If the content is equal, both sources contain the same clip. The
+    rows of both sources are then numbered as repeats of one sample. So the id of a sample does not change if a path changes
+    or a source is appended.
 
     Args:
         sources: the sources.
-        seed: `train.seed`. If the `repeat` of a source is a fraction, the seed determines the samples that an epoch
-            uses once more than other samples of the source.
+        seed: `train.seed`. If the `repeat` of a source is a fraction such as 2.5, an epoch uses some of its samples three
+            times and the others twice. The seed chooses the samples that are used three times.
 
     Attributes:
         sources: the sources.
@@ -346,8 +347,10 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """Return the sample ids of all sources in one list. Equal keys with different content get different ids (see
-    `CombinedDataset`).
+    """Return the sample ids of all sources in one list.
+
+    The id of a sample is its key in its cache. If samples of two sources have the same key but different content, they get
+    different ids (see `CombinedDataset`).
     """
     if len(sources) == 1:
         keys = sources[0].data.keys

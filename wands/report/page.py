@@ -72,7 +72,7 @@ def write_report(run_folder: Path) -> None:
 
 
 def render(folder: Path, template: str, **values: Any) -> str:
-    """Render a template to an HTML page, and return its text. All values are escaped, without secrets and user names.
+    """Render a template to an HTML page, and return its text. Values are HTML-escaped; secrets and user names are removed.
 
     Args:
         folder: folder of the template. The template may include files of the folder of this module.

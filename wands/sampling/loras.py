@@ -129,7 +129,8 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
     """Add LoRAs to the DiTs of a pipeline, each with its scale.
 
     The LoRA matrices become PEFT layers next to the linear layers. They are not merged into the weights, because a bf16 weight
-    would lose small updates. Full differences of parameters are added to the weights.
+    would lose small updates. Some LoRA files also contain full-size updates of parameters (tensors such as `.diff`). These are
+    added to the weights.
 
     Args:
         pipeline: diffusers pipeline for which offloading is not enabled yet.

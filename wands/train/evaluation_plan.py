@@ -54,7 +54,8 @@ class EvaluationPlan(StrictModel):
 
     Attributes:
         settings: recipe keys that determine the clips, with their values. If a value changes, a new plan is made.
-        quantiles: quantiles of the noise level in the recipe's distribution.
+        quantiles: probabilities, such as 0.1 to 0.9. An evaluation uses the noise levels at these quantiles of the recipe's
+            distribution of noise levels.
         share: planned FLOPs of all evaluations / planned FLOPs of the training.
         clips: clips to evaluate, held-out clips first.
     """

@@ -33,11 +33,11 @@ class StepLog:
     """Writer of the results of each step: `metrics.jsonl`, the trackers, lines on the terminal, and the loss of each sample.
 
     Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
-    group writes the losses of its samples.
+    group writes the losses of its samples. If the run resumes from a checkpoint, the rows of later steps are removed from
+    these files, because the run makes these steps again.
 
     Args:
-        trainer: objects of the training process. If the run resumes, the rows of steps after its checkpoint are removed,
-            because the run makes these steps again.
+        trainer: the trainer whose steps are logged.
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.

@@ -50,8 +50,8 @@ class StepResult:
 
     Attributes:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks, divided by
-            `TrainingRun.count`, the number of samples or trained tokens of this step. The gradient uses the mean number
-            per step of the epoch instead (`TrainingRun.denominator`).
+            `TrainingRun.count`, the number of samples or trained tokens of this step. For the gradient, it is divided by
+            `TrainingRun.denominator` instead, the mean of these numbers over the steps of the epoch.
         clips: (key of the random numbers, noise level, weight) of each sample in the bins of this rank. A padding sample,
             which fills an empty bin, has the weight 0.
         errors: fp64, for each of `clips` the mean squared error over the trained tokens.

@@ -143,8 +143,8 @@ class PackedSamples:
         """Draw the samples and pack them into one bin (packed sequence).
 
         Args:
-            setup: tested model and settings of the checks, with the DiT to test. Noise levels are drawn from the
-                range on which this DiT is trained.
+            setup: the model, the settings of the checks, and the one DiT of the model that is tested. Noise levels are
+                drawn from the range on which this DiT is trained.
             i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
         """
         self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
@@ -322,7 +322,7 @@ def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load the packed model with fp32 weights, as in a training run.
 
     Args:
-        setup: tested model and settings of the checks, with the DiT to test.
+        setup: the model, the settings of the checks, and the one DiT of the model that is tested.
         dtype: dtype of the computation. The model gets the attention kernel that a training run would choose for this
             dtype.
     """

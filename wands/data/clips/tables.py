@@ -95,7 +95,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"SOURCE={table}: the header in line {begin + 1} cannot be read: {cells}")
+                raise DataError(f"SOURCE={table}: line {begin + 1} is no header: {cells}")
             yield begin + 1, cells
         elif not cells:
             pass  # an empty line

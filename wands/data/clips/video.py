@@ -105,9 +105,11 @@ def _choose(
 class _Cropper:
     """Callable that returns a rectangle of a decoded image, without a copy of its pixels.
 
+    In a format such as yuv420p, in which 2 x 2 pixels share a colour, the position and the size of the rectangle are rounded
+    down to even numbers.
+
     Attributes:
-        info: properties of the video, with the size of the rectangle instead of the size of the frames. In a format such as
-            yuv420p, in which 2 x 2 pixels share a colour, the stored position and size are rounded down to even numbers.
+        info: properties of the video, with the size of the rectangle instead of the size of the frames.
     """
 
     def __init__(self, reader: VideoReader, crop: Crop) -> None:

@@ -80,9 +80,9 @@ def _published(path: str | Path) -> Variant | None:
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Read `model_index.json` of a pipeline.
 
-    An official repository and a published variant have no such file. The returned dict then contains only entries about the
-    experts (DiTs for high and low noise): "boundary_ratio" and, for a repository, "transformer_2". For a model with one DiT,
-    these entries are missing or None.
+    A repository in the layout of Wan's authors has no such file, and for the name of a published variant no file is read.
+    The returned dict then contains only entries about the experts (DiTs for high and low noise): "boundary_ratio" and, for
+    a repository, "transformer_2". For a model with one DiT, these entries are missing or None.
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.

@@ -250,7 +250,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
             continue
         if new in renamed:
             raise CheckpointError(
-                f"{where} has two names for one tensor: {renamed[new]} and {name}. Remove one of the two tensors."
+                f"{where} has two tensors for one parameter of the model: {renamed[new]} and {name}. Remove one of them."
             )
         renamed[new] = name
     if unknown:

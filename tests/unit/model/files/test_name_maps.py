@@ -80,7 +80,9 @@ def test_what_is_not_official_is_refused(name: str):
 def test_unknown_names_are_all_listed():
     with pytest.raises(CheckpointError, match=r"a\.pth has 2 tensor names that no Wan model has \(b, c\)"):
         rename_all(["patch_embedding.weight", "b", "c"], DIT.to_diffusers, "a.pth")
-    with pytest.raises(CheckpointError, match=r"here has two names for one tensor: a and b"):
+    with pytest.raises(
+        CheckpointError, match=r"here has two tensors for one parameter of the model: a and b"
+    ):
         rename_all(["a", "b"], lambda _: "x", "here")
 
 
