@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -213,7 +214,16 @@ def split(options: SplitOptions) -> str:
     if not rows:
         reason = f"SOURCE={options.source} gives no shot; lower --min-seconds, or use other films"
         raise DataError("\n".join([reason, *lines]))
+    # The user may have edited the table of an earlier call.
+    earlier = next(
+        path for n in itertools.count(1) if not (path := out.with_stem(f"{out.stem}.{n}")).exists()
+    )
+    if out.is_file():
+        shutil.copyfile(out, earlier)
     write_table(out, rows)
+    if earlier.exists() and earlier.read_bytes() == out.read_bytes():
+        earlier.unlink()
+    lines += [f"{out} has changed; its earlier version is {earlier}"] if earlier.exists() else []
     if options.html_path is not None:
         from wands.report.page import render
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_136
+TOTAL = 22_140
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -29,7 +29,7 @@ FOLDERS = {
     "model": 2467,
     "planning": 719,
     "recipes": 0,
-    "report": 266,
+    "report": 270,
     "sampling": 987,
     "train": 4211,
 }

@@ -102,7 +102,9 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
         Path(__file__).parent,
         "page.html",
         runs=runs,
-        verdicts=[is_learning(run["evaluations"]["raw"]) for run in runs],
+        verdicts=[
+            is_learning(run["evaluations"]["raw"], column(run["metrics"], "grad_norm")) for run in runs
+        ],
         recipes=[yaml.safe_dump(without_paths(run["recipe"]), sort_keys=False) for run in runs],
         grids=_sample_grids(runs, folder),
         chart=_chart,

@@ -177,12 +177,15 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
     return {names[prompt]: np.stack(list(strip.values())) for prompt, strip in strips.items()}
 
 
-def is_learning(evaluations: Sequence[Mapping[str, Any]]) -> list[str]:
+def is_learning(evaluations: Sequence[Mapping[str, Any]], grad_norms: np.ndarray) -> list[str]:
     """Return sentences that say whether a run learns: how its loss on held-out clips has changed since step 0.
 
     Args:
         evaluations: rows of evaluations.jsonl for one kind of weights, raw or EMA, in the order of the steps.
+        grad_norms: norm of the gradient in each step.
     """
+    if len(grad_norms) and not grad_norms.any():
+        return ["No: the gradient of every step is 0, so no weight changes."]
     means = column([row.get("change") or {} for row in evaluations], "mean")
     if np.all(np.isnan(means)):
         reason = "there is no evaluation after step 0"

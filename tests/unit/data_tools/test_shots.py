@@ -151,6 +151,14 @@ def test_every_second_is_counted_and_long_shots_become_windows(
     write_table(table, [{**row, "caption": "a caption"} for row in rows])
     report = check(CheckOptions(source=str(table), num_workers=1))
     assert {clip.key for clip in report.clips} >= {"film@0.000-2.400"}
+    # The captions that a user wrote into the table are not lost.
+    for number in (1, 2):
+        edited = table.read_bytes()
+        summary, again = split(tmp_path / "film.mp4", table, max_seconds=2.4)
+        assert [row["caption"] for row in again] == [""] * 4
+        assert (f"its earlier version is {tmp_path / 'shots.1.csv'}" in summary) == (number == 1)
+        assert (tmp_path / "shots.1.csv").read_bytes() == edited or number == 2
+        assert not (tmp_path / "shots.2.csv").exists()
 
 
 def test_letterbox_becomes_a_crop(single_shots: list[np.ndarray], tmp_path: Path):

@@ -8,7 +8,7 @@
 # Shorter or smaller samples train faster: wands init --max-frames 49 --max-pixels 200000. The model Wan-AI/Wan2.2-TI2V-5B-Diffusers also trains faster.
 {% endif %}
 # Files: {{ out | text }}. There, recipe.yaml contains the reasons for the settings.
-# Run all commands with: bash -e {{ (out ~ "/commands.sh") | quote | text }}
+# Run them on the GPUs above, in an environment with wands. Run all commands with: bash -e {{ (out ~ "/commands.sh") | quote | text }}
 
 # 1. Show which clips can be used. Rejected clips do not stop the script.
 wands check {{ clips }} --model {{ model | quote }} --max-tokens {{ best.workload.recipe.packing.max_tokens }} --bins-per-step {{ best.workload.recipe.train.bins_per_step }} --html {{ (out ~ "/clips.html") | quote }} || true
@@ -19,7 +19,8 @@ wands preprocess {{ clips }} --model {{ model | quote }} --out {{ (out ~ "/cache
 {%- if not has_room %} --text-device cpu{% endif %}
 
 
-# 3. Train. The page report.html in the folder run shows the progress.
+# 3. Train. The page report.html in the folder run shows the progress. If the training stops, run this command again with --resume.
+# If it has finished, go on with the next command.
 {% if best.workload.world_size > best.task.ranks_per_node %}
 # Run this command on every node, from a clone of wands. Replace R by the number of the node (0 for the first), and HOST by the first node.
 {% endif %}
