@@ -1,7 +1,7 @@
 """The command `wands measure`: write a table with the motion, sharpness and brightness of clips, and their near-duplicates.
 
-Clips are decoded in subprocesses, as by `wands check`. The file OUT.measures.jsonl next to the table stores the results, so
-that a later call with the same --out decodes only new and changed clips.
+Clips are decoded in subprocesses, as by `wands check`. A file such as measured.measures.jsonl, next to the table measured.csv,
+stores the results, so that a later call with the same --out decodes only new and changed clips.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The command `wands split`: find the shots of films, and write a table with one row for each shot.
 
-Films are decoded once, in subprocesses, and never re-encoded. The file OUT.films.jsonl next to the table stores the parts of
-each finished film, so that a later call with the same --out decodes only new and changed films. Each second of a film belongs
-to exactly one part.
+Films are decoded once, in subprocesses, and never re-encoded. A file such as shots.films.jsonl, next to the table shots.csv,
+stores the parts of each finished film, so that a later call with the same --out decodes only new and changed films. Each
+second of a film belongs to exactly one part.
 """
 
 from __future__ import annotations
