@@ -1,4 +1,4 @@
-"""Save and load checkpoints. The folder of a saved step is either complete or does not exist.
+"""Save checkpoints. The folder of a saved step is either complete or does not exist.
 
 A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with a
 temporary name, with a subfolder for each DiT. A thread writes these files. If the training continues during the save, the
@@ -20,9 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from wands.config.optimizer_kinds import state_bytes_per_param
@@ -39,14 +37,14 @@ from wands.model.files.checkpoint_files import (
     state_file,
     step_name,
 )
-from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
+from wands.model.files.fragment_files import STATE_METADATA
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.planning.workload import Weight
 from wands.report.run_data import thin
 from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.changed_data import EPOCH_FILE, epoch_values
-from wands.train.engine_state import engine_tensors, load_engine
+from wands.train.engine_state import engine_tensors
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 
@@ -325,37 +323,3 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
                 shutil.rmtree(path)
             except OSError as error:
                 _log.error("%s cannot be deleted (%s); delete the folder yourself.", path, one_line(error))
-
-
-def load_checkpoint(engines: Mapping[str, Any], checkpoint: Path) -> None:
-    """Restore the weights, the optimizer and the learning rate schedule of new engines. Every rank must call this function.
-
-    The learning rate, betas, eps and weight decay come from the current recipe. Without this function, DeepSpeed would
-    silently restore the values of the run that wrote the checkpoint. If the settings did not change, every bit is restored.
-
-    Args:
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        checkpoint: folder of the step.
-
-    Raises:
-        CheckpointError: if the number of ranks or the ZeRO stage has changed, and an optimizer state cannot be divided
-            among the new ranks.
-    """
-    for part, engine in engines.items():
-        _load_engine(engine, checkpoint, part)
-
-
-def _load_engine(engine: Any, checkpoint: Path, part: str) -> None:
-    keys = ("initial_lr", "betas", "eps", "weight_decay", "momentum")
-    settings = [{key: group[key] for key in keys if key in group} for group in engine.optimizer.param_groups]
-    scheduler = engine.lr_scheduler
-    # If the scheduler comes from the DeepSpeed JSON, it is not a LambdaLR, and the JSON controls the learning rate.
-    is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
-    base_lrs = list(scheduler.base_lrs) if is_ours else []
-    load_engine(engine, FragmentFiles(checkpoint / part, "state_rank_*", STATE_METADATA))
-    if is_ours:
-        scheduler.base_lrs = base_lrs
-    for i, (group, current) in enumerate(zip(engine.optimizer.param_groups, settings, strict=True)):
-        group.update(current)
-        if is_ours:
-            group["lr"] = base_lrs[i] * scheduler.lr_lambdas[i](scheduler.last_epoch)

@@ -120,7 +120,7 @@ def state_tensors(
         scheduler: state dict of the learning rate schedule; None without a schedule.
         counters: maps each name in `COUNTERS` to its value.
     """
-    tensors = [_lazy(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
+    tensors = [LazyTensor.of(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     plain: dict[str, dict[str, Any]] = {}
     for number, nested in optimizer["state"].items():
         own = [fragment for fragment in fragments if fragment.flat == number]
@@ -128,10 +128,12 @@ def state_tensors(
         plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for key, value in values.items():
             if isinstance(value, Tensor) and "/" not in key and _is_flat(value, flats[number]):
-                tensors += [_lazy(f"{fragment.name}/{key}", cut_flat(value, fragment)) for fragment in own]
+                tensors += [
+                    LazyTensor.of(f"{fragment.name}/{key}", cut_flat(value, fragment)) for fragment in own
+                ]
             elif isinstance(value, Tensor):
-                tensors.append(_lazy(key if "/" in key else f"flat.{number}/{key}", value))
-    tensors += [_lazy(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
+                tensors.append(LazyTensor.of(key if "/" in key else f"flat.{number}/{key}", value))
+    tensors += [LazyTensor.of(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
     return tensors, {
         "fragments": _places(fragments),
         "frozen": _places(frozen),
@@ -153,6 +155,9 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
     Each rank reads the ranges of parameters that it owns now. The checkpoint may come from another number of ranks or
     another ZeRO stage. If neither has changed, every bit is restored.
 
+    The settings of the optimizer, such as the learning rate and the weight decay, come from the current recipe and DeepSpeed
+    JSON, not from the checkpoint.
+
     Args:
         engine: new engine.
         files: the `state_rank_*` files of the DiT.
@@ -162,31 +167,23 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
             among the new ranks.
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
-    optimizer, is_zero = engine.optimizer, engine.zero_optimization_stage() > 0
-    # ZeRO-3 keeps some parameters whole between steps.
-    gathers = hasattr(optimizer, "checkpoint_event_prologue")
-    if gathers:
-        optimizer.checkpoint_event_prologue()
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
     files.read({f"{fragment.name}/{key}": (fragment.start, fragment.read()) for fragment, key in stored})
     with _base_optimizer(engine) as base:
         groups, saved = base.state_dict()["param_groups"], header["optimizer"]["param_groups"]
         for i, group in enumerate(groups):
             group["lr"] = saved[i if len(saved) == len(groups) else 0]["lr"]
-        loaded = {"state": _optimizer_state(engine, base, fragments, files), "param_groups": groups}
-        if not is_zero:
-            base.load_state_dict(loaded)
-    if is_zero:
-        # DeepSpeed's own function also copies the masters to the weights. Its tree refers to the masters filled above.
-        tree = optimizer.state_dict()
-        tree["optimizer_state_dict" if "optimizer_state_dict" in tree else "base_optimizer_state"] = loaded
-        optimizer.load_state_dict({dist.get_rank(): tree}, load_from_fp32_weights=True)
-        if hasattr(optimizer, "update_lp_params"):
-            optimizer.update_lp_params()
-        if gathers:
-            optimizer.checkpoint_event_epilogue()
-    if engine.lr_scheduler:
-        engine.lr_scheduler.load_state_dict(header["scheduler"])
+        state = _optimizer_state(engine, base, fragments, files)
+        base.load_state_dict({"state": state, "param_groups": groups})
+    refresh_weights(engine)
+    scheduler = engine.lr_scheduler
+    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        base_lrs = scheduler.base_lrs
+        scheduler.load_state_dict(header["scheduler"] | {"base_lrs": base_lrs})
+        for i, group in enumerate(engine.optimizer.param_groups):
+            group["lr"] = base_lrs[i] * scheduler.lr_lambdas[i](scheduler.last_epoch)
+    elif scheduler:  # from the DeepSpeed JSON, which sets the learning rate
+        scheduler.load_state_dict(header["scheduler"])
     for name in COUNTERS:
         setattr(engine, name, header["counters"][name])
 
@@ -215,11 +212,8 @@ def _optimizer_state(
     Return a dict from the index of each tensor that the optimizer updates to the states of this tensor, as the optimizer's
     `load_state_dict` expects them.
     """
-    flats, keys = _flats(base), dict[str, list[str]]()
-    for name in files.dtypes:
-        owner, _, key = name.rpartition("/")
-        keys.setdefault(owner, []).append(key)
-    layout, state = (_places(fragments), [flat.numel() for flat in flats]), dict[int, dict[str, Any]]()
+    flats, state = _flats(base), dict[int, dict[str, Any]]()
+    layout = _places(fragments), [flat.numel() for flat in flats]
     for fragment in fragments:
         if not state.get(fragment.flat):  # at ZeRO-0, a parameter without a gradient has no states
             state[fragment.flat] = _flat_values(fragment, layout, files)
@@ -230,13 +224,14 @@ def _optimizer_state(
             if state[fragment.flat] and "state1" not in state[fragment.flat]:
                 state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
         return {number: values for number, values in state.items() if values}
-    wanted = {}
-    for fragment in fragments:
-        values = state[fragment.flat]
-        for key in set(keys[fragment.name]) - {MASTER}:
-            name = f"{fragment.name}/{key}"
+    wanted, by_name = {}, {fragment.name: fragment for fragment in fragments}
+    for name, dtype in files.dtypes.items():
+        owner, _, key = name.rpartition("/")
+        if owner in by_name and key != MASTER:
+            fragment = by_name[owner]
+            values = state[fragment.flat]
             if key not in values:
-                values[key] = torch.zeros(flats[fragment.flat].shape, dtype=files.dtypes[name])
+                values[key] = torch.zeros(flats[fragment.flat].shape, dtype=dtype)
             wanted[name] = (fragment.start, cut_flat(values[key], fragment))
     files.read(wanted)
     for number, own in _with_whole_momentum(engine, base, fragments).items():
@@ -363,41 +358,29 @@ def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
     return flat.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.read().numel()]
 
 
-def _lazy(name: str, value: Tensor) -> LazyTensor:
-    return LazyTensor.of(name, value.detach())
-
-
 def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
     if hasattr(parameter, "ds_id"):  # ZeRO-3
         # safe_get_local_fp32_param would copy an offloaded master to the GPU and include the last rank's padding.
         optimizer = engine.optimizer
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = partition * dist.get_rank(parameter.ds_process_group)
-        own = max(min(partition, parameter.ds_numel - start), 0)
-        masters = optimizer.fp32_partitioned_groups_flat
-        return Fragment(
-            name,
-            start,
-            list(parameter.ds_shape),
-            order[id(masters[group])],
-            offset,
-            lambda: masters[group].narrow(0, offset, own),
-        )
+        flat, shape = optimizer.fp32_partitioned_groups_flat[group], list(parameter.ds_shape)
+        start, own = _own_range(parameter, partition)
+        return Fragment(name, start, shape, order[id(flat)], offset, partial(flat.narrow, 0, offset, own))
     shape = list(parameter.shape)
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
         mapping = parameter._hp_mapping
         if mapping is None:  # other ranks own the whole parameter
             return None
-        flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-        return Fragment(
-            name,
-            mapping.lp_fragment_address.start,
-            shape,
-            order[id(flat)],
-            mapping.hp_fragment_address.start,
-            lambda: parameter._hp_mapping.hp_fragment,
-        )
+        number = order[id(engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index])]
+        start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+        return Fragment(name, start, shape, number, offset, lambda: parameter._hp_mapping.hp_fragment)
     return Fragment(name, 0, shape, order[id(parameter)], 0, lambda: parameter.detach().view(-1))
+
+
+def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
+    """Return (start, number of values) of this rank's partition of a parameter at ZeRO-3, without padding."""
+    start = partition * dist.get_rank(parameter.ds_process_group)
+    return start, max(min(partition, parameter.ds_numel - start), 0)
 
 
 def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
@@ -411,11 +394,8 @@ def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
         if parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part
-            values = parameter.ds_tensor
-            start = values.numel() * dist.get_rank(parameter.ds_process_group)
-            own = max(min(values.numel(), parameter.ds_numel - start), 0)
-            yield Fragment(
-                name, start, list(parameter.ds_shape), 0, 0, partial(values.detach().narrow, 0, 0, own)
-            )
+            values, shape = parameter.ds_tensor.detach(), list(parameter.ds_shape)
+            start, own = _own_range(parameter, values.numel())
+            yield Fragment(name, start, shape, 0, 0, partial(values.narrow, 0, 0, own))
         elif dist.get_rank() == 0:
             yield Fragment(name, 0, list(parameter.shape), 0, 0, partial(parameter.detach().view, -1))

@@ -16,8 +16,9 @@ from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
+from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.train.changed_data import EPOCH_FILE
-from wands.train.checkpoint import load_checkpoint
+from wands.train.engine_state import load_engine
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.
@@ -193,7 +194,8 @@ def restore(
     """
     if checkpoint is None:
         return
-    load_checkpoint(engines, checkpoint.folder)
+    for part, engine in engines.items():
+        load_engine(engine, FragmentFiles(checkpoint.folder / part, "state_rank_*", STATE_METADATA))
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
     steps = checkpoint.folder.parent
     if rank != 0 or steps.resolve() != (output_dir / "checkpoints").resolve():

@@ -17,6 +17,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.model.files.checkpoint_files import find_checkpoint, load_state
+from wands.model.files.fragment_files import FragmentFiles
 from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
@@ -32,29 +33,27 @@ def run_with_a_resume_bug(
 ) -> list[dict[str, Any]]:
     """Resume with one thing forgotten."""
     from wands.train import loop, resume
-    from wands.train.checkpoint import load_checkpoint
+    from wands.train.engine_state import load_engine
 
     if bug == "data":
         right = loop.prefetched
         loop.prefetched = lambda run, grid, step, pins: right(run, grid, 0, pins)
     elif bug == "optimizer":
 
-        def weights_only(engines: dict[str, Any], path: Path) -> None:
-            load_checkpoint(engines, path)
-            for engine in engines.values():
-                for state in engine.optimizer.optimizer.state.values():
-                    state["exp_avg"].zero_()
+        def weights_only(engine: Any, files: FragmentFiles) -> None:
+            load_engine(engine, files)
+            for state in engine.optimizer.optimizer.state.values():
+                state["exp_avg"].zero_()
 
-        resume.load_checkpoint = weights_only
+        resume.load_engine = weights_only
     elif bug == "schedule":
 
-        def no_schedule(engines: dict[str, Any], path: Path) -> None:
-            fresh = [copy.deepcopy(engine.lr_scheduler.state_dict()) for engine in engines.values()]
-            load_checkpoint(engines, path)
-            for engine, state in zip(engines.values(), fresh, strict=True):
-                engine.lr_scheduler.load_state_dict(state)
+        def no_schedule(engine: Any, files: FragmentFiles) -> None:
+            fresh = copy.deepcopy(engine.lr_scheduler.state_dict())
+            load_engine(engine, files)
+            engine.lr_scheduler.load_state_dict(fresh)
 
-        resume.load_checkpoint = no_schedule
+        resume.load_engine = no_schedule
     return run_training(model, out, overrides, ZERO2, resume=True)
 
 

@@ -60,7 +60,7 @@ class LazyTensor:
     def of(cls, name: str, value: Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
         """Return a LazyTensor for a tensor in memory. Its function `read` casts the tensor to `dtype`; None keeps the dtype."""
         dtype = dtype or value.dtype
-        return cls(name, tuple(value.shape), dtype, partial(value.to, dtype))
+        return cls(name, tuple(value.shape), dtype, partial(value.detach().to, dtype))
 
     def derived(self, name: str, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         """Return a LazyTensor with a new name, whose function `read` applies `change` to the values of this tensor."""
