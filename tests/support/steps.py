@@ -152,7 +152,7 @@ def optimizer_step(
             result.grad_norm,
             gradients if rank == 0 else {},
             _digest(engine.module),
-            {one.sample_id: one.loss for one in result.samples},
+            {one["sample_id"]: one["loss"] for one in result.samples},
         )
 
 

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from wands.data.sampler import StepPlan
+from wands.distributed.bootstrap import gather_objects
 from wands.errors import DataError
 from wands.train.events import EventLog
 from wands.train.run import TrainingRun
-from wands.train.step import SampleLoss, StepResult
+from wands.train.step import StepResult
 from wands.variants import Expert
 
 _log = logging.getLogger(__name__)
@@ -92,21 +93,20 @@ class BadSteps:
             past[:] = [*past, (loss, norm)][-WINDOW:]
             if not is_spike:
                 return
-        gathered: list[list[SampleLoss]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(gathered, result.samples)
         # The ranks of a context-parallel group have the same clips.
-        clips = {(clip.sample_id, clip.repeat_index): clip for clip in chain(*gathered)}.values()
+        gathered = chain(*gather_objects(result.samples))
+        clips = {(clip["sample_id"], clip["repeat_index"]): clip for clip in gathered}.values()
         row = {"expert": expert.name, "skipped": result.skipped, "loss": loss, "grad_norm": norm}
-        self._events.write(event, **row, clips=list(map(vars, clips)))
+        self._events.write(event, **row, clips=list(clips))
         if event == "spike":
             return
         self.state["skipped"] += [step] * result.skipped
         if result.skipped and len(self.state["skipped"]) <= budget:
             _log.warning("step %d: the update is skipped, see events.jsonl in the run folder", step)
             return
-        bad = [clip for clip in clips if not math.isfinite(clip.loss)]
-        names = ", ".join(f"{clip.sample_id} (sigma {clip.sigma:.4f})" for clip in bad) or "none"
-        keys = dict.fromkeys([*self._run.recipe.data.exclude, *(clip.sample_id for clip in bad)])
+        bad = [clip for clip in clips if not math.isfinite(clip["loss"])]
+        names = ", ".join(f"{clip['sample_id']} (sigma {clip['sigma']:.4f})" for clip in bad) or "none"
+        keys = dict.fromkeys([*self._run.recipe.data.exclude, *(clip["sample_id"] for clip in bad)])
         option = shlex.quote(f"data.exclude={json.dumps([*keys], ensure_ascii=False)}")
         fix = f"train without these clips (add --set {option}), " if bad else ""
         fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"

@@ -30,7 +30,7 @@ class TensorFile(NamedTuple):
 
 
 class HostBuffers:
-    """Copies of tensors in host memory. The memory is allocated with the first copy, and used again for later copies.
+    """Copies of tensors in host memory. The memory is allocated with the first copy, and used again if no size has changed.
 
     Args:
         key: recipe key that needs the memory, for error messages, such as "checkpoint.asynchronous=true".
@@ -39,7 +39,7 @@ class HostBuffers:
 
     def __init__(self, key: str, fix: str) -> None:
         self._texts = key, fix
-        self._buffers: dict[tuple[str, str], Tensor] = {}
+        self._buffers: list[Tensor] = []
 
     @torch.no_grad()
     def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
@@ -50,28 +50,22 @@ class HostBuffers:
         Raises:
             ConfigError: if the host has too little memory.
         """
-        entries = {(file.name, tensor.name): tensor for file in files for tensor in file.tensors}
-        values = {place: tensor.read() for place, tensor in entries.items()}
-        on_gpu = any(value.is_cuda for value in values.values())
-        new = [place for place in entries if not self._fits(place, entries[place])]
-        sizes = [entries[place].num_bytes for place in new]
-        self._buffers |= zip(new, allocate(sizes, torch.device("cpu"), on_gpu, *self._texts), strict=True)
-        for place, value in values.items():
-            self._view(place, entries[place]).copy_(value, non_blocking=True)
+        values = [tensor.read() for file in files for tensor in file.tensors]
+        sizes, on_gpu = [value.nbytes for value in values], any(value.is_cuda for value in values)
+        if sizes != [len(buffer) for buffer in self._buffers]:
+            self._buffers = []  # the memory is free before new memory is allocated
+            self._buffers = allocate(sizes, torch.device("cpu"), on_gpu, *self._texts)
+        pairs = zip(self._buffers, values, strict=True)
+        copies = [buffer.view(value.dtype).view(value.shape) for buffer, value in pairs]
+        for copy, value in zip(copies, values, strict=True):
+            copy.copy_(value, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
+        rest = iter(copies)
         return [
-            file._replace(
-                tensors=[LazyTensor.of(t.name, self._view((file.name, t.name), t)) for t in file.tensors]
-            )
+            file._replace(tensors=[LazyTensor.of(tensor.name, next(rest)) for tensor in file.tensors])
             for file in files
         ]
-
-    def _fits(self, place: tuple[str, str], tensor: LazyTensor) -> bool:
-        return place in self._buffers and len(self._buffers[place]) == tensor.num_bytes
-
-    def _view(self, place: tuple[str, str], tensor: LazyTensor) -> Tensor:
-        return self._buffers[place].view(tensor.dtype).view(tensor.shape)
 
 
 def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str, fix: str) -> list[Tensor]:

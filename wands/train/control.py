@@ -25,24 +25,15 @@ class ControlRequest(NamedTuple):
     check: bool = False
 
 
-class ControlRequests:
-    """Requests to a run. The user requests an action with a file named `save`, `save_quit` or `check` in the run folder.
+def poll_requests(output_dir: Path, watchdog: Watchdog, rank: int) -> ControlRequest:
+    """Return the requests that this rank received since the last call: from the watchdog, and on rank 0 also from files.
 
-    A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
+    The user requests an action with a file named `save`, `save_quit` or `check` in the run folder. Rank 0 removes these
+    files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
     """
-
-    def __init__(self, output_dir: Path, watchdog: Watchdog) -> None:
-        self._dir = output_dir
-        self._watchdog = watchdog
-
-    def poll(self, rank: int) -> ControlRequest:
-        """Return the requests that this rank received: from the watchdog, and on rank 0 also from the request files.
-
-        Rank 0 removes the request files.
-        """
-        names = {"save_quit"} if self._watchdog.stop_requested else set()
-        for name in REQUESTS if rank == 0 else ():
-            if (self._dir / name).exists():
-                (self._dir / name).unlink(missing_ok=True)
-                names.add(name)
-        return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)
+    names = {"save_quit"} if watchdog.stop_requested else set()
+    for name in REQUESTS if rank == 0 else ():
+        if (output_dir / name).exists():
+            (output_dir / name).unlink(missing_ok=True)
+            names.add(name)
+    return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)

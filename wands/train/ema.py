@@ -48,22 +48,22 @@ class WeightAverage:
         self.section = section
         # `_first` is the step at which the average starts. `_last` is the step of its last update.
         self._first = self._last = step
-        self._fragments = own_fragments(engine)
-        self._places = {fragment.name: [fragment.start, fragment.shape] for fragment in self._fragments}
-        masters = [fragment.read() for fragment in self._fragments]
+        fragments = own_fragments(engine)
+        masters = [fragment.read() for fragment in fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
         self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
         sizes = [4 * master.numel() for master in masters]
         vectors = allocate(sizes, device, self._crosses, "ema.device=cpu", "set ema.device=gpu")
-        self._averages = [vector.view(torch.float32) for vector in vectors]
+        averages = [vector.view(torch.float32) for vector in vectors]
+        self._pairs = list(zip(fragments, averages, strict=True))
         with torch.no_grad():
-            for average, master in zip(self._averages, masters, strict=True):
+            for average, master in zip(averages, masters, strict=True):
                 average.copy_(master)
 
     @property
     def num_bytes(self) -> int:
         """Size in bytes of this rank's part of the moving average."""
-        return sum(average.nbytes for average in self._averages)
+        return sum(average.nbytes for _, average in self._pairs)
 
     @property
     def decay(self) -> float:
@@ -84,7 +84,7 @@ class WeightAverage:
             return
         num_steps, self._last = step - self._last, step
         weight = 1.0 - self.decay**num_steps
-        for average, fragment in zip(self._averages, self._fragments, strict=True):
+        for fragment, average in self._pairs:
             master = fragment.read()
             # The update runs on the device of the weights, in the order of its stream, so the host does not wait.
             updated = average.to(master.device, non_blocking=master.is_cuda)
@@ -99,7 +99,7 @@ class WeightAverage:
         Args:
             engine: the engine from which this average was built.
         """
-        for average, fragment in zip(self._averages, self._fragments, strict=True):
+        for fragment, average in self._pairs:
             master = fragment.read()
             weights = master.clone()  # the copies run in the order of the stream
             master.copy_(average, non_blocking=master.is_cuda)
@@ -113,11 +113,10 @@ class WeightAverage:
         """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
-        fragments = zip(self._fragments, self._averages, strict=True)
-        header = {"first_step": self._first, "last_step": self._last, "fragments": self._places}
-        return [LazyTensor.of(fragment.name, average) for fragment, average in fragments], {
-            AVERAGE_METADATA: json.dumps(header)
-        }
+        places = {fragment.name: [fragment.start, fragment.shape] for fragment, _ in self._pairs}
+        header = {"first_step": self._first, "last_step": self._last, "fragments": places}
+        tensors = [LazyTensor.of(fragment.name, average) for fragment, average in self._pairs]
+        return tensors, {AVERAGE_METADATA: json.dumps(header)}
 
     def load(self, folder: Path) -> None:
         """Restore this rank's part of the moving average from a checkpoint of any number of ranks.
@@ -129,8 +128,7 @@ class WeightAverage:
             CheckpointError: if the files in the folder do not contain the whole moving average.
         """
         files = FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA)
-        fragments = zip(self._fragments, self._averages, strict=True)
-        files.read({fragment.name: (fragment.start, average) for fragment, average in fragments})
+        files.read({fragment.name: (fragment.start, average) for fragment, average in self._pairs})
         header = next(iter(files.headers.values()))
         self._first, self._last = header["first_step"], header["last_step"]
 

@@ -23,7 +23,7 @@ from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
 from wands.train.checkpoint import CheckpointSaver, build_state
-from wands.train.control import ControlRequest, ControlRequests
+from wands.train.control import ControlRequest, poll_requests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict
@@ -58,7 +58,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     """
     recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
     start_step = checkpoint.state.step if checkpoint else 0
-    watchdog.saved, requests = checkpoint and checkpoint.folder, ControlRequests(run.output_dir, watchdog)
+    watchdog.saved = checkpoint and checkpoint.folder
     watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
     check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
@@ -94,7 +94,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
                 for engine, micro_batches, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / run.count(plan)
-            own_request = requests.poll(rank)
+            own_request = poll_requests(run.output_dir, watchdog, rank)
             if rank == 0 and saver.minutes_passed:
                 own_request = own_request._replace(save=True)
             numbers = (own_wait, float(saver.is_writing), *memory_peaks(device), *own_request)

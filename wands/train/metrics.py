@@ -70,7 +70,7 @@ class StepLog:
         if self._samples is not None:
             for expert, result in zip(self._run.experts, results, strict=True):
                 prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
-                self._samples.append(*(to_line({**prefix, **vars(item)}) for item in result.samples))
+                self._samples.append(*(to_line({**prefix, **item}) for item in result.samples))
         if self._rows is None:
             return
         row["eta_seconds"] = self._eta(row["seconds"], total_steps - step)

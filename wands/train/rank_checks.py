@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
+import deepspeed
+import diffusers
 import numpy as np
 import torch
 from torch import Tensor
@@ -53,11 +54,11 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
         run: the checked training run.
         step: number of optimizer steps that the run has made.
     """
-    epoch = run.sampler.epoch_of(step)
+    epoch, modules = run.sampler.epoch_of(step), (torch, deepspeed, diffusers, np)
     parts: dict[str, Any] = {
         "recipe": run.recipe.model_dump(mode="json"),
         "DeepSpeed config": run.ds_config,
-        "software": _versions(),
+        "software": {"wands": __version__} | {module.__name__: str(module.__version__) for module in modules},
         "model config": run.transformer_config,
         "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), run.degrees, strict=True)),
         "data": {
@@ -83,26 +84,7 @@ def bins_digest(steps: Sequence[Step]) -> str:
         steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one
             StepPlan, pass `(plan.bins,)`.
     """
-    bins = list(chain.from_iterable(steps))
-    per_step = np.fromiter(map(len, steps), np.int64, len(steps))
-    per_bin = np.fromiter(map(len, bins), np.int64, len(bins))
-    return _digest(per_step, per_bin, np.fromiter(chain.from_iterable(bins), np.int64, int(per_bin.sum())))
-
-
-def _versions() -> dict[str, str]:
-    import deepspeed
-    import diffusers
-
-    modules = (torch, deepspeed, diffusers, np)
-    return {"wands": __version__} | {module.__name__: str(module.__version__) for module in modules}
-
-
-def _digest(*arrays: np.ndarray) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+    return hashlib.blake2b(json.dumps(steps, default=int).encode(), digest_size=16).hexdigest()
 
 
 def weights_checksums(
@@ -122,14 +104,12 @@ def weights_checksums(
     Returns:
         (names of the P parameters, checksums int64 [P]).
     """
-    from deepspeed import zero
-
     sums = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if not gather and _is_partitioned(parameter):
                 continue
-            with zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
+            with deepspeed.zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
                 sums[name] = tensor_checksum(parameter.detach()).to(device)
     return list(sums), torch.stack([*sums.values()]) if sums else torch.empty(0, dtype=torch.int64)
 

@@ -23,26 +23,6 @@ from wands.transfer import to_device
 
 
 @dataclass(frozen=True)
-class SampleLoss:
-    """Loss of one sample in one step.
-
-    Attributes:
-        sample_id: name of the sample.
-        repeat_index: 0 for the first use of the sample in the epoch, 1 for the second use, and so on.
-        epoch: epoch of the step.
-        sigma: noise level of the sample.
-        loss: mean squared error over the trained tokens, weighted by the mask if the sample has one, before the
-            multiplication by the loss weight of its source and its noise level.
-    """
-
-    sample_id: str
-    repeat_index: int
-    epoch: int
-    sigma: float
-    loss: float
-
-
-@dataclass(frozen=True)
 class StepResult:
     """Result of one optimizer step on one rank.
 
@@ -73,10 +53,15 @@ class StepResult:
         return float(self.norm)
 
     @cached_property
-    def samples(self) -> list[SampleLoss]:
-        """Loss of each sample in the bins of this rank, without padding samples."""
+    def samples(self) -> list[dict[str, Any]]:
+        """Loss of each sample in the bins of this rank, without padding samples.
+
+        The keys are the fields of `SampleKey`, `sigma` (the noise level) and `loss`: the mean squared error over the trained
+        tokens, weighted by the mask if the sample has one, before the multiplication by the loss weight of its source and its
+        noise level.
+        """
         return [
-            SampleLoss(key.sample_id, key.repeat_index, key.epoch, sigma, loss)
+            {**vars(key), "sigma": sigma, "loss": loss}
             for (key, sigma, weight), loss in zip(self.clips, self.errors.tolist(), strict=True)
             if weight > 0
         ]

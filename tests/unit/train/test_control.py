@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wands.train.control import ControlRequest, ControlRequests
+from wands.train.control import ControlRequest, poll_requests
 from wands.train.watchdog import Watchdog
 
 
@@ -22,20 +22,19 @@ from wands.train.watchdog import Watchdog
     ],
 )
 def test_files(files: tuple[str, ...], wanted: ControlRequest, tmp_path: Path):
-    requests = ControlRequests(tmp_path, Watchdog())
+    watchdog = Watchdog()
     for name in files:
         (tmp_path / name).touch()
-    assert requests.poll(rank=1) == ControlRequest()
+    assert poll_requests(tmp_path, watchdog, rank=1) == ControlRequest()
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(files)  # only rank 0 takes them
-    assert requests.poll(rank=0) == wanted
+    assert poll_requests(tmp_path, watchdog, rank=0) == wanted
     assert list(tmp_path.iterdir()) == []
-    assert requests.poll(rank=0) == ControlRequest()
+    assert poll_requests(tmp_path, watchdog, rank=0) == ControlRequest()
 
 
 def test_a_requested_stop_saves_and_quits_on_any_rank(tmp_path: Path):
     watchdog = Watchdog()
-    requests = ControlRequests(tmp_path, watchdog)
     watchdog.stop_requested = True  # by a signal
-    assert requests.poll(rank=3) == ControlRequest(save=True, quit=True)
+    assert poll_requests(tmp_path, watchdog, rank=3) == ControlRequest(save=True, quit=True)
     (tmp_path / "check").touch()
-    assert requests.poll(rank=0) == ControlRequest(True, True, True)
+    assert poll_requests(tmp_path, watchdog, rank=0) == ControlRequest(True, True, True)
