@@ -19,9 +19,9 @@ from wands.config.deepspeed_rules import (
     ADAM_TYPES,
     QUANTIZED_KEYS,
     check_json,
-    check_optimizer,
-    check_weight_dtypes,
     offload_device,
+    optimizer_rules,
+    weight_dtype_rules,
 )
 from wands.config.optimizer_kinds import ADAM_KEYS, KINDS, kind_of
 from wands.config.recipe import OptimConfig, Recipe
@@ -95,11 +95,10 @@ def build_ds_config(
         "DeepSpeed quantises with a CUDA kernel; remove the keys.": on_cpu
         and any(map(zero.get, QUANTIZED_KEYS)),
     }
-    problems += failed_rules(rules)
-    problems += check_weight_dtypes(recipe, zero)
+    problems += failed_rules(rules | weight_dtype_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
-    problems += check_optimizer(recipe, config)
+    problems += failed_rules(optimizer_rules(recipe, config))
     if "scheduler" in config:
         unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [

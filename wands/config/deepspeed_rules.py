@@ -168,51 +168,45 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
     return failed_rules(rules)
 
 
-def check_optimizer(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why the optimizer `optim.name` cannot be used with other recipe keys or with the DeepSpeed
-    config.
+def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
+    """Return the rules for the optimizer `optim.name` together with other recipe keys and the DeepSpeed config.
+
+    The error message of each rule is mapped to a value that is true if the rule is broken, as `failed_rules` takes them.
 
     Args:
         recipe: the resolved recipe.
         config: the DeepSpeed config with the optimizer and gradient clipping.
     """
-    name, reduce = recipe.optim.name, recipe.precision.reduce
+    name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
     is_missing = package and importlib.util.find_spec(package) is None
-    stage, offload = int(zero.get("stage", 0)), offload_device(zero)
-    rules: dict[str, object] = {
+    stage, offload, is_muon = int(zero.get("stage", 0)), offload_device(zero), name == "muon"
+    is_sharded_muon = is_muon and stage == 3
+    return {
         f"optim.name={name} needs {package}, which is not installed; run pip install -e '.[8bit]'.": is_missing,
         f"optim.name=adafactor needs whole weight matrices, but ZeRO-{stage} cuts the matrices into flat partitions; use "
         "zero_optimization.stage=0 (Adafactor's states are small), or "
         "optim.name=adamw8bit.": name == "adafactor" and stage > 0,
         "zero_optimization.offload_optimizer.device=nvme keeps the fp32 master weights in files that wands cannot read for a "
         "checkpoint; use device=cpu.": offload == "nvme",
-    }
-    problems = failed_rules(rules)
-    if name != "muon":
-        return problems
-    clip = config["gradient_clipping"]
-    rules = {
         "optim.name=muon works only for full finetunes, but the recipe has a lora section; use optim.name=adamw or "
-        "adamw8bit.": recipe.lora,
+        "adamw8bit.": is_muon and recipe.lora,
         "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
-        "zero_optimization.offload_optimizer, or use optim.name=adamw.": offload != "none",
+        "zero_optimization.offload_optimizer, or use optim.name=adamw.": is_muon and offload != "none",
         f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
         "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
-        "zero_optimization.stage=0.": stage > 0 and clip > 0,
-        "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set reduce_scatter=false.": stage
-        == 3
-        and zero.get("reduce_scatter"),
+        "zero_optimization.stage=0.": is_muon and stage > 0 and clip > 0,
+        "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set "
+        "reduce_scatter=false.": is_sharded_muon and zero.get("reduce_scatter"),
         "optim.name=muon needs a learning rate for each shape of matrix, but a scheduler in the JSON sets one learning rate "
-        "for all; remove the scheduler and use optim.schedule.": "scheduler" in config,
+        "for all; remove the scheduler and use optim.schedule.": is_muon and "scheduler" in config,
         f"precision.reduce={reduce} would keep Muon's momentum in {reduce} at ZeRO-3; use precision.reduce=fp32, or "
-        "zero_optimization.stage=2.": stage == 3 and config.get("communication_data_type"),
+        "zero_optimization.stage=2.": is_sharded_muon and config.get("communication_data_type"),
     }
-    return problems + failed_rules(rules)
 
 
-def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
-    """Return the reasons why `precision.weights` or `lora.quantize` cannot be used with other settings.
+def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
+    """Return the rules for `precision.weights` and `lora.quantize` together with other settings, like `optimizer_rules`.
 
     Args:
         recipe: the resolved recipe.
@@ -223,7 +217,7 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""
     requantizes = zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights")
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32
-    rules: dict[str, object] = {
+    return {
         f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
         "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
         "lora.quantize=none.": quantize != "none" and requantizes,
@@ -243,4 +237,3 @@ def check_weight_dtypes(recipe: Recipe, zero: Mapping[str, Any]) -> list[str]:
         f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
         "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
     }
-    return failed_rules(rules)

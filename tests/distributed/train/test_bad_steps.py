@@ -81,7 +81,7 @@ def watch(
 
     def averaged() -> None:
         for part, average in averages.items():
-            copies = {number: value.clone() for number, value in enumerate(average._averages)}
+            copies = {fragment.name: value.clone() for fragment, value in average._pairs}
             snapshots.setdefault(part, []).append(copies)
 
     def stepping(engine: Any, *args: Any) -> Any:

@@ -274,7 +274,8 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
             with ema.averaged_weights(trainer.engines, trainer.averages):
                 for part, each in trainer.engines.items():
                     inside = gathered(each, own(each))
-                    for name, (start, _) in trainer.averages[part]._places.items():
+                    for fragment, _ in trainer.averages[part]._pairs:
+                        name, start = fragment.name, fragment.start
                         average = before[f"{part}/average/{name}"]
                         mine = inside[name].reshape(-1)[start : start + len(average)]
                         judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
