@@ -6,9 +6,12 @@ A worker whose launcher was killed is an orphan: the worker trains on, and nobod
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
@@ -23,20 +26,20 @@ class Ancestor(NamedTuple):
     """Parent of this process, or an ancestor further up.
 
     Attributes:
-        pid: process id.
-        start: start time of the process, in clock ticks since the boot. If the system gives the process id to a new process
-            later, the start time differs.
+        process: the process; None if it ended before this process could see it.
         name: name of the program.
     """
 
-    pid: int
-    start: int
+    process: psutil.Process | None
     name: str
 
     def is_gone(self) -> bool:
-        """Return True if the process has ended."""
-        status = _read_status(self.pid)
-        return status is None or status[1] != self.start
+        """Return True if the process has ended, also if a new process has its process id."""
+        # A process that was killed stays in the list until its parent asks for its exit code.
+        with suppress(psutil.NoSuchProcess):
+            ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return not (self.process and self.process.is_running() and self.process.status() not in ended)
+        return True
 
 
 def find_launcher() -> tuple[Ancestor, ...]:
@@ -49,36 +52,23 @@ def find_launcher() -> tuple[Ancestor, ...]:
     """
     ancestors: list[Ancestor] = []
     length = 0
-    pid = os.getppid() if "RANK" in os.environ else 0  # launchers set RANK
-    while (status := _read_status(pid)) is not None:
-        parent, start = status
-        ancestors.append(Ancestor(pid, start, _program(pid)))
-        if ancestors[-1].name in _LAUNCHERS:
-            length = len(ancestors)
-        elif length:
-            break
-        pid = parent
-    # `deepspeed` was killed while its child imported, before there were workers: process 1 has adopted the child.
-    if pid == 1 and length and ancestors[length - 1].name == "deepspeed.launcher.launch":
-        return (*ancestors[:length], Ancestor(0, 0, "deepspeed"))
+    with suppress(psutil.NoSuchProcess):  # a process ends in this moment
+        for process in psutil.Process().parents() if "RANK" in os.environ else ():  # launchers set RANK
+            ancestors.append(Ancestor(process, _program(process)))
+            if ancestors[-1].name in _LAUNCHERS:
+                length = len(ancestors)
+            elif length:
+                # `deepspeed` was killed while its child imported: process 1 has adopted the child. There are no workers yet.
+                if process.pid == 1 and ancestors[length - 1].name == "deepspeed.launcher.launch":
+                    return (*ancestors[:length], Ancestor(None, "deepspeed"))
+                break
     return tuple(ancestors[:length])
 
 
-def _read_status(pid: int) -> tuple[int, int] | None:
-    """Return (parent, start in clock ticks) of a process. Return None if the process has ended, or if /proc is missing."""
+def _program(process: psutil.Process) -> str:
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    fields = text.rpartition(b")")[2].split()  # the name of the program may contain spaces and parentheses
-    # A process that was killed stays in the list until its parent asks for its exit code.
-    return None if fields[0] in (b"Z", b"X") else (int(fields[1]), int(fields[19]))
-
-
-def _program(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
+        words = process.cmdline() or [""]
+    except psutil.Error:
         return ""
     name = Path(words[0]).name
     if name.startswith("python"):

@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from wands.train import launcher
-from wands.train.launcher import Ancestor, _read_status, find_launcher
+from wands.train.launcher import Ancestor, find_launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 TELL = "import json; from wands.train.launcher import find_launcher; print(json.dumps([a.name for a in find_launcher()]))"
@@ -70,7 +72,7 @@ def test_a_worker_without_a_rank_has_no_launcher(ancestors_in, monkeypatch: pyte
 
 def test_an_ancestor_that_was_killed_is_gone():
     child = subprocess.Popen(["sleep", "60"])
-    ancestor = Ancestor(child.pid, _read_status(child.pid)[1], "sleep")
+    ancestor = Ancestor(psutil.Process(child.pid), "sleep")
     assert not ancestor.is_gone()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -80,10 +82,10 @@ def test_an_ancestor_that_was_killed_is_gone():
 
 
 def test_a_number_that_another_process_has_taken_is_gone():
-    parent, start = _read_status(os.getpid())
-    assert parent == os.getppid()
-    assert not Ancestor(os.getpid(), start, "").is_gone()
-    assert Ancestor(os.getpid(), start - 1, "").is_gone()
+    ancestor = Ancestor(psutil.Process(), "")
+    assert not ancestor.is_gone()
+    ancestor.process._ident = (os.getpid(), ancestor.process.create_time() - 1)
+    assert ancestor.is_gone()
 
 
 @pytest.mark.parametrize(
@@ -100,12 +102,14 @@ def test_deepspeed_was_killed_before_there_were_workers(
     names: list[str], is_gone: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """KILL of `deepspeed` in the seconds in which its child imports; the child then starts the workers."""
-    processes = dict(zip(range(len(names), 0, -1), names, strict=True))  # number -> name, down to process 1
-    read = {pid: (pid - 1, 7) for pid in processes}.get
+    # number -> name, down to process 1
+    processes = dict(zip(range(len(names), 0, -1), names, strict=True))
+    parents = [
+        SimpleNamespace(pid=pid, is_running=lambda: True, status=lambda: "sleeping") for pid in processes
+    ]
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(os, "getppid", lambda: len(names))
-    monkeypatch.setattr(launcher, "_read_status", read)
-    monkeypatch.setattr(launcher, "_program", processes.__getitem__)
+    monkeypatch.setattr(psutil.Process, "parents", lambda self: parents)
+    monkeypatch.setattr(launcher, "_program", lambda process: processes[process.pid])
     assert any(ancestor.is_gone() for ancestor in find_launcher()) == is_gone
 
 
@@ -113,5 +117,5 @@ def test_no_process_below_the_first_one(monkeypatch: pytest.MonkeyPatch):
     """In a container, the parent can be process 1, or none that is visible."""
     monkeypatch.setenv("RANK", "0")
     for parent in (0, 1):
-        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        monkeypatch.setattr(psutil.Process, "ppid", lambda self, parent=parent: parent)
         assert find_launcher() == ()

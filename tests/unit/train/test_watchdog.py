@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from wands.train.launcher import Ancestor
@@ -53,8 +54,7 @@ def test_an_ignored_signal_stays_ignored():
 def test_a_launcher_that_ends_requests_a_stop(monkeypatch: pytest.MonkeyPatch, capfd):
     monkeypatch.setattr("wands.train.watchdog._TICK", 0.05)
     child = subprocess.Popen(["sleep", "60"])
-    start = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
-    with Watchdog([Ancestor(child.pid, start, "torchrun")]) as watchdog:
+    with Watchdog([Ancestor(psutil.Process(child.pid), "torchrun")]) as watchdog:
         watchdog.end_step(1, 0.1)
         time.sleep(0.2)
         assert not watchdog.stop_requested
@@ -66,7 +66,7 @@ def test_a_launcher_that_ends_requests_a_stop(monkeypatch: pytest.MonkeyPatch, c
 
 def run_alone(code: str) -> subprocess.CompletedProcess[str]:
     head = """
-import ctypes, os, signal, sys, threading, time
+import ctypes, os, psutil, signal, sys, threading, time
 from pathlib import Path
 from wands.train import watchdog as module
 from wands.train.launcher import Ancestor
@@ -113,7 +113,7 @@ with module.Watchdog() as watchdog:
     ("attack", "code", "reason"),
     [
         ("send(signal.SIGHUP)", 128 + signal.SIGHUP, "SIGHUP received"),
-        ("launcher.append(Ancestor(1, 0, 'torchrun'))", 1, "the launcher torchrun has ended"),
+        ("launcher.append(Ancestor(None, 'torchrun'))", 1, "the launcher torchrun has ended"),
     ],
 )
 def test_before_the_first_step_there_is_nothing_to_save(attack: str, code: int, reason: str):
@@ -129,8 +129,7 @@ with module.Watchdog(launcher):
 
 def test_the_message_names_what_remains_if_the_launcher_kills_the_run():
     done = run_alone("""
-status = Path(f"/proc/{os.getpid()}/stat").read_text().split()
-with module.Watchdog([Ancestor(os.getpid(), int(status[21]), "deepspeed")]) as watchdog:
+with module.Watchdog([Ancestor(psutil.Process(), "deepspeed")]) as watchdog:
     watchdog.end_step(1, 0.1)
     watchdog.saved = Path("run/checkpoints/step_00000500")
     send(signal.SIGINT)
