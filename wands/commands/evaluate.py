@@ -18,7 +18,7 @@ from wands.files import write_text
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
 from wands.train.engine import build_model
 from wands.train.evaluation import Row, measure, summarize
-from wands.train.evaluation_plan import HELD_OUT, QUANTILES, EvaluationPlan, choose_clips, list_samples
+from wands.train.evaluation_plan import HELD_OUT, list_samples, plan_cache
 from wands.train.prepare import prepare_run
 
 
@@ -49,9 +49,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         )
     _, _, device = init_process_group()
     groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
-    clips = choose_clips(run, HELD_OUT, run.data, options.max_clips)
-    run = replace(run, held_out=run.data)
-    plan = EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
+    plan, run = plan_cache(run, options.max_clips), replace(run, held_out=run.data)
     losses: list[float] = []
     for expert in run.experts:  # one after the other: only one needs memory
         one = replace(run, experts=(expert,))
@@ -67,9 +65,9 @@ def evaluate(options: EvaluateOptions) -> str | None:
         return None
     if options.json_path is not None:
         step = checkpoint.state.step if checkpoint else None
-        found = {"step": step, "weights": "ema" if options.ema else "raw", **row}
-        write_text(options.json_path, json.dumps(found | {"clips": [clip.model_dump() for clip in clips]}))
-    return _table(row, len(clips))
+        facts = {"step": step, "weights": "ema" if options.ema else "raw", **row}
+        write_text(options.json_path, json.dumps(facts | plan.model_dump(include={"clips"})))
+    return _table(row, len(plan.clips))
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
@@ -102,6 +100,6 @@ def _table(row: Row, num_clips: int) -> str:
     lines = [f"loss {row[HELD_OUT]:.5f} of {num_clips} clips"]
     for field, buckets in row["by"].items():
         for bucket in buckets:
-            sigma = f" (sigma {bucket['sigma']:.3f})" if "sigma" in bucket else ""
-            lines.append(f"  {field:<7} {bucket['name'] + sigma:<32} {bucket[HELD_OUT]:.5f}")
+            name = f"{bucket['name']} (sigma {bucket['sigma']:.3f})"
+            lines.append(f"  {field:<7} {name:<32} {bucket[HELD_OUT]:.5f}")
     return "\n".join(lines)

@@ -35,12 +35,10 @@ def save_loss_plot(
         WandsError: if the file cannot be written.
     """
     # pyplot is not used, because it would need a display and keep a global list of figures.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     assert series, "a plot needs a series"
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for i, (name, (steps, losses)) in enumerate(series.items()):
         values = np.asarray(losses, dtype=np.float64)

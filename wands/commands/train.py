@@ -157,9 +157,8 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
         raise CheckpointError(
             [f"{label}: {text}. Write or download the file again." for text in problems], agreed=True
         )
-    return next(
-        filter(None, gather_objects(find_damage(run.checkpoint, share) if run.checkpoint else None)), None
-    )
+    damage = find_damage(run.checkpoint, share) if run.checkpoint else None
+    return next(filter(None, gather_objects(damage)), None)
 
 
 def _claim_nothing(output_dir: Path) -> None:

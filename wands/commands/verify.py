@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from functools import partial
+from typing import TypeVar
 
 from wands.config.options import VerifyOptions
 from wands.data.cache.format import MANIFEST_NAME
 from wands.data.cache.reader import LatentCache
-from wands.errors import CacheError, CheckpointError, ConfigError, WandsError
+from wands.errors import ConfigError, WandsError
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps
 from wands.model.files.hashes import find_changed_files
+
+T = TypeVar("T")
 
 
 def verify(options: VerifyOptions) -> str:
@@ -27,14 +31,14 @@ def verify(options: VerifyOptions) -> str:
     if not path.is_dir():
         raise ConfigError(f"PATH={path} is not a folder; give the folder of a run, a cache or a model.")
     if (path / MANIFEST_NAME).is_file():
-        number, problems = _verify_cache(path)
-        things = "samples"
+        cache = LatentCache(path, verify=True)
+        things, (number, problems) = "samples", _check_all(range(len(cache.keys)), cache.read)
     elif (path / STATE_FILE).is_file() or list_steps(path) or (path / "checkpoints").is_dir():
-        number, problems = _verify_run(path)
-        things = "checkpoints"
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        steps = [path] if (path / STATE_FILE).is_file() else list_steps(folder)
+        things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
     else:
-        number, problems = find_changed_files(path)
-        things = "files"
+        things, (number, problems) = "files", find_changed_files(path)
         if not number:
             raise ConfigError(
                 f"PATH={path} contains no checkpoint, no cache, and no file with a stored hash. wands export, wands convert and "
@@ -45,28 +49,15 @@ def verify(options: VerifyOptions) -> str:
     return f"{number} {things} in {path} are intact"
 
 
-def _verify_run(path: Path) -> tuple[int, list[str]]:
-    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = [path] if (path / STATE_FILE).is_file() else list_steps(folder)
-    problems = []
-    for step in steps:
+def _check_all(items: Sequence[T], read: Callable[[T], object]) -> tuple[int, list[str]]:
+    """Read all items in threads. Return the number of items, and the message of each error that `read` raises."""
+
+    def problem_of(item: T) -> str | None:
         try:
-            find_checkpoint(step, verify=True)
-        except CheckpointError as error:
-            problems.append(str(error))
-    return len(steps), problems
-
-
-def _verify_cache(path: Path) -> tuple[int, list[str]]:
-    cache = LatentCache(path, verify=True)
-
-    def problem_of(i: int) -> str | None:
-        try:
-            cache.read(i)
-        except CacheError as error:
+            read(item)
+        except WandsError as error:
             return str(error)
         return None
 
     with ThreadPoolExecutor(4) as pool:
-        problems = [problem for problem in pool.map(problem_of, range(len(cache.keys))) if problem]
-    return len(cache.keys), problems
+        return len(items), list(filter(None, pool.map(problem_of, items)))

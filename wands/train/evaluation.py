@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -67,14 +68,16 @@ class Evaluator:
     """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and the trackers' curves.
 
     Args:
-        trainer: engines and moving averages of the run. A resumed run continues the evaluations in its folder.
+        trainer: engines and moving averages of a run with an `eval` section. A resumed run continues the evaluations in its
+            folder.
         step_log: log of the steps. It shows the newest held-out loss on the terminal.
         watchdog: watchdog of this process, which limits the time of each forward pass.
     """
 
     def __init__(self, trainer: Trainer, step_log: StepLog, watchdog: Watchdog) -> None:
         self._trainer, self._run, self._watchdog, self._step_log = trainer, trainer.run, watchdog, step_log
-        self._rows: list[Row] = []
+        assert trainer.run.recipe.eval is not None
+        self._config, self._rows = trainer.run.recipe.eval, list[Row]()
         plan = self._open() if trainer.rank == 0 else None
         self._plan: EvaluationPlan = gather_objects(plan)[0]  # type: ignore[assignment]
         self._samples = list_samples(self._run, self._plan)
@@ -90,10 +93,11 @@ class Evaluator:
         plan_file, results = folder / PLAN_FILE, folder / "evaluations.jsonl"
         step, plan = self._trainer.events.step, stored_plan(run)
         if plan is None:
-            for path in (plan_file, results) if run.checkpoint else ():
-                if path.is_file():  # other clips: the results cannot be compared
-                    path.replace(path.with_stem(f"{path.stem}_until_{step:08d}"))
             if run.checkpoint is not None:
+                for path in filter(
+                    Path.is_file, (plan_file, results)
+                ):  # other clips: the results cannot be compared
+                    path.replace(path.with_stem(f"{path.stem}_until_{step:08d}"))
                 self._trainer.log("a new series of evaluations begins, because eval or data.holdout changed")
                 self._trainer.events.write("new evaluation series")
             plan = plan_evaluation(run)
@@ -108,8 +112,7 @@ class Evaluator:
             step: number of optimizer steps that the run has made.
             ends: whether the user's request ends the run now. The evaluation is then left to the resumed run.
         """
-        section, is_last = self._run.recipe.eval, step == self._run.sampler.total_steps
-        return is_last or (section is not None and step % section.every == 0 and not ends)
+        return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
     def is_missing(self, step: int) -> bool:
         """Return whether this process must evaluate before its first step. The result is equal on all ranks.
@@ -173,11 +176,9 @@ class Evaluator:
             finite = {key: value for key, value in curves.items() if value is not None}
             self._trainer.trackers.log(row["step"], finite)
         write_report(self._run.output_dir)
-        past = [
-            row for row in self._rows if row["weights"] == rows[-1]["weights"] and row[HELD_OUT] is not None
-        ]
-        assert self._run.recipe.eval is not None
-        best, patience = last_improvement(self._plan, past), self._run.recipe.eval.patience
+        weights, patience = rows[-1]["weights"], self._config.patience
+        past = [row for row in self._rows if row["weights"] == weights and row[HELD_OUT] is not None]
+        best = last_improvement(self._plan, past)
         waited = sum(row["step"] > best for row in past)
         if patience and waited >= patience:
             self._trainer.log(
@@ -290,16 +291,12 @@ def summarize(
     for (field, name), pairs in buckets.items():
         means = _means(plan, [(sample.clip, loss) for sample, loss in pairs])
         by[field].append({"name": name, **means, "sigma": fmean(sample.sigma for sample, _ in pairs)})
-    changes = [base and paired_change(plan, side, values, base) for side in (HELD_OUT, TRAIN)]
     gap = None if None in whole.values() else whole[HELD_OUT] - whole[TRAIN]
-    return {
-        **whole,
-        "gap": gap,
-        "change": changes[0],
-        "train_change": changes[1],
-        "by": dict(by),
-        "losses": values,
+    changes = {
+        key: base and paired_change(plan, side, values, base)
+        for key, side in (("change", HELD_OUT), ("train_change", TRAIN))
     }
+    return {**whole, "gap": gap, **changes, "by": dict(by), "losses": values}
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:

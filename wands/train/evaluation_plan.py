@@ -172,27 +172,22 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
     """
     recipe, sampler = run.recipe, run.sampler
     assert recipe.eval is not None
-    sides = [(HELD_OUT, run.held_out), (TRAIN, run.data)]
-    most = recipe.eval.max_clips
-    chosen = [choose_clips(run, side, data, most) for side, data in sides if data is not None]
-    pairs = list(zip(*filter(None, chosen), strict=False))  # a training clip for each held-out clip
+    sides, most = {HELD_OUT: run.held_out, TRAIN: run.data}, recipe.eval.max_clips
+    chosen = {side: choose_clips(run, data, most) for side, data in sides.items() if data is not None}
+    pairs = list(zip(*filter(None, chosen.values()), strict=False))  # a training clip for each held-out clip
     forwards = num_forwards(recipe, sampler.total_steps, run.variant, len(run.experts))
-    costs = [forwards * sum(run.shape.forward_flops([clip.num_tokens]) for clip in pair) for pair in pairs]
+    costs = [forwards * sum(run.shape.forward_flops([length]) for _, length in pair) for pair in pairs]
     epoch = sampler.epoch_plan(sampler.start[0])
     training = run.step_flops([bin for step in epoch.steps for bin in step]) / epoch.num_steps
     training *= sampler.total_steps
     num, num_pairs = fit_plan(costs, recipe.eval.max_share * training)
     share, quantiles = num * sum(costs[:num_pairs]) / training, QUANTILES[num]
-    clips = [
-        clip.model_copy(update={"sigmas": _sigmas(run, clip.num_tokens, quantiles)})
-        for side in zip(*pairs[:num_pairs], strict=True)
-        for clip in side
-    ]
+    clips = [clip for side in chosen for clip in add_levels(run, side, chosen[side][:num_pairs], quantiles)]
     return EvaluationPlan(settings=plan_settings(recipe), quantiles=quantiles, share=share, clips=clips)
 
 
-def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[EvaluationClip]:
-    """Choose clips of a data set for the evaluation. Return the clips with nine noise levels each, the first choice first.
+def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
+    """Choose clips of a data set for the evaluation. Return (key, number of video tokens) pairs, the first choice first.
 
     Clips with more than `packing.max_tokens` tokens are left out. The order of the choice is pseudorandom: it follows a hash
     of each sample's key. If several samples come from one source clip, a second sample is chosen only after every
@@ -200,7 +195,6 @@ def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[
 
     Args:
         run: the checked training run.
-        side: "held_out" or "train", for the result.
         data: clips to choose from.
         most: largest number of clips to return.
     """
@@ -212,11 +206,35 @@ def choose_clips(run: TrainingRun, side: str, data: Dataset, most: int) -> list[
     for key in sorted(lengths, key=_hash):
         turns[key] = seen[clip_name(key)]
         seen[clip_name(key)] += 1
-    clips = [(key, lengths[key]) for key in sorted(turns, key=turns.__getitem__)[:most]]
-    levels = {length: _sigmas(run, length, QUANTILES[9]) for _, length in clips}
-    return [
-        EvaluationClip(key=key, side=side, num_tokens=length, sigmas=levels[length]) for key, length in clips
-    ]
+    return [(key, lengths[key]) for key in sorted(turns, key=turns.__getitem__)[:most]]
+
+
+def add_levels(
+    run: TrainingRun, side: str, chosen: Sequence[tuple[str, int]], quantiles: Sequence[float]
+) -> list[EvaluationClip]:
+    """Return the chosen clips with a noise level for each quantile.
+
+    Args:
+        run: the checked training run.
+        side: "held_out" or "train", for the result.
+        chosen: result of `choose_clips`.
+        quantiles: probabilities, see `EvaluationPlan`.
+    """
+    clips = []
+    for key, num_tokens in chosen:
+        flow = with_clip_shift(run.recipe.flow, num_tokens)
+        levels = {
+            expert.subfolder: [sigma_quantile(flow, quantile, *expert.sigma_range) for quantile in quantiles]
+            for expert in run.experts
+        }
+        clips.append(EvaluationClip(key=key, side=side, num_tokens=num_tokens, sigmas=levels))
+    return clips
+
+
+def plan_cache(run: TrainingRun, most: int) -> EvaluationPlan:
+    """Return the plan of `wands evaluate`: at most `most` clips of the run's data at nine noise levels, as held-out clips."""
+    clips = add_levels(run, HELD_OUT, choose_clips(run, run.data, most), QUANTILES[9])
+    return EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
 
 
 def _hash(key: str) -> bytes:
@@ -260,11 +278,3 @@ def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:
                 f"{key}={str(value).lower()} needs a held-out loss; add an eval section (eval: {{}}), and set data.holdout or "
                 "eval.cache."
             )
-
-
-def _sigmas(run: TrainingRun, num_tokens: int, quantiles: Sequence[float]) -> dict[str, list[float]]:
-    flow = with_clip_shift(run.recipe.flow, num_tokens)
-    return {
-        expert.subfolder: [sigma_quantile(flow, quantile, *expert.sigma_range) for quantile in quantiles]
-        for expert in run.experts
-    }

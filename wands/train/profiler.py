@@ -141,12 +141,9 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
     def scope_of(event: FunctionEvent | None) -> str:
         if event is None:
             return "other"
-        if named := _scope_of_name(event.name):
-            return named
-        cause = (
-            forward.get((event.fwd_thread, event.sequence_nr)) if "evaluate_function" in event.name else None
-        )
-        return scope_of(cause or event.cpu_parent)
+        is_backward = "evaluate_function" in event.name
+        cause = forward.get((event.fwd_thread, event.sequence_nr)) if is_backward else None
+        return _scope_of_name(event.name) or scope_of(cause or event.cpu_parent)
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for event in own:

@@ -21,31 +21,25 @@ def start_block(run: TrainingRun) -> str:
     """Return the text that a run prints before training starts, with lines about model, parallelism, data, packing,
     memory and so on.
     """
-    recipe, shape, lens, flow = run.recipe, run.shape, run.seq_lens, run.recipe.flow
+    recipe, shape, lens, flow, sampler = run.recipe, run.shape, run.seq_lens, run.recipe.flow, run.sampler
     start_step = run.checkpoint.state.step if run.checkpoint else 0
     kernel: str = recipe.attention.backend
     if kernel != "auto" or accelerator_type() == "cpu":  # otherwise, training measures the kernels
         kernel = attention_backend(run, torch.device(accelerator_type())).name
-    epoch_number = run.sampler.start[0]
-    plan = run.sampler.epoch_plan(epoch_number)
+    epoch, plan = f"epoch {sampler.start[0]}", sampler.epoch_plan(sampler.start[0])
     bins = [bin for step in plan.steps for bin in step if bin]
     samples = [i for bin in bins for i in bin]
-    tokens = f"{int(lens[samples].sum()):,} tokens"
     imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
-    first_source, *other_sources = describe_data(recipe.data, run.data)
-    epoch = (
-        [*other_sources, f"epoch {epoch_number}: {len(samples):,} samples, {tokens}"] if other_sources else []
-    )
     evaluation, videos = [], []
     if recipe.eval:
-        clips = (stored_plan(run) or plan_evaluation(run)).describe()
-        evaluation = [f"{clips}, every {recipe.eval.every:,} steps"]
+        clips = stored_plan(run) or plan_evaluation(run)
+        evaluation = [f"{clips.describe()}, every {recipe.eval.every:,} steps"]
     if recipe.sample:
-        sets = 1 + -(-run.sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
-        training = run.sampler.total_steps * run.step_flops(bins) / plan.num_steps
+        sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
+        training = sampler.total_steps * run.step_flops(bins) / plan.num_steps
         share = sets * run.workload(accelerator_type()).video_flops / training
-        every = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
-        videos = [f"{every}: {share:.1%} of the training's FLOPs"]
+        text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
+        videos = [f"{text}: {share:.1%} of the training's FLOPs"]
     rows = {
         "model": [
             f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
@@ -63,20 +57,18 @@ def start_block(run: TrainingRun) -> str:
         ],
         "attention": [f"{kernel} kernels, checkpointing {_checkpointing(recipe.model)}"],
         "data": [
-            first_source if other_sources else f"{first_source}, {tokens}",
-            *epoch,
+            *describe_data(recipe.data, run.data),
+            f"{epoch}: {len(samples):,} samples, {int(lens[samples].sum()):,} tokens",
             f"tokens per clip: min {lens.min():,}, median {int(np.median(lens)):,}, max {lens.max():,}",
         ],
         "packing": [
             f"{'on' if recipe.packing.enabled else 'off (one clip per forward)'}, bins of {recipe.packing.max_tokens:,} tokens",
-            f"epoch {epoch_number}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
-        ],
-        "step": [
-            f"{recipe.train.bins_per_step} bins = dp {run.dp_size} x accumulation "
-            f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}"
+            f"{epoch}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
         ],
         "steps": [
-            f"{run.sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
+            f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
+            f"{recipe.train.bins_per_step} bins per step = dp {run.dp_size} x accumulation "
+            f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}",
             *_short_run(run),
         ],
         "flow": [
@@ -89,11 +81,10 @@ def start_block(run: TrainingRun) -> str:
         "samples": videos,
         "memory": [_memory_line(run)],
         "output": [str(run.output_dir)],
-        "changed": [
-            *([run.data_change] if run.data_change else []),
-            *(list_changes(run.checkpoint.state, build_state(run, 0, 0, [])) if run.checkpoint else []),
-        ],
+        "changed": [run.data_change] if run.data_change else [],
     }
+    if run.checkpoint:
+        rows["changed"] += list_changes(run.checkpoint.state, build_state(run, 0, 0, []))
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)
 
@@ -184,6 +175,6 @@ def _checkpointing(model: ModelConfig) -> str:
 
 def _memory_line(run: TrainingRun) -> str:
     memory = estimate_memory(run.workload(accelerator_type()))
-    inner = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.device.items())
-    host = ", ".join(f"{name} {to_gib(size)}" for name, size in memory.host.items())
-    return f"about {to_gib(memory.needed)} per rank: {inner}" + (f"; on the host {host}" if host else "")
+    places = filter(None, (memory.device, memory.host))
+    parts = [", ".join(f"{name} {to_gib(size)}" for name, size in place.items()) for place in places]
+    return f"about {to_gib(memory.needed)} per rank: {'; on the host '.join(parts)}"

@@ -79,11 +79,7 @@ class Trackers:
             values: maps the name of an image or video to a uint8 array [H, W, 3] or to the path of an mp4 file.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
-            if name == "tensorboard":
-                batches = {key: image[None] for key, image in values.items()}
-                self._try(name, partial(tracker.log_images, batches, step=step, dataformats="NHWC"))
-            else:
-                self._try(name, partial(_log_objects, tracker, step, kind, values))
+            self._try(name, partial(_send_media, tracker, step, kind, values))
 
     def close(self) -> None:
         """Finish the trackers. A tracker may wait here until everything is uploaded."""
@@ -152,6 +148,9 @@ def _build(name: str, run: TrainingRun, step: int) -> Any:
     return tracking.LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
 
 
-def _log_objects(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:
+def _send_media(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    if tracker.name == "tensorboard":
+        images = {name: image[None] for name, image in values.items()}
+        return tracker.log_images(images, step=step, dataformats="NHWC")
     build = getattr(importlib.import_module(tracker.name), kind)
     tracker.log({name: build(value) for name, value in values.items()}, step=step)
