@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_062
+TOTAL = 22_025
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4623,
+    "commands": 4609,
     "config": 1244,
     "data": 4552,
     "distributed": 389,
@@ -31,7 +31,7 @@ FOLDERS = {
     "recipes": 0,
     "report": 270,
     "sampling": 987,
-    "train": 4142,
+    "train": 4119,
 }
 """Folder of wands -> its budget; "." is the files next to the folders."""
 
