@@ -13,7 +13,6 @@ import itertools
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from wands.config.options import SplitOptions
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.tables import check_out, table_row, write_table
-from wands.data.clips.video import damage_named
-from wands.data.clips.video_file import VideoReader
+from wands.data.clips.video import open_video
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
 from wands.texts import safe_lines
@@ -71,7 +69,7 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
     # Frame number, largest luma of each column, largest luma of each row, small image.
     samples: list[tuple[int, Any, Any, Any]] = []
     try:
-        with damage_named(film.path), closing(VideoReader(film.path)) as reader:
+        with open_video(film.path) as reader:
             info = reader.info
             for index, frame in enumerate(reader.frames(0)):
                 rgb = frame.image.reformat(128, 72, "rgb24", interpolation="AREA", threads=1).to_ndarray()

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
-from itertools import chain, islice, repeat
+from functools import lru_cache, partial
+from itertools import chain, islice, repeat, tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError
 from wands.data.clips.records import IMAGE_EXTENSIONS
 from wands.data.clips.rows import Crop
 from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
-from wands.errors import DataError
+from wands.errors import DataError, one_line
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _read_mask(
         start: time of the first frame.
         times: times of all frames of all windows.
     """
-    with damage_named(mask), closing(VideoReader(mask)) as reader:
+    with open_video(mask) as reader:
         info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
         (width, height), (clip_width, clip_height) = info.display_size, of_clip.display_size
         ratio, wanted = float(width / height), float(clip_width / clip_height)
@@ -222,84 +222,13 @@ def _read_mask(
             yield dict(weights)
 
 
-def _read_windows(
-    reader: VideoReader,
-    spec: ClipSpec,
-    start: float | None,
-    end: float | None,
-    crop: Crop | None,
-    mask: Path | None,
-) -> Iterator[DecodedClip]:
-    duration = reader.info.duration
-    slack = reader.tolerance(duration)
-    if end is not None and end > duration + slack:
-        raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
-    begin, finish = max(start or 0.0, reader.first.time), min(end or duration, duration)
-    first_window = next(plan_windows(spec, begin, finish), None)
-    if first_window is None:
-        raise reader.error(
-            f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
-            "correct start and end in the row, or remove the row",
-        )
-    cropper = _Cropper(reader, crop) if crop else None
-    info = cropper.info if cropper else reader.info
-    sizes, size_error = plan_sizes(spec, *info.display_size)
-    renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
+def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
+    """Average the token weights [frames, rows, columns] over the frames of each latent frame.
 
-    def times() -> Iterator[float]:
-        return (t + i / spec.fps for t, length in plan_windows(spec, begin, finish) for i in range(length))
-
-    chosen = _choose(reader, reader.frames(first_window[0]), times())
-    of_mask: Iterator[Mapping[str, np.ndarray]] = repeat({})
-    if mask is not None:
-        of_mask = _read_mask(mask, reader, crop, sizes, spec.size_multiple, first_window[0], times())
-    is_black = False
-    for index, (window_start, length) in enumerate(plan_windows(spec, begin, finish)):
-        # The arrays are filled in place. Stacking a list of frames would halve the speed.
-        images = {
-            suffix: np.empty((length, *render.size, 3), dtype=np.uint8) for suffix, render in renders.items()
-        }
-        weights: dict[str, list[np.ndarray]] = {suffix: [] for suffix in renders}
-        filled, latest = 0, None
-        for frame, of_tokens in zip(islice(chosen, length), of_mask, strict=False):
-            for suffix, frames in images.items():
-                frames[filled] = frames[filled - 1] if frame is latest else renders[suffix](frame.image)
-            for suffix, of_token in of_tokens.items():
-                weights[suffix].append(of_token)
-            filled, latest = filled + 1, frame
-        if filled < length and reader.reached < duration - slack:
-            raise reader.error(
-                f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
-                f"window [{window_start:.2f}, {window_start + length / spec.fps:.2f}) s",
-                "replace the file, or lower --max-frames",
-            )
-        kept = spec.legal_frames(filled)
-        if not kept and index == 0:
-            raise reader.error(
-                f"has no frame at or after {window_start:.3f} s", "correct the start in the row"
-            )
-        if kept == length or index == 0 or kept > spec.frame_stride:
-            window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-            flags = reader.variable_fps, reader.interlaced, (begin, finish)
-            for suffix, frames in images.items():
-                clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
-                if mask is not None:
-                    grids = np.stack(weights[suffix][:kept])
-                    # The first latent frame encodes one frame, each other latent frame encodes `frame_stride` frames.
-                    rest = grids[1:].reshape(kept // spec.frame_stride, spec.frame_stride, *grids.shape[1:])
-                    clip.token_weights = np.concatenate([grids[:1], rest.mean(axis=1)])
-                if clip.token_weights is None or clip.token_weights.any():
-                    yield clip
-                else:
-                    is_black = True
-        if filled < length:
-            break
-    if is_black:
-        raise reader.error(
-            f"has the mask {mask}, which is black in a whole sample", "remove the clip or the mask"
-        )
-    if size_error:
-        raise size_error
+    The first latent frame encodes one frame, each other latent frame encodes `frame_stride` frames.
+    """
+    rest = grids[1:].reshape(-1, frame_stride, *grids.shape[1:])
+    return np.concatenate([grids[:1], rest.mean(axis=1)])
 
 
 def decode_clip(
@@ -334,16 +263,73 @@ def decode_clip(
             `DecodedClip` was yielded: the mask is black in a window, or the file is too small for a size in
             `spec.more_pixels` but not for the main size.
     """
-    path = Path(path)
-    try:
-        with damage_named(path), closing(VideoReader(path)) as reader:
-            yield from _read_windows(reader, spec, start, end, crop, mask)
-    except TooSmallError as error:
-        raise TooSmallError(f"video={path} {error}") from None
-    except MemoryError as error:
-        raise DataError(
-            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
-        ) from error
+    with open_video(path) as reader:
+        duration = reader.info.duration
+        slack = reader.tolerance(duration)
+        if end is not None and end > duration + slack:
+            raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
+        begin, finish = max(start or 0.0, reader.first.time), min(end or duration, duration)
+        windows = partial(plan_windows, spec, begin, finish)
+        first = next(windows(), None)
+        if first is None:
+            raise reader.error(
+                f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
+                "correct start and end in the row, or remove the row",
+            )
+        cropper = _Cropper(reader, crop) if crop else None
+        info = cropper.info if cropper else reader.info
+        sizes, size_error = plan_sizes(spec, *info.display_size)
+        renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
+        times, of_mask = tee(t + i / spec.fps for t, length in windows() for i in range(length))
+        chosen = _choose(reader, reader.frames(first[0]), times)
+        masks: Iterator[Mapping[str, np.ndarray]] = repeat({})
+        if mask is not None:
+            masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, first[0], of_mask)
+        is_black = False
+        for index, (window_start, length) in enumerate(windows()):
+            # The arrays are filled in place. Stacking a list of frames would halve the speed.
+            images = {
+                suffix: np.empty((length, *render.size, 3), dtype=np.uint8)
+                for suffix, render in renders.items()
+            }
+            weights, latest = list[Mapping[str, np.ndarray]](), None
+            for number, (frame, of_tokens) in enumerate(zip(islice(chosen, length), masks, strict=False)):
+                for suffix, frames in images.items():
+                    frames[number] = frames[number - 1] if frame is latest else renders[suffix](frame.image)
+                weights.append(of_tokens)
+                latest = frame
+            filled = len(weights)
+            if filled < length and reader.reached < duration - slack:
+                raise reader.error(
+                    f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
+                    f"window [{window_start:.2f}, {window_start + length / spec.fps:.2f}) s",
+                    "replace the file, or lower --max-frames",
+                )
+            kept = spec.legal_frames(filled)
+            if not kept and index == 0:
+                raise reader.error(
+                    f"has no frame at or after {window_start:.3f} s", "correct the start in the row"
+                )
+            if kept == length or index == 0 or kept > spec.frame_stride:
+                window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
+                flags = reader.variable_fps, reader.interlaced, (begin, finish)
+                for suffix, frames in images.items():
+                    clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
+                    if mask is not None:
+                        grids = np.stack([of_tokens[suffix] for of_tokens in weights[:kept]])
+                        clip.token_weights = _average(grids, spec.frame_stride)
+                    if clip.token_weights is None or clip.token_weights.any():
+                        yield clip
+                    else:
+                        is_black = True
+            if filled < length:
+                break
+        if is_black:
+            raise reader.error(
+                f"has the mask {mask}, which is black in a whole sample", "remove the clip or the mask"
+            )
+        if size_error:
+            raise size_error
 
 
 def probe(path: Path) -> VideoInfo:
@@ -352,8 +338,7 @@ def probe(path: Path) -> VideoInfo:
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
-    path = Path(path)
-    with damage_named(path), closing(VideoReader(path)) as reader:
+    with open_video(path) as reader:
         return reader.info
 
 
@@ -366,27 +351,34 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
     Raises:
         DataError: if the file cannot be opened, or has no video or no decodable frame.
     """
-    with damage_named(path):
-        status = path.stat()
-        return _frame_times(path, status.st_size, status.st_mtime_ns)
+    status = path.stat()
+    return _frame_times(path, status.st_size, status.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)  # consecutive rows of a table often select ranges of one clip
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
-    with closing(VideoReader(path)) as reader:
+    with open_video(path) as reader:
         return reader.frame_times()
 
 
 @contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """Convert an error that a damaged file causes inside the `with` block to a DataError. The message names the
-    file.
+def open_video(path: Path) -> Iterator[VideoReader]:
+    """Open a video. An error that a damaged, too small or too long video causes inside the `with` block becomes a DataError
+    that names the file.
     """
     try:
-        yield
+        with closing(VideoReader(path)) as reader:
+            yield reader
+    except TooSmallError as error:
+        raise TooSmallError(f"video={path} {error}") from None
+    except MemoryError as error:
+        raise DataError(
+            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
+        ) from error
     except BROKEN as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise DataError(f"video={path} cannot be read as a video ({reason}); replace the file") from error
+        raise DataError(
+            f"video={path} cannot be read as a video ({one_line(error)}); replace the file"
+        ) from error
 
 
 def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
@@ -425,7 +417,6 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
             is repeated.
         fps: frames per second.
     """
-    path = Path(path)
     assert frames.dtype == np.uint8, frames.dtype
     assert frames.ndim == 4, frames.shape
     assert frames.shape[0] > 0, frames.shape
