@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,11 +37,10 @@ from wands.data.clips.clip import ClipSpec, check_frames
 from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
-from wands.data.clips.rows import Crop
 from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
-from wands.errors import ConfigError, DataError, one_line
+from wands.errors import ConfigError, DataError, failed_rules, one_line
 from wands.files import write_text
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
@@ -93,8 +93,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     rows, rejections = rows[::step], rejections[::step]
     decode = partial(_decode, spec, variant, options.html_path is not None)
     tasks = [
-        *((row.path, row.start, row.end, row.crop, row.mask) for row in rows),
-        *((Path(item.path), None, None, None, None) if _is_clip(item.path) else None for item in rejections),
+        *((row.path, *row.part) for row in rows),
+        *((Path(item.path),) if _is_clip(item.path) else None for item in rejections),
     ]
     findings = _decode_all(decode, tasks, options.num_workers)
     clips = [
@@ -166,10 +166,8 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 # ---- decoding of one clip in a worker process
 
 
-_Task = tuple[Path, float | None, float | None, Crop | None, Path | None]
-"""A clip to decode: (path, start in seconds, end in seconds, crop, mask). None is the start of the file, the end of the file,
-the whole frame, or no mask.
-"""
+_Task = tuple[Path, *tuple[Any, ...]]
+"""A clip to decode: the path and, unless the whole file is used, `ClipRecord.part`."""
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
@@ -178,7 +176,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
     `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
     """
-    file_path, start, end, crop, mask = task
+    file_path, *part = task
     path, reason, thumbnail = str(file_path), "", b""
     samples: list[CheckedSample] = []
     digests: list[str] = []
@@ -186,10 +184,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     images = FrameWarnings()
     try:
         with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
-            file.seek(0, 2)
-            file.seek(0)
             file.read(1 << 16)
-        for clip in decode_clip(file_path, spec, start, end, crop, mask):
+        for clip in decode_clip(file_path, spec, *part):
             frames = clip.frames
             check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
@@ -255,12 +251,8 @@ def _decode_all(
             None is empty.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
-    findings = [CheckedClip("", "")] * len(tasks)
-    numbers: dict[_Task, list[int]] = {}  # a clip with several captions has several tasks
-    for number, task in enumerate(tasks):
-        if task:
-            numbers.setdefault(task, []).append(number)
-    distinct = list(numbers)
+    distinct = list(dict.fromkeys(filter(None, tasks)))
+    findings: dict[_Task | None, CheckedClip] = {None: CheckedClip("", "")}
     with progress("clips", len(distinct)) as advance:
         limit = clip_rules.LIMIT_SECONDS
         for index, result in map_isolated(
@@ -270,10 +262,9 @@ def _decode_all(
             if isinstance(result, Crash):
                 reason = clip_rules.crash_reason(task[0], result)
                 result = CheckedClip("", str(task[0]), reason=reason)
-            for number in numbers[task]:
-                findings[number] = result if number < KEPT_THUMBNAILS else replace(result, thumbnail=b"")
+            findings[task] = result if index < KEPT_THUMBNAILS else replace(result, thumbnail=b"")
             advance()
-    return findings
+    return [findings[task] for task in tasks]
 
 
 def _is_clip(path: str) -> bool:
@@ -281,10 +272,7 @@ def _is_clip(path: str) -> bool:
 
     For example, an entry without a caption is rejected, but its file can be decoded for the report.
     """
-    try:
-        return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
-    except ValueError:  # a name that no operating system accepts
-        return False
+    return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
 
 
 def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
@@ -296,29 +284,20 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         longest: number of frames of the longest sample from the file.
         spec: rate, size and length of the samples.
     """
-    warnings, source = [], clip.source
-    is_image = path.lower().endswith(IMAGE_EXTENSIONS)
-    if clip.variable_fps:
-        warnings.append(f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp")
-    if source.fps < 0.95 * spec.fps and not is_image:
-        warnings.append(f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps")
-    if clip.interlaced:
-        warnings.append(
-            "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT"
-        )
-    if source.hdr:
-        warnings.append(
-            f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert the clip with "
-            f"ffmpeg -i IN -vf {TO_SDR} OUT"
-        )
-    if source.rotation or source.mirrored:
-        warnings.append(_describe_turn(source))
-    if source.sar != 1:
-        shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
-        warnings.append(f"pixel aspect ratio: {source.sar}, used as {shown} square pixels")
-    if longest == 1 and not is_image:
-        warnings.append("becomes a still image: only one frame can be used; use a longer clip")
-    return warnings
+    source, is_image = clip.source, path.lower().endswith(IMAGE_EXTENSIONS)
+    is_slow = source.fps < 0.95 * spec.fps and not is_image
+    shown = "x".join(f"{float(side):.0f}" for side in source.display_size)
+    properties = {
+        f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp": clip.variable_fps,
+        f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps": is_slow,
+        "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT": clip.interlaced,
+        f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert the clip with "
+        f"ffmpeg -i IN -vf {TO_SDR} OUT": source.hdr,
+        _describe_turn(source): source.rotation or source.mirrored,
+        f"pixel aspect ratio: {source.sar}, used as {shown} square pixels": source.sar != 1,
+        "becomes a still image: only one frame can be used; use a longer clip": longest == 1 and not is_image,
+    }
+    return failed_rules(properties)
 
 
 def _describe_turn(source: VideoInfo) -> str:

@@ -241,20 +241,18 @@ class CheckReport:
         lines.append(token_histogram(self.tokens))
         text = "" if self.exact_text else " (text tokens are estimated; --model counts them exactly)"
         lines.append(f"cache: about {self.cache_bytes:,} bytes{text}")
-        lines.append(self.packing_line())
+        lines.append(f"packing: {self.packing_text()}")
         return table + safe_lines("\n".join(lines))
 
-    def packing_line(self) -> str:
-        """Return one line about the bins (packed sequences) of a training epoch: how full the bins are, and the
-        number of steps.
+    def packing_text(self) -> str:
+        """Return a text about the bins (packed sequences) of a training epoch: how full the bins are, and the number of
+        steps.
         """
         plan = self.packing
         if plan is None or plan.problem:
-            return f"packing: {plan.problem if plan else 'no sample'}"
-        return (
-            f"packing: bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full, "
-            f"{plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins per epoch"
-        )
+            return plan.problem if plan else "no sample"
+        bins = f"bins of {plan.max_tokens:,} tokens are {plan.fill:.1%} full"
+        return f"{bins}, {plan.steps_per_epoch:,} steps of {plan.bins_per_step:,} bins per epoch"
 
 
 def describe_source(clip: CheckedClip) -> str:

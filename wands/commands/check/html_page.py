@@ -31,6 +31,7 @@ def render_page(report: CheckReport) -> str:
 
     File names and captions are escaped, so that they cannot contain HTML. In paths, the name of the user is removed.
     """
+    exact = "counted by the model's tokenizer"
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return render(
         Path(__file__).parent,
@@ -49,7 +50,10 @@ def render_page(report: CheckReport) -> str:
         bars=bars,
         most=max((count for _, count in bars), default=1),
         columns=[(name, text, *_histogram(report, name)) for name, text in report.column_texts().items()],
-        training=_training(report),
+        training=[
+            ("caption tokens", exact if report.exact_text else "estimated; --model counts them exactly"),
+            ("packing", report.packing_text()),
+        ],
         problems=report.problems()[:SHOWN_PROBLEMS],
         buttons=[("all", len(report.clips)), *((verdict, totals[verdict]) for verdict in VERDICTS)],
         verdicts=VERDICTS,
@@ -79,17 +83,3 @@ def _settings(report: CheckReport) -> str:
     size = f"{spec.width}x{spec.height}" if spec.height else f"at most {bounds} pixels"
     frames = f"at most {spec.max_frames} frames" if spec.max_frames else "whole clips"
     return f"{spec.fps:g} fps, {size}, {frames}, {spec.clip_mode}"
-
-
-def _training(report: CheckReport) -> list[tuple[str, str]]:
-    exact = "counted by the model's tokenizer"
-    rows = [("caption tokens", exact if report.exact_text else "estimated; --model counts them exactly")]
-    plan = report.packing
-    if plan is None or plan.problem:
-        return [*rows, ("packing", plan.problem if plan else "no sample")]
-    return [
-        *rows,
-        ("bins", f"{plan.max_tokens:,} tokens, {plan.bins_per_step:,} per step"),
-        ("fill", f"{plan.fill:.1%}"),
-        ("steps per epoch", f"{plan.steps_per_epoch:,}"),
-    ]

@@ -152,8 +152,7 @@ def _decoded_windows(
     finished = {suffix for _, _, suffix in clip.latents}
     for is_last_attempt in (False, True):
         try:
-            times = clip.start, clip.end
-            arguments = (Path(clip.path), settings.spec, *times, clip.crop, clip.mask)
+            arguments = (Path(clip.path), settings.spec, *clip.part)
             with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
                     check_frames(clip.path, len(decoded.frames), settings.conditions)

@@ -17,8 +17,7 @@ from wands.commands.clip_rules import EMPTY_CAPTION, Footage, measure_footage, n
 from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Rejection
-from wands.data.clips.rows import Crop
+from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Part, Rejection
 from wands.data.clips.source import Source
 from wands.errors import ConfigError, one_line
 
@@ -58,27 +57,21 @@ class Clip:
 
     Attributes:
         path: the video or image file.
-        start: start of the time range in seconds; None for the beginning of the file.
-        end: end of the time range in seconds; None for the end of the file.
+        part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
             the window (range of frames) and the size. Latents for which every caption already has a sample are left
             out.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
-        crop: part of the frames to use; None for the whole frame.
-        mask: image or video that weights the loss; None without a mask.
     """
 
     path: str
-    start: float | None
-    end: float | None
+    part: Part
     video: str
     rows: tuple[Row, ...]
     latents: tuple[tuple[str, int, str], ...] = ()
     decode: bool = True
-    crop: Crop | None = None
-    mask: Path | None = None
 
     def lacks(self, suffix: str) -> list[Row]:
         """Return the captions of this clip whose sample is missing in the cache.
@@ -272,8 +265,7 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         content, video = _digests(row, caption)
     except OSError as error:
         return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
-    rows = (Row(row.key, caption, content, row.license),)
-    return Clip(str(row.path), row.start, row.end, video, rows, crop=row.crop, mask=row.mask)
+    return Clip(str(row.path), row.part, video, (Row(row.key, caption, content, row.license),))
 
 
 _PIECE, _PIECES = 1 << 16, 8

@@ -65,7 +65,7 @@ class IsolatedWorker:
         self._method = method
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._ready = self.killed = False
+        self.killed = False
 
     def run(
         self, function: Callable[..., Iterator[Any]], *arguments: Any, limit_seconds: float | None = None
@@ -89,9 +89,9 @@ class IsolatedWorker:
             process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
             process.start()
             self._process = process  # only now: `kill` of another thread needs a process that has started
-            self._ready = False
             child_end.close()  # otherwise this process would not notice the end of the subprocess
-        finished = False
+            self._pipe.poll(None)  # until the subprocess is ready: the time limit counts from here on
+        kind = ""
         try:
             if self.killed:
                 raise Crash("the process was killed")
@@ -99,7 +99,7 @@ class IsolatedWorker:
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send((function, arguments))
             while True:
-                if not self._pipe.poll(limit_seconds if self._ready else None):
+                if not self._pipe.poll(limit_seconds):
                     raise Hang(f"the process took more than {limit_seconds:g} s")
                 try:
                     kind, value = self._pipe.recv()
@@ -108,15 +108,14 @@ class IsolatedWorker:
                     code = self._process.exitcode or 0
                     cause = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
                     raise Crash(f"the process ended {cause}") from None
-                self._ready, finished = True, kind in ("end", "error")
                 if kind == "error":
                     raise value
-                if finished:
+                if kind == "end":
                     return
                 if kind == "value":
                     yield value
         finally:
-            if not finished:
+            if kind not in ("end", "error"):
                 self.close()
 
     def kill(self) -> None:
@@ -141,7 +140,7 @@ def _serve(pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed its end
-        pipe.send(("ready", None))  # the time limit counts from here on
+        pipe.send(("ready", None))
         while True:
             function, arguments = pipe.recv()
             try:
@@ -204,12 +203,11 @@ def run_in_threads(
     try:
         while num_running:
             ended, value = results.get()
+            num_running -= ended
             if not ended:
                 yield value
-                continue
-            if value is not None:
+            elif value is not None:
                 raise value
-            num_running -= 1
     finally:
         stopped.set()
 

@@ -34,6 +34,9 @@ image and video format is allowed."""
 MAX_PATH = 4096
 """Longest path in bytes on Linux. Unicode normalisation of a much longer text could take minutes."""
 
+Part = tuple[float | None, float | None, Crop | None, Path | None]
+"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, mask). Each None is the whole file, or no mask."""
+
 
 @dataclass(frozen=True)
 class ClipRecord:
@@ -70,6 +73,11 @@ class ClipRecord:
     crop: Crop | None = None
     unmet: str = field(default="", compare=False)
     mask: Path | None = None
+
+    @property
+    def part(self) -> Part:
+        """Part of the file that the clip uses, as `wands.data.clips.video.decode_clip` takes it: (start, end, crop, mask)."""
+        return self.start, self.end, self.crop, self.mask
 
     @property
     def range_suffix(self) -> str:
