@@ -158,8 +158,8 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
         except DataError as error:
             raise DataError(f"{path}: {error}.") from None
         with reader as tar:
-            for item in tar.rejections:
-                raise DataError(f"{path}: {item.key or 'archive'}: {item.reason}.")
+            for member, reason in tar.rejections:
+                raise DataError(f"{path}: {member or 'archive'}: {reason}.")
             for key, members in tar.samples.items():
                 for extension in members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:

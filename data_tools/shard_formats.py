@@ -115,8 +115,8 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
                 yield EncodedSample(key, path, problem=str(error))
-        for item in reader.rejections:
-            yield EncodedSample(f"{name}:{item.key}".rstrip(":"), path, problem=item.reason)
+        for member, reason in reader.rejections:
+            yield EncodedSample(f"{name}:{member}".rstrip(":"), path, problem=reason)
 
 
 def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:

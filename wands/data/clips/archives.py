@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from wands.data.clips.file_kinds import explain_content
-from wands.data.clips.records import Rejection, store_clip
+from wands.data.clips.records import store_clip
 from wands.errors import DataError, one_line
 from wands.texts import printable
 
@@ -57,8 +57,7 @@ class TarReader:
         samples: maps the name of each sample (folder, and file name up to the first dot) to its members, in the order
             of the archive. The members of a sample are keyed by the lower-case text after the first dot ("mp4", "txt",
             "seg.json").
-        rejections: rejections of members that cannot be used. The key of a rejection is the member's name, or empty if
-            the archive itself is damaged.
+        rejections: (name, reason) of each member that cannot be used. The name is empty if the archive itself is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +75,7 @@ class TarReader:
                 problem = "no tar header" if isinstance(error, tarfile.ReadError) else one_line(error)
                 reason = f"cannot be read as a tar archive ({problem}); copy or pack the archive again"
             raise DataError(f"{path.name} {reason}") from None
-        self.rejections: list[Rejection] = []
+        self.rejections: list[tuple[str, str]] = []
         self.samples = self._list()
 
     def __enter__(self) -> TarReader:
@@ -146,19 +145,21 @@ class TarReader:
             space -= member.size
             if space < 0:
                 reason = f"archive unpacks to more than {MAX_GROWTH} times its size, so this and all later files are not read"
-                self._reject(member.name, f"{reason}; pack the archive without compression and sparse files")
+                self.rejections.append(
+                    (member.name, f"{reason}; pack the archive without compression and sparse files")
+                )
                 break
             name = PurePosixPath(member.name.removeprefix("./"))
             if member.isdir() or any(part.startswith(".") and part != ".." for part in name.parts):
                 continue  # hidden files are skipped, as in folders
             if problem := _problem(member):
-                self._reject(member.name, problem)
+                self.rejections.append((member.name, problem))
                 continue
             stem, _, extension = name.name.partition(".")
             members = samples.setdefault(str(name.with_name(stem)), {})
             if members.setdefault(extension.lower(), member) is not member:
                 reason = "another file in the archive has the same name, and the first file is used; remove one of the two"
-                self._reject(str(name), reason)
+                self.rejections.append((str(name), reason))
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
@@ -178,10 +179,7 @@ class TarReader:
             problem = one_line(error)
         if problem:
             reason = f"archive is damaged or cut off ({problem}), and all later files are lost; replace the archive"
-            self._reject("", reason)
-
-    def _reject(self, name: str, reason: str) -> None:
-        self.rejections.append(Rejection(name, str(self._path), reason))
+            self.rejections.append(("", reason))
 
 
 def _problem(member: tarfile.TarInfo) -> str:

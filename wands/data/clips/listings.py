@@ -10,6 +10,7 @@ import os
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +168,13 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     wanted = CLIP_EXTENSIONS if images else VIDEO_EXTENSIONS
     known = listing.other_files | {_composed(path) for path in listing.clips}
     # Nodes detect links, and names on systems that treat A.MP4 and a.mp4 as equal.
-    nodes: set[tuple[int, int]] | None = None
+    nodes = cache(lambda: set(map(_node, listing.clips)))
+    unreadable: list[Rejection] = []
     keys = {clip_key(item.name) for item in items if isinstance(item, ClipRecord)}
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
-    for root, files in walk(folder, listing.source.recursive):
-        if isinstance(files, Rejection):
-            yield files
-            continue
+    for root, files in walk(folder, unreadable, listing.source.recursive):
         clips = [root / name for name in clip_names(files, wanted)]
-        left = [path for path in clips if _composed(path) not in known]
-        if left:
-            if nodes is None:
-                nodes = {node for node in map(_node, listing.clips) if node}
-            left = [path for path in left if _node(path) not in nodes]
+        left = [path for path in clips if _composed(path) not in known and _node(path) not in nodes()]
         if len(left) <= max(_MAX_SINGLE_REPORTS, len(clips) - len(left)):
             for path in left:
                 name = path.relative_to(folder).as_posix()
@@ -193,6 +188,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             )
             below = f":{root.relative_to(folder).as_posix()}" if root != folder else ""
             yield reject(f"{file.name}{below}", root, reason)
+    yield from unreadable
 
 
 def _composed(path: str | Path) -> str:

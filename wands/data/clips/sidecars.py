@@ -40,7 +40,6 @@ _READ_EXTENSIONS = (*CLIP_EXTENSIONS, *TAR_EXTENSIONS)
 CAPTIONS_OF_FOLDER = "captions.json"  # diffusion-pipe: captions of the clips in a folder
 VIDEO_LINES = ("videos.txt", "video.txt")  # finetrainers
 CAPTION_LINES = ("prompts.txt", "captions.txt", "prompt.txt", "caption.txt")
-# Extensions of clips that wands does not read. They are reported, so that users do not miss them.
 # fmt: off
 _UNREAD_VIDEOS = (
     ".3g2", ".asf", ".divx", ".dv", ".f4v", ".h264", ".hevc", ".m1v", ".m2t", ".m2v",
@@ -48,6 +47,8 @@ _UNREAD_VIDEOS = (
 )
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
+_UNREAD = dict.fromkeys(_UNREAD_VIDEOS, ".mp4") | dict.fromkeys(_UNREAD_IMAGES, ".png")
+"""Maps the extensions of clips that wands does not read to a format that it reads. Such clips are reported."""
 # Names of text files in a folder of clips that are not captions.
 _DOCUMENT = re.compile(
     r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
@@ -72,33 +73,32 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
     A folder with parquet or arrow files does not have this layout if no clip has a caption file. The clips in such a
     folder are images of a README, or the rows in the parquet or arrow files name the clips.
     """
-    items = list(_scan_folder(source)) if source.path.is_dir() else []
-    records = any(isinstance(item, ClipRecord) and item.caption for item in items)
-    if None not in items or (not records and saved_dataset(source) is not None):
+    unreadable: list[Rejection] = []
+    folders = dict(walk(source.path, unreadable, source.recursive)) if source.path.is_dir() else {}
+    names = (name.lower() for files in folders.values() for name in files)
+    if not any(name.endswith((*_READ_EXTENSIONS, *_UNREAD)) for name in names):
         return None
-    return (item for item in items if item is not None)
+    items = [*_scan_folder(source, folders), *unreadable]
+    has_captions = any(isinstance(item, ClipRecord) and item.caption for item in items)
+    return iter(items) if has_captions or saved_dataset(source) is None else None
 
 
-def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
+def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[ClipRecord | Rejection]:
     """Yield records and rejections for the clips of a folder and of the archives in it.
 
-    In addition, one None is yielded for each clip and for each archive, usable or not. So the caller knows whether
-    the folder contains clips or archives.
+    Args:
+        source: the folder.
+        folders: maps the folder and each of its sub-folders to the names of the files in it.
     """
     folder = source.path
-    for root, files in walk(folder, source.recursive):
-        if isinstance(files, Rejection):
-            yield files
-            continue
+    for root, files in folders.items():
         stems: dict[str, list[str]] = {}
         for file in files:
             stems.setdefault(PurePosixPath(file).stem, []).append(file)
-        yield from _reject_unread(root, folder, stems, source)
+        yield from _reject_unread(root, stems, source)
         for archive in filter(is_tar, map(root.joinpath, files)):
-            yield None
             yield from scan_tar(archive, folder, source)
         for file in clip_names(files):
-            yield None
             path = root / file
             name = path.relative_to(folder).as_posix()
             siblings = stems[path.stem]
@@ -125,11 +125,13 @@ def _scan_folder(source: Source) -> Iterator[ClipRecord | Rejection | None]:
                 yield reject(clip_key(name), path, error)
 
 
-def walk(folder: Path, recursive: bool = True) -> Iterator[tuple[Path, list[str] | Rejection]]:
+def walk(
+    folder: Path, unreadable: list[Rejection], recursive: bool = True
+) -> Iterator[tuple[Path, list[str]]]:
     """Yield `folder` and, if `recursive`, each folder below it, with the sorted names of the visible files in the yielded folder.
 
-    A folder that cannot be read is yielded with a rejection instead of file names. Each real folder is visited once, so
-    that links cannot cause an endless loop.
+    For each folder that cannot be read, a rejection is appended to `unreadable`. Each real folder is visited once, so that
+    links cannot cause an endless loop.
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
@@ -145,10 +147,8 @@ def walk(folder: Path, recursive: bool = True) -> Iterator[tuple[Path, list[str]
         num_hidden += sum(name.startswith(".") and name.lower().endswith(_READ_EXTENSIONS) for name in files)
     for error in errors:
         name, reason = os.path.relpath(error.filename, folder), error.strerror
-        rejection = reject(
-            name, error.filename, f"folder cannot be read ({reason}); fix the permissions of the folder"
-        )
-        yield Path(error.filename), rejection
+        problem = f"folder cannot be read ({reason}); fix the permissions of the folder"
+        unreadable.append(reject(name, error.filename, problem))
     if num_hidden:
         log.warning(
             "%s: %d clips or archives are skipped, because their names begin with a dot", folder, num_hidden
@@ -184,18 +184,14 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     return None
 
 
-def _reject_unread(
-    root: Path, folder: Path, stems: dict[str, list[str]], source: Source
-) -> Iterator[Rejection | None]:
+def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:
     """Yield a rejection for each file that cannot be read as a clip, and for each caption file without a clip.
 
-    A None follows the rejection of each video or image in an unsupported format. It tells `_scan_folder` to count one more
-    clip. Two kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE),
+    Two kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE),
     and text files in a folder in which no clip has a caption file.
 
     Args:
-        root: folder with the files, which is `folder` or one of its subfolders.
-        folder: top folder of the source.
+        root: folder with the files: the folder of the source or one of its sub-folders.
         stems: maps file names without extension to the files with this name.
         source: source of the clips, with the names of the columns that a caption file may use.
     """
@@ -206,24 +202,20 @@ def _reject_unread(
     for stem, files in stems.items():
         sidecar = None if stem in clips else _sidecar_of(files, source.sidecars)
         captioned = sidecar is not None and _may_be_caption(root / sidecar, source)
-        reported = False
-        for file in files:
-            kind = PurePosixPath(file).suffix.lower()
-            if kind in (*CLIP_EXTENSIONS, *source.sidecars) or is_tar(root / file):
-                continue
-            name = (root / file).relative_to(folder).as_posix()
-            known = kind in _UNREAD_VIDEOS or kind in _UNREAD_IMAGES
-            if known or captioned:
-                wanted = ".png" if kind in _UNREAD_IMAGES else ".mp4" if known else ".mp4 or .png"
-                what = f"{kind} files are not read" if kind else "a file without an extension is not read"
-                caption = f", though {sidecar} has a caption" if captioned else ""
-                key = safe_name(name) if stem in clips else clip_key(name)
-                yield reject(key, root / file, f"{what}{caption}; convert the file to {wanted}")
-                reported = True
-                if known:
-                    yield None
-        if captioned and sidecar and has_sidecars and not reported and not _belongs_to_another(stem, clips):
-            name = (root / sidecar).relative_to(folder).as_posix()
+        kinds = {file: PurePosixPath(file).suffix.lower() for file in files if not is_tar(root / file)}
+        known = (*CLIP_EXTENSIONS, *source.sidecars)
+        unread = {
+            file: kind for file, kind in kinds.items() if kind in _UNREAD or (captioned and kind not in known)
+        }
+        for file, kind in unread.items():
+            name = (root / file).relative_to(source.path).as_posix()
+            what = f"{kind} files are not read" if kind else "a file without an extension is not read"
+            caption = f", though {sidecar} has a caption" if captioned else ""
+            key = safe_name(name) if stem in clips else clip_key(name)
+            wanted = _UNREAD.get(kind, ".mp4 or .png")
+            yield reject(key, root / file, f"{what}{caption}; convert the file to {wanted}")
+        if captioned and sidecar and has_sidecars and not unread and not _belongs_to_another(stem, clips):
+            name = (root / sidecar).relative_to(source.path).as_posix()
             reason = (
                 f"no clip of the same name is next to the caption; add {stem}.mp4, or remove the caption file"
             )
@@ -362,8 +354,8 @@ def scan_tar(
                     yield from records_of_clip(name, path, texts, f"{place}:{written}", row)
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
-            for item in reader.rejections:
-                yield reject(f"{place}:{item.key}".rstrip(":"), place, item.reason)
+            for member, reason in reader.rejections:
+                yield reject(f"{place}:{member}".rstrip(":"), place, reason)
     except DataError as error:
         yield reject(place, archive, error)
 
