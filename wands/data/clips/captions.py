@@ -43,32 +43,22 @@ def estimate_tokens(caption: str) -> int:
     return round((len(text) - wide) / 4 + wide / 1.5) + 1
 
 
-def check_captions(value: Any, place: str, *, required: bool = True) -> list[str]:
-    """Check the captions of a clip, and return them without leading and trailing white space.
-
-    Args:
-        value: one caption or a list of captions.
-        place: file or row that contains the captions, for error messages.
-        required: whether there must be a caption. False returns [""] if there is none.
-
-    Raises:
-        DataError: if there is no caption although one is required, or a caption is empty, not a text, or not valid Unicode.
-    """
-    # pandas writes NaN, which differs from itself, for an empty cell.
-    if not required and (not value or value != value or not str(value).strip()):
-        return [""]
-    if not isinstance(value, list | tuple):
-        value = [value]
-    return [_check_caption(item, place) for item in value or [None]]
-
-
 def add_trigger(caption: str, trigger: str) -> str:
     """Return the caption with a trigger word and a comma in front. A caption that contains the word is returned unchanged."""
     contains = re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", caption, re.ASCII)
     return caption if contains else f"{trigger}, {caption}"
 
 
-def _check_caption(value: Any, place: str) -> str:
+def check_caption(value: Any, place: str) -> str:
+    """Check a caption, and return it without leading and trailing white space.
+
+    Args:
+        value: the caption.
+        place: file or row that contains the caption, for error messages.
+
+    Raises:
+        DataError: if the caption is missing, empty, not a text, or not valid Unicode.
+    """
     if value is None or value != value:
         raise DataError(f"missing caption; write a caption in {place}, or run wands caption")
     if not isinstance(value, str):

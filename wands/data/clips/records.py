@@ -304,13 +304,6 @@ def check_name(name: str) -> None:
         raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
-def check_file(name: str, path: Path) -> None:
-    """Raise DataError if the name of a file is not UTF-8, or the path is not a regular file."""
-    check_name(name)
-    if not path.is_file():
-        raise DataError(f"video={path} {explain_no_file(path)}")
-
-
 def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
     """Write a clip from an archive or dataset to a file, unless the file exists with the right size.
 

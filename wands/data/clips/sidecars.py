@@ -22,7 +22,6 @@ from wands.data.clips.records import (
     VIDEO_EXTENSIONS,
     ClipRecord,
     Rejection,
-    check_file,
     clip_key,
     clip_names,
     records_of_clip,
@@ -103,7 +102,8 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
             name = path.relative_to(folder).as_posix()
             siblings = stems[path.stem]
             try:
-                check_file(name, path)
+                if not path.is_file():
+                    raise DataError(f"video={path} {explain_no_file(path)}")
                 if clip := _clip_of_poster(file, siblings, source.sidecars):
                     raise DataError(
                         f"the image has the same name as {clip} and may be a preview of this video, so the image is "

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wands.data.clips.captions import check_captions
-from wands.data.clips.rows import first_filled
+from wands.data.clips.captions import check_caption
+from wands.data.clips.rows import first_filled, is_empty
 from wands.errors import DataError
 
 # fmt: off
@@ -92,5 +92,19 @@ class Source:
         return first_filled(row, self.caption_names)
 
     def check_captions(self, value: Any, place: str) -> list[str]:
-        """Call `wands.data.clips.captions.check_captions`. A caption is required if `needs_caption` is True."""
-        return check_captions(value, place, required=self.needs_caption)
+        """Check the captions of a clip, and return them without leading and trailing white space.
+
+        Args:
+            value: one caption or a list of captions.
+            place: file or row that contains the captions, for error messages.
+
+        Returns:
+            The captions. [""] if there is none, and none is needed.
+
+        Raises:
+            DataError: if there is no caption although one is needed, or a caption is empty, not a text, or not valid Unicode.
+        """
+        if not self.needs_caption and (not value or is_empty(value)):
+            return [""]
+        captions = value if isinstance(value, list | tuple) else [value]
+        return [check_caption(caption, place) for caption in captions or [None]]

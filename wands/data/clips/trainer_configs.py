@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from wands.data.clips.captions import check_captions
+from wands.data.clips.captions import check_caption
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
 from wands.data.clips.listings import listed_file, listed_folder
 from wands.data.clips.records import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, ClipRecord, Rejection, reject
@@ -106,7 +106,7 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
                     unmasked |= set() if item.mask else {item.name}
                     roots[item.name].add(root)
                     if prefix and item.caption:
-                        item = replace(item, caption=check_captions(prefix + item.caption, place)[0])
+                        item = replace(item, caption=check_caption(prefix + item.caption, place))
                 items.append((root, item))
             if "mask_path" in section and unmasked:
                 some = f"{len(unmasked):,} of the clips, such as {min(unmasked)}"
