@@ -13,6 +13,7 @@ import io
 import tarfile
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -112,12 +113,7 @@ class TarReader:
         place = (str(self._path), status.st_size, status.st_mtime_ns, member.offset_data, member.size)
         digest = hashlib.sha256(repr(place).encode("utf-8", "surrogateescape")).hexdigest()
         path = folder.absolute() / f"{digest}{PurePosixPath(member.name).suffix.lower()}"
-
-        def write(partial: Path) -> None:
-            with partial.open("wb") as file:
-                self._copy(member, file)
-
-        store_clip(path, member.size, write, f"{member.name} of {self._path}")
+        store_clip(path, member.size, partial(self._copy, member), f"{member.name} of {self._path}")
         return path
 
     def _copy(self, member: tarfile.TarInfo, target: IO[bytes]) -> None:

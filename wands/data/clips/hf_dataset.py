@@ -194,5 +194,5 @@ def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Pat
     origin = PurePosixPath(written)
     suffix = origin.suffix if origin.suffix.lower() in CLIP_EXTENSIONS else ""
     path = folder.absolute() / f"{digest}{suffix}"
-    store_clip(path, len(data), lambda partial: partial.write_bytes(data), origin.name[:100])
+    store_clip(path, len(data), lambda file: file.write(data), origin.name[:100])
     return f"{origin.stem}-{digest[:12]}{origin.suffix}", path

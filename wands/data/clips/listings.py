@@ -41,6 +41,7 @@ from wands.data.clips.source import Source
 from wands.data.clips.tables import NumberedRow, read_lines, read_pairs, read_table
 from wands.errors import DataError
 
+_MERGE = "merge.txt"  # FastVideo
 _TABLES = (
     "metadata.csv",
     "metadata.jsonl",
@@ -49,7 +50,6 @@ _TABLES = (
     "videos2caption.json",  # FastVideo
     "json_of_internal_datasets.json",  # VideoX-Fun
 )
-_MERGE = "merge.txt"  # FastVideo
 # Up to this number, unlisted clips of a folder are always reported one by one.
 _MAX_SINGLE_REPORTS = 10
 # Folders that contain the clips of a table, although the table's paths do not name the folder: FastVideo, DiffSynth.

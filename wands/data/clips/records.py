@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from wands.data.clips.file_kinds import explain_no_file
 from wands.data.clips.rows import Crop, is_empty, pick_crop, pick_license, read_range
@@ -304,13 +304,13 @@ def check_name(name: str) -> None:
         raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
-def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], label: str) -> None:
+def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object], label: str) -> None:
     """Write a clip from an archive or dataset to a file, unless the file exists with the right size.
 
     Args:
         path: file to write. Its name identifies the content.
         num_bytes: size of the clip.
-        write: function that receives a path and writes the clip to this path.
+        write: function that writes the clip to the open file that it receives.
         label: name of the clip in error messages.
 
     Raises:
@@ -322,7 +322,8 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[Path], object], labe
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            write(partial)
+            with partial.open("wb") as file:
+                write(file)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)

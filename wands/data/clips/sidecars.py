@@ -6,8 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Container, Iterator
-from functools import partial
+from collections.abc import Container, Iterator
 from pathlib import Path, PurePosixPath
 from tarfile import TarInfo
 from typing import Any
@@ -118,8 +117,7 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                     )
                 captions, row = [""], dict[str, Any]()
                 if sidecar is not None:
-                    read = partial(_read_small, path.with_name(sidecar))
-                    captions, row = _captions_in_file(sidecar, read, source)
+                    captions, row = _parse_captions(sidecar, _read_small(path.with_name(sidecar)), source)
                 yield from records_of_clip(name, path, captions, sidecar or name, row)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
@@ -231,12 +229,9 @@ def _may_be_caption(file: Path, source: Source) -> bool:
         return False
     kind = file.suffix.lower()
     try:
-        return kind == ".txt" or (
-            kind != ".jsonl"
-            and file.is_file()
-            and any(_captions_in_file(file.name, partial(_read_small, file), source)[0])
-        )
-    except (OSError, DataError):
+        is_json = kind not in (".txt", ".jsonl")
+        return kind == ".txt" or (is_json and any(_parse_captions(file.name, _read_small(file), source)[0]))
+    except DataError:
         return False
 
 
@@ -254,8 +249,11 @@ def _read_small(path: Path) -> bytes:
     """
     if not path.is_file():  # a pipe or a terminal would block forever
         raise DataError(f"{path.name} {explain_no_file(path)}")
-    with path.open("rb") as file:
-        data = file.read(MAX_CAPTION_BYTES + 1)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CAPTION_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{path.name} cannot be read: {explain_error(error)}") from error
     if len(data) > MAX_CAPTION_BYTES:
         raise DataError(
             f"{path.name} has more than {MAX_CAPTION_BYTES:,} bytes, too many for captions of one clip; write a shorter caption"
@@ -263,10 +261,8 @@ def _read_small(path: Path) -> bytes:
     return data
 
 
-def _captions_in_file(
-    name: str, read: Callable[[], bytes], source: Source
-) -> tuple[list[str], dict[str, Any]]:
-    """Read the captions in the caption file of one clip. Only the first line of a .jsonl file is used.
+def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], dict[str, Any]]:
+    """Return the captions in the caption file of one clip. Only the first line of a .jsonl file is used.
 
     Returns:
         The captions, and the JSON object that contains them. The object is empty for a text file.
@@ -276,7 +272,7 @@ def _captions_in_file(
     """
     row: dict[str, Any] = {}
     try:
-        value: Any = decode_text(read(), name)
+        value: Any = decode_text(data, name)
         kind = PurePosixPath(name).suffix.lower()
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
@@ -286,7 +282,7 @@ def _captions_in_file(
                 )
             row = lower_names(value)
             value = source.pick_caption(row)
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
         raise DataError(f"{name} cannot be read: {explain_error(error)}") from error
     return source.check_captions(value, name), row
 
@@ -409,7 +405,7 @@ def _captions_of_sample(
     for ending in ("txt", "caption", "json"):
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if member := members.get(extension):
-                return _captions_in_file(f"{sample}.{extension}", partial(reader.read, member), source)
+                return _parse_captions(f"{sample}.{extension}", reader.read(member), source)
     if not source.needs_caption:
         return [""], {}
     raise DataError("missing caption; add a .txt or .json file with the name of the clip to the archive")

@@ -418,8 +418,7 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
         fps: frames per second.
     """
     assert frames.dtype == np.uint8, frames.dtype
-    assert frames.ndim == 4, frames.shape
-    assert frames.shape[0] > 0, frames.shape
+    assert len(frames) > 0
     height, width = frames.shape[1] + frames.shape[1] % 2, frames.shape[2] + frames.shape[2] % 2
     rate = Fraction(fps).limit_denominator(1001)
     with (
