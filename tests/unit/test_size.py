@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 22_025
+TOTAL = 21_958
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4609,
+    "commands": 4574,
     "config": 1244,
-    "data": 4552,
+    "data": 4520,
     "distributed": 389,
     "encoders": 349,
     "export": 393,
