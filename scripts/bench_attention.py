@@ -7,7 +7,7 @@ Variants:
 
 single kernel       one process computes the whole bin, the other ranks wait
 blocks of a ring    one process computes all R x R blocks of a ring in turn and merges them: the cost of cutting the kernel,
-                    without traffic
+                    without traffic. The merge is a simple one of this script, not that of wands' ring
 ulysses, ring,      context_attention of wands over ContextLayout. `plain` is DeepSpeed's DistributedAttention with three
 hybrid              all-to-alls for q, k and v; the other variants send q, k and v in one all-to-all
 all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and

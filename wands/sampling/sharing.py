@@ -120,7 +120,7 @@ def share_pipeline(
 def set_attention(
     pipeline: AnyPipeline, device: torch.device, groups: ProcessGroups, kernel: str = "auto"
 ) -> None:
-    """Change the transformers of a pipeline in place, so that the fastest kernel of wands computes their self-attention.
+    """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
     If the ranks do not divide the tokens, diffusers' attention stays in three cases: `kernel` is "native", the pipeline runs
     on a CPU or in fp32, or no kernel of wands runs on the GPU.

@@ -134,6 +134,7 @@ def test_the_gradient_is_that_of_one_process(
 ):
     error = check_step(run_case(case, worlds, tiny_pipeline, tmp_path), single[case.bins_per_step])
     assert error <= TOLERANCE
+    print(f"dp x ring x ulysses {case.grid}: {error:.1e}")
 
 
 @pytest.mark.full

@@ -23,10 +23,10 @@ How to add a kernel:
    that pass this check, and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
-   `attention.backend` to its name. Sampling over several ranks and `wands selftest` always use `auto`, so such a kernel
-   never runs there.
+   `attention.backend` to its name. `wands infer` and `wands selftest` always use `auto`, so such a kernel never runs
+   there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
-   the docstring of `choose_backend` in registry.py. Then run scripts/build_reference.py. The budgets of code lines in
+   the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
@@ -36,8 +36,8 @@ How to add a kernel:
    all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
    without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
    self-check. Add a CUDA kernel to docs/performance.md (table and order of `auto`), to the help text of
-   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py. scripts/bench_attention.py measures every
-   `FlashBackend` of `FLASH_BACKENDS`.
+   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py. `bash scripts/gpu.sh --only attention`
+   measures this speed for every `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. Once
    per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
    results are wrong.

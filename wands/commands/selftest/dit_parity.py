@@ -323,8 +323,8 @@ def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
 
     Args:
         setup: the model, the settings of the checks, and the one DiT of the model that is tested.
-        dtype: dtype of the computation. The model gets the attention kernel that a training run would choose for this
-            dtype.
+        dtype: dtype of the computation. The model uses the first kernel of `FLASH_BACKENDS` that passes its check. A
+            training run in bf16 on a GPU measures the kernels, and may choose another one.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)
