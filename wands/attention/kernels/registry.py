@@ -1,4 +1,4 @@
-"""Select the attention kernel: the kernel that `attention.backend` names, or the first of `FLASH_BACKENDS` that gives right results.
+"""Select the attention kernel: the kernel that `attention.backend` names, or the first one that gives right results.
 
 A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check
 compares the kernel's output, log-sum-exp and gradients with exact values. It also tests several blocks of keys, as in
