@@ -30,7 +30,7 @@ from safetensors.torch import save
 from data_tools.program import program
 from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
-from wands.data.cache.format import MASK_ARRAY, array_names, disk_error
+from wands.data.cache.format import disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
@@ -122,9 +122,7 @@ def _to_bytes(cache: LatentCache, i: int) -> bytes:
         "meta": json.dumps(cache.meta(i)),
         "crc32": f"{cache.index.crc32[i]:08x}",
     }
-    names = (*array_names(cache.conditions), *([MASK_ARRAY] if sample.token_weights is not None else []))
-    tensors = {name: getattr(sample, name).contiguous() for name in names}
-    return save(tensors, header)
+    return save({name: array.contiguous() for name, array in sample.arrays.items()}, header)
 
 
 class _Tars:

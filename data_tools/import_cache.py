@@ -16,7 +16,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,7 @@ from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import MASK_ARRAY, array_names, checksum, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
+from wands.data.collate import Sample
 from wands.encoders.components import CONFIG_FILES, find_part, read_variant
 from wands.errors import ConfigError, DataError
 
@@ -44,24 +44,8 @@ MUSUBI_LATENTS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class EncodedClip:
-    """One encoded clip to import: latents, text embeddings and metadata.
-
-    Attributes:
-        key: key of the sample in the cache.
-        latents: bf16 [latent channels, frames, rows, columns].
-        text_embeds: bf16 [text tokens, width of the text encoder].
-        meta: metadata of the sample, such as caption, source and fps.
-        images: other arrays of the sample by name. "image_latents" and "image_embeds" are the conditioning frames, if the
-            model needs them. "token_weights" is the mask, if the clip has a mask.
-    """
-
-    key: str
-    latents: Tensor
-    text_embeds: Tensor
-    meta: dict[str, Any]
-    images: dict[str, Tensor] = field(default_factory=dict)
+EncodedClip = tuple[Sample, dict[str, Any]]
+"""Sample to import, and its metadata, such as caption, source and fps."""
 
 
 def import_cache(source: str | Path, out: str | Path, model: str | None = None) -> int:
@@ -127,14 +111,14 @@ def _import_export(source: Path, out: Path) -> int:
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
     with CacheWriter(out, variant, fingerprint) as writer:
-        for item in items:
-            if item.key in seen:
+        for sample, meta in items:
+            if sample.sample_id in seen:
                 raise DataError(
-                    f"SOURCE={source} contains the sample {item.key} twice; export the cache again."
+                    f"SOURCE={source} contains the sample {sample.sample_id} twice; export the cache again."
                 )
-            seen.add(item.key)
-            if not writer.has(item.key, item.meta["content"]):
-                writer.add(item.key, item.latents, item.text_embeds, item.meta, **item.images)
+            seen.add(sample.sample_id)
+            if not writer.has(sample.sample_id, meta["content"]):
+                writer.add(sample.sample_id, meta=meta, **sample.arrays)
         if len(seen) != count:
             raise DataError(
                 f"SOURCE={source} has {len(seen):,} of {count:,} samples; restore the missing files, or export the cache again."
@@ -197,8 +181,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
             raise ValueError(
                 f"the tensors have the checksum {crc32:08x}, but the file's header contains {header['crc32']}"
             )
-        latents, text = tensors.pop("latents"), tensors.pop("text_embeds")
-        return EncodedClip(json.loads(header["key"]), latents, text, json.loads(header["meta"]), tensors)
+        return Sample(json.loads(header["key"]), **tensors), json.loads(header["meta"])
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"{place} is damaged ({reason(error)}); export the cache again.") from None
 
@@ -228,23 +211,21 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
         )
     vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
     std = torch.tensor(vae["latents_std"])
-    count = 0
     keys = set()
     with CacheWriter(out, variant, imported_fingerprint(model, "musubi-tuner")) as writer:
         for path in sorted(source.glob("*_wan.safetensors")):
-            item = _musubi_item(path)
+            sample, meta = _musubi_item(path)
             try:
-                check_latents(item.latents, variant, std)
-                check_text_embeds(item.text_embeds, variant)
+                check_latents(sample.latents, variant, std)
+                check_text_embeds(sample.text_embeds, variant)
             except DataError as error:
                 raise DataError(f"{path}: {error}.") from None
-            keys.add(item.key)
-            if not writer.has(item.key, item.meta["content"]):
-                meta = item.meta | {"num_frames": (item.latents.shape[1] - 1) * variant.vae_stride[0] + 1}
-                writer.add(item.key, item.latents, item.text_embeds, meta)
-            count += 1
+            keys.add(sample.sample_id)
+            if not writer.has(sample.sample_id, meta["content"]):
+                meta["num_frames"] = (sample.latents.shape[1] - 1) * variant.vae_stride[0] + 1
+                writer.add(sample.sample_id, meta=meta, **sample.arrays)
         writer.commit(TextEncoder.load(model).encode(""), keys)
-    return count
+    return len(keys)
 
 
 def _musubi_item(path: Path) -> EncodedClip:
@@ -281,7 +262,7 @@ def _musubi_item(path: Path) -> EncodedClip:
         "fps": MUSUBI_FPS,
         "content": hashlib.blake2b(latent_bytes + text_bytes, digest_size=16).hexdigest(),
     }
-    return EncodedClip(path.name.removesuffix("_wan.safetensors"), latents, text, meta)
+    return Sample(path.name.removesuffix("_wan.safetensors"), latents, text), meta
 
 
 def _read_file(path: Path) -> bytes:

@@ -123,12 +123,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
                 meta = cache.meta(i)
                 if not writer.has(cache.keys[i], meta["content"]):
                     sample = cache.read(i)
-                    writer.add(
-                        *(sample.sample_id, sample.latents, sample.text_embeds, meta),
-                        image_latents=sample.image_latents,
-                        image_embeds=sample.image_embeds,
-                        token_weights=sample.token_weights,
-                    )
+                    writer.add(sample.sample_id, meta=meta, **sample.arrays)
                     copied += 1
                 advance()
         writer.commit(like.null_text_embeds, keys)

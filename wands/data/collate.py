@@ -55,6 +55,11 @@ class Sample:
     loss_weight: float = 1.0
     caption_dropout: float | None = None
 
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """Maps the name of each array of the sample to the array, in the order in which a cache stores them."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
 
 @dataclass(frozen=True)
 class RankSlice:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
 from typing import Any
@@ -26,6 +26,7 @@ from wands.variants import Variant
 
 Data = LatentCache | MockDataset
 Fingerprint = Callable[[], Mapping[str, Any]]
+LEFT_OUT = ("num_other_side", "num_gap", "num_duplicates")
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,15 @@ class SelectedSource:
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
-        num_left_out: numbers of samples that are not chosen, in three groups: samples on the other side of the split,
-            samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
+        num_left_out: maps each name in `LEFT_OUT` to a number of samples that are not chosen: samples on the other side of the
+            split, samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
     """
 
     config: SourceConfig
     data: Data
     chosen: np.ndarray
     repeat: Fraction
-    num_left_out: tuple[int, ...] = (0, 0, 0)
+    num_left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEFT_OUT, 0))
 
 
 class CombinedDataset:
@@ -138,9 +139,7 @@ Dataset = Data | CombinedDataset
 for reading. In a `CombinedDataset`, a sample may have several rows (uses in an epoch)."""
 
 
-def open_data(
-    section: DataConfig, variant: Variant, seed: int, fingerprint: Callable[[], Mapping[str, Any]]
-) -> Dataset:
+def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> Dataset:
     """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
     select.
 
@@ -179,8 +178,8 @@ def open_data(
     is_plain = [*repeats, configs[0].loss_weight, configs[0].caption_dropout] == [1, 1.0, None]
     if is_plain and len(chosen[0]) == len(opened[0].keys):
         return opened[0]
-    kinds = (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE)
-    left_out = [tuple(int((side == kind).sum()) for kind in kinds) for side in sides]
+    kinds = dict(zip(LEFT_OUT, (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE), strict=True))
+    left_out = [{name: int((side == kind).sum()) for name, kind in kinds.items()} for side in sides]
     parts = zip(configs, opened, chosen, repeats, left_out, strict=True)
     return CombinedDataset([SelectedSource(*part) for part in parts], seed)
 
@@ -224,6 +223,14 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
         raise ConfigError("data.exclude names every sample; remove a key from the list.")
 
 
+def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSource]:
+    """Return the sources of `data`, the result of `open_data(section, ...)`, with the samples that the run uses."""
+    if isinstance(data, CombinedDataset):
+        return data.sources
+    config = _configured_sources(section)[0]
+    return [SelectedSource(config, data, np.arange(len(data.keys)), Fraction(1))]
+
+
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary with its path, num_samples, num_other_side, num_gap, num_duplicates and
     repeat.
@@ -236,16 +243,10 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
         section: `data` of the recipe.
         data: result of `open_data`.
     """
-    if isinstance(data, CombinedDataset):
-        sources = [
-            (part.config.path, len(part.chosen), part.num_left_out, part.repeat) for part in data.sources
-        ]
-    else:
-        sources = [(_configured_sources(section)[0].path, len(data.keys), (0, 0, 0), Fraction(1))]
-    names = ("num_other_side", "num_gap", "num_duplicates")
     return [
-        {"path": path, "num_samples": num, **dict(zip(names, left_out, strict=True)), "repeat": float(repeat)}
-        for path, num, left_out, repeat in sources
+        {"path": part.config.path, "num_samples": len(part.chosen), **part.num_left_out}
+        | {"repeat": float(part.repeat)}
+        for part in select_sources(section, data)
     ]
 
 
@@ -259,8 +260,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
     ]
     if section.holdout:
         here, there, gap, duplicates = (
-            sum(item[name] for item in listed)
-            for name in ("num_samples", "num_other_side", "num_gap", "num_duplicates")
+            sum(item[name] for item in listed) for name in ("num_samples", *LEFT_OUT)
         )
         shares = {
             "train": f"{here:,} clips to train on, {there:,} held out",

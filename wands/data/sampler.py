@@ -33,8 +33,6 @@ class StepPlan:
             is written as `()`. The last step of an epoch may contain such bins.
         num_samples: number of samples in all bins of this step.
         num_tokens: number of tokens in all bins of this step.
-        mean_samples: mean number of samples per step in this epoch.
-        mean_tokens: mean number of tokens per step in this epoch.
         repeat_index_of: int64 [rows]. For each row of the data (one use of a sample), the number of earlier rows with
             the same sample id.
         epoch_plan: plan of the epoch.
@@ -46,8 +44,6 @@ class StepPlan:
     bins: Step
     num_samples: int
     num_tokens: int
-    mean_samples: float
-    mean_tokens: float
     repeat_index_of: np.ndarray = field(repr=False, compare=False)
     epoch_plan: EpochPlan = field(repr=False, compare=False)
 
@@ -68,7 +64,9 @@ class StepPlan:
         long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of long
         clips.
         """
-        return {"sample": self.mean_samples, "token": self.mean_tokens}
+        num_samples, num_tokens = self.epoch_plan.totals
+        num_steps = self.epoch_plan.num_steps
+        return {"sample": num_samples / num_steps, "token": num_tokens / num_steps}
 
     @property
     def counts(self) -> dict[str, int]:
@@ -211,7 +209,6 @@ class PlanSampler:
         planned = plan.steps[step_in_epoch]
         bins = tuple(tuple(i for i in bin if self.keys[i] not in self.excluded) for bin in planned)
         samples = [i for bin in bins for i in bin]
-        num_samples, num_tokens = plan.totals
         return StepPlan(
             step=step,
             epoch=epoch,
@@ -219,8 +216,6 @@ class PlanSampler:
             bins=bins,
             num_samples=len(samples),
             num_tokens=int(self.seq_lens[samples].sum()),
-            mean_samples=num_samples / plan.num_steps,
-            mean_tokens=num_tokens / plan.num_steps,
             repeat_index_of=self.repeat_index_of,
             epoch_plan=plan,
         )
@@ -283,11 +278,8 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 def count_earlier(keys: Sequence[str]) -> np.ndarray:
     """Return the repeat index of each key: the number of earlier equal keys, int64 [N]."""
-    repeat_indices = np.zeros(len(keys), dtype=np.int64)
-    if len(set(keys)) == len(keys):
-        return repeat_indices
-    seen: dict[str, int] = {}
+    repeat_indices, seen = np.zeros(len(keys), dtype=np.int64), dict[str, int]()
     for i, key in enumerate(keys):
         repeat_indices[i] = seen.get(key, 0)
-        seen[key] = int(repeat_indices[i]) + 1
+        seen[key] = seen.get(key, 0) + 1
     return repeat_indices

@@ -15,7 +15,7 @@ import numpy as np
 from wands.config.recipe import Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
-from wands.data.datasets import CombinedDataset, Dataset, SelectedSource
+from wands.data.datasets import CombinedDataset, Dataset, select_sources
 from wands.data.packing import Step, imbalance
 from wands.data.patchify import grid_size
 from wands.data.sampler import PlanSampler, StepPlan
@@ -138,13 +138,12 @@ class TrainingRun:
     @cached_property
     def data_contents(self) -> str:
         """Digest of the contents of the samples that the run uses. The digest changes if a clip is encoded again."""
-        digest, data = hashlib.blake2b(digest_size=16), self.data
-        for part in data.sources if isinstance(data, CombinedDataset) else (data,):
-            source, chosen = (part.data, part.chosen) if isinstance(part, SelectedSource) else (part, ...)
-            if isinstance(source, LatentCache):
-                index = source.index
+        digest = hashlib.blake2b(digest_size=16)
+        for source in select_sources(self.recipe.data, self.data):
+            if isinstance(source.data, LatentCache):
+                index = source.data.index
                 for array in (index.crc32, index.text_lens, index.latent_shapes):
-                    digest.update(np.ascontiguousarray(array[chosen]).data)
+                    digest.update(np.ascontiguousarray(array[source.chosen]).data)
                 digest.update(index.null_text.data)
             else:
                 digest.update(repr(self.recipe.data.mock).encode())

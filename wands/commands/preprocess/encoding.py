@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +28,8 @@ from wands.commands.clip_rules import NO_MEMORY
 from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
 from wands.data.cache.format import MASK_ARRAY, to_bits
-from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
+from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
-from wands.data.clips.records import Rejection
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.spool import TextSpool, store_text
 from wands.encoders.text import TextEncoder
@@ -55,30 +54,14 @@ class Devices(NamedTuple):
     text: torch.device
 
 
-@dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """Event that reports that one caption or one clip is finished.
 
     Attributes:
-        rejections: if the event reports a rejected clip, one rejection for each of its captions; otherwise ().
-        video: if the event reports a rejected clip, the digest of the clip; otherwise empty.
-        deadly: whether the clip crashed a process or exceeded a time limit.
+        rejected: the clip and the reason why it is rejected; None for a caption and for a clip that was encoded.
     """
 
-    rejections: tuple[Rejection, ...] = ()
-    video: str = ""
-    deadly: bool = False
-
-    @classmethod
-    def rejected(cls, clip: Clip, reason: str, deadly: bool) -> Done:
-        """Return the event for a rejected clip.
-
-        Args:
-            clip: the rejected clip.
-            reason: why the clip is rejected, and the fix.
-            deadly: whether the clip crashed a process or exceeded a time limit.
-        """
-        return cls(tuple(Rejection(row.key, clip.path, reason) for row in clip.rows), clip.video, deadly)
+    rejected: ClipEnd | None = None
 
 
 @dataclass
@@ -227,10 +210,9 @@ class _ClipEncoder:
             if isinstance(piece, Window):
                 if video not in self.reasons and (reason := self._store(piece)):
                     self.reasons[video] = reason
-            elif reason := self.reasons.pop(video, piece.reason):
-                yield Done.rejected(piece.clip, reason, piece.deadly)
             else:
-                yield Done()
+                end = replace(piece, reason=self.reasons.pop(video, piece.reason))
+                yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
         """Encode windows of one shape together; one by one, if the memory is too small for all windows together.
@@ -295,9 +277,7 @@ class _ClipEncoder:
 
     def _move_to_shard(self) -> None:
         writer = ShardWriter(self.settings.cache, self.settings.fingerprint, self.settings.max_samples)
-        for record in read_records(self.samples.path):
-            writer.add_record(record)
-        writer.finish_shard()
+        writer.add_log(self.samples.path)
         self.samples.clear()
 
     def _note(self, videos: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from wands.commands.clip_rules import plan_samples, read_source
-from wands.commands.preprocess.decoding import EncodeSettings
+from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings
 from wands.commands.preprocess.encoding import Done, WorkerTimes, encode_captions, encode_clips
 from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.commands.preprocess.scan import Clip, SourceScan, parse_part, select_part
@@ -31,7 +31,7 @@ from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.isolated import Crash, IsolatedWorker
-from wands.data.clips.records import REJECTS_NAME
+from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.spool import TextSpool
@@ -168,7 +168,8 @@ class PreprocessRun:
         for path in sorted(self.settings.work.glob("samples-*.journal")):
             with closing(WriteAheadLog(path)):  # waits until no worker writes this log
                 self.writer.refresh()
-                self.writer.adopt(path)
+                self.writer.add_log(path)
+                path.unlink()
         self.writer.refresh()
 
     def scan(self, scan: SourceScan) -> None:
@@ -268,7 +269,7 @@ class PreprocessRun:
                     reason = (
                         f"video={clip.path} cannot be encoded: {crash}; lower --max-frames or --max-pixels"
                     )
-                    self._handle(Done.rejected(clip, reason, deadly=True))
+                    self._handle(Done(ClipEnd(clip, reason, deadly=True)))
                     (self.settings.work / "encoding-0").unlink(missing_ok=True)
         self._collect_samples()
         return bool(suspected_clips)
@@ -278,11 +279,12 @@ class PreprocessRun:
             self.losses.append(event)
         elif isinstance(event, WorkerTimes):
             self.times.append(event)
-        elif event.rejections:
-            self.rejected_videos.add(event.video)
-            self.rejected += event.rejections
-            if event.deadly:  # written immediately, so that a restarted run skips this clip
-                self.quarantine[event.video] = event.rejections[0].reason
+        elif event.rejected:
+            clip, reason = event.rejected.clip, event.rejected.reason or ""
+            self.rejected_videos.add(clip.video)
+            self.rejected += [Rejection(row.key, clip.path, reason) for row in clip.rows]
+            if event.rejected.deadly:  # written immediately, so that a restarted run skips this clip
+                self.quarantine[clip.video] = reason
                 lines = [{"video": video, "reason": reason} for video, reason in self.quarantine.items()]
                 _write_lines(self.quarantine_path, lines)
 

@@ -18,7 +18,6 @@ from wands.errors import CacheError
 TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
 # RuntimeError: a zip file with an unknown method or a password.
 DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)
-SAMPLE_ARRAYS = ("shards", "rows", "latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,14 +125,14 @@ class CacheIndex:
         """
         try:
             with np.load(path, allow_pickle=False) as npz:
+                zeros = np.zeros((len(npz["crc32"]), 2), np.uint64)
                 # Earlier versions of wands wrote no signatures and no licences. Not all caches have masks.
-                arrays = {"signatures": np.zeros((len(npz["crc32"]), 2), np.uint64), **npz}
-                arrays = {"mask_sums": np.zeros((len(npz["crc32"]), 2)), **arrays}
-                arrays = {"licenses": np.full(len(npz["crc32"]), -1), "license_names": _join(()), **arrays}
+                arrays = {"signatures": zeros, "mask_sums": zeros.astype(np.float64), **npz}
+                arrays = {"licenses": np.full(len(zeros), -1), "license_names": _join(()), **arrays}
                 arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            names = (*SAMPLE_ARRAYS, "signatures", "licenses", "mask_sums")
-            wrong = [name for name in names if len(arrays[name]) != len(index)]
+            of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text"}
+            wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
         except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:

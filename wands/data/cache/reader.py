@@ -163,29 +163,21 @@ class LatentCache:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
                 wrong.
         """
-        num_frames = self.latent_shape(i)[0]
-        first, end = (0, num_frames) if frames is None else frames
-        assert 0 <= first <= end <= num_frames, (frames, num_frames)
-        read_all = self.verify or (first, end) == (0, num_frames)
-        needed = {*array_names(self.conditions), MASK_ARRAY}
-        wanted = [name for name in self._shapes(i) if name in needed]
+        num_frames, needed = self.latent_shape(i)[0], {*array_names(self.conditions), MASK_ARRAY}
+        assert frames is None or 0 <= frames[0] <= frames[1] <= num_frames, (frames, num_frames)
         arrays: dict[str, np.ndarray] = {}
         with self._open(i) as file:
             stored = zip(self._shapes(i).items(), self.index.offsets[i].tolist(), strict=False)
             for (name, shape), offset in stored:
-                if not self.verify and name not in wanted:
-                    continue
-                if read_all or name not in LATENTS:
-                    arrays[name] = np.empty(shape, np.uint16)
-                    _read_into(arrays[name], file, offset)
-                else:
-                    arrays[name] = _read_frames(shape, (first, end), file, offset)
+                if self.verify or name in needed:
+                    reads_all = self.verify or name not in LATENTS
+                    arrays[name] = _read_array(file, shape, offset, None if reads_all else frames)
         if self.verify and (crc32 := checksum(*arrays.values())) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({crc32:08x}, not {self.index.crc32[i]:08x})")
-        tensors = {name: from_bits(arrays[name]) for name in wanted}
-        if self.verify:
+        tensors = {name: from_bits(array) for name, array in arrays.items() if name in needed}
+        if self.verify and frames is not None:
             for name in LATENTS & tensors.keys():
-                blank_other_frames(tensors[name], (first, end))
+                blank_other_frames(tensors[name], frames)
         return Sample(sample_id=self.index.keys[i], **tensors)
 
     def serve(self, variant: Variant) -> None:
@@ -342,31 +334,25 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
     return ["image_embeds"] if "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"] else []
 
 
-def _read_frames(shape: tuple[int, ...], frames: tuple[int, int], file: FileIO, offset: int) -> np.ndarray:
-    """Read some latent frames of an array, and return the array with zeros in all other frames: uint16 bits of bf16.
+def _read_array(
+    file: FileIO, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
+) -> np.ndarray:
+    """Read a stored array, and return it as uint16 bits of bf16.
 
     Args:
-        shape: (latent channels, frames, rows, columns) of the stored array.
-        frames: (first, end) of the latent frames to read.
         file: the shard.
+        shape: shape of the array. With `frames`, this is (latent channels, frames, rows, columns).
         offset: position in bytes at which the array starts.
+        frames: (first, end) of the latent frames to read. All other frames of the result are zero. None reads the whole array.
     """
-    (first, end), (channels, num_frames, rows, columns) = frames, shape
-    bits = np.zeros(shape, np.uint16)
-    for channel in range(channels):
-        start = offset + 2 * rows * columns * (channel * num_frames + first)
-        _read_into(bits[channel, first:end], file, start)
-    return bits
-
-
-def _read_into(array: np.ndarray, file: FileIO, offset: int) -> None:
-    """Fill a contiguous array with the bytes of a file from `offset` on.
-
-    The function reads in a loop, because the operating system reads at most 2 GiB at a time.
-    """
-    view = array.data.cast("B") if array.size else memoryview(b"")
-    while view:
-        count = os.preadv(file.fileno(), [view], offset)
-        if count == 0:
-            raise OSError("the file ends too early")
-        view, offset = view[count:], offset + count
+    array = np.zeros(shape, np.uint16)
+    pieces = [array] if frames is None else [channel[slice(*frames)] for channel in array]
+    for piece in pieces:
+        position = offset + piece.ctypes.data - array.ctypes.data  # the file has the layout of the array
+        view = piece.data.cast("B") if piece.size else memoryview(b"")
+        while view:  # the operating system reads at most 2 GiB at a time
+            count = os.preadv(file.fileno(), [view], position)
+            if count == 0:
+                raise OSError("the file ends too early")
+            view, position = view[count:], position + count
+    return array

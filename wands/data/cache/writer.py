@@ -26,6 +26,7 @@ from wands.data.cache.format import (
     IMAGE_ARRAYS,
     INDEX_NAME,
     MANIFEST_NAME,
+    MASK_ARRAY,
     build_manifest,
     checksum,
     digest,
@@ -46,7 +47,7 @@ from wands.data.cache.shards import (
     shard_name,
     shard_number,
 )
-from wands.data.cache.write_ahead_log import LogRecord, read_records
+from wands.data.cache.write_ahead_log import read_records
 from wands.data.holdout import signature
 from wands.errors import CacheError
 from wands.files import differences, publish
@@ -105,10 +106,7 @@ class ShardWriter:
         latents: Tensor,
         text_embeds: Tensor,
         meta: Mapping[str, Any],
-        *,
-        image_latents: Tensor | None = None,
-        image_embeds: Tensor | None = None,
-        token_weights: Tensor | None = None,
+        **others: Tensor | None,
     ) -> None:
         """Append a sample. Samples of a shard that differ only in the text share one copy of their other arrays.
 
@@ -119,20 +117,19 @@ class ShardWriter:
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
                 the latents were made from) and `last` (whether the sample is the last window, or time range, of its clip).
-            image_latents: bf16 [C, f, h, w], latents of the conditioning frames, for variants with conditioning frames.
-            image_embeds: bf16 [CLIP tokens, width of CLIP], states of the conditioning frames, for variants with CLIP.
-            token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss, not all 0. None without a
-                mask.
+            others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. Token
+                weights are not all 0. None for an array that the sample does not have.
 
         Raises:
             CacheError: if the disk is full. If the space could not be reserved, the shard is finished without this
                 sample. If a write failed, the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
-        assert image_latents is None or image_latents.shape == latents.shape, image_latents.shape
         assert "\0" not in key, "the index separates keys by NUL"
-        given = zip(ARRAYS, (latents, text_embeds, image_latents, image_embeds, token_weights), strict=True)
-        bits = {name: to_bits(tensor) for name, tensor in given if tensor is not None}
+        given = {"latents": latents, "text_embeds": text_embeds, **others}
+        bits = {name: to_bits(tensor) for name in ARRAYS if (tensor := given.pop(name, None)) is not None}
+        assert not given, f"a cache does not store {list(given)}"
+        assert bits.get("image_latents", bits["latents"]).shape == bits["latents"].shape
         row, crc32 = self._num_samples, checksum(*bits.values())
         text_bits = bits.pop("text_embeds")
         name = _digest_of(bits.values())
@@ -153,7 +150,7 @@ class ShardWriter:
                 key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
             )
             group.attrs["signature"] = signature(latents)
-            if token_weights is not None:
+            if (token_weights := others.get(MASK_ARRAY)) is not None:
                 of_frames = token_weights.double().sum(dim=(1, 2))
                 group.attrs["mask_sums"] = [float(of_frames.sum()), float(of_frames[0])]
         except (OSError, RuntimeError) as error:
@@ -164,28 +161,32 @@ class ShardWriter:
         if self._num_samples >= self.max_samples or self._num_bytes >= self.max_bytes:
             self.finish_shard()
 
-    def add_record(self, record: LogRecord) -> None:
-        """Append those samples of a log record that no finished shard contains.
+    def add_log(self, path: Path) -> None:
+        """Append the samples of a write-ahead log that no finished shard contains, and finish the shard.
+
+        A record of the log contains one video with one or several captions. Its arrays are the latents and the other arrays
+        of the video, which `meta["arrays"]` names, then the text embeddings of each sample. `meta["samples"]` contains (key,
+        metadata) of each sample.
 
         Args:
-            record: record of one video with one or several captions. Its arrays are the latents and the other arrays of the
-                video, which `meta["arrays"]` names, then the text embeddings of each sample. `meta["samples"]` contains
-                (key, metadata) of each sample.
+            path: file of the log.
 
         Raises:
-            CacheError: if the record is damaged, or the disk is full.
+            CacheError: if a record is damaged, or the disk is full.
         """
-        lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
-        if not any(lacking):
-            return
-        arrays = [from_bits(bits) for bits in record.read()]
-        texts = arrays[-len(lacking) :]
-        # Earlier versions of wands wrote no names.
-        names = record.meta.get("arrays", ("latents", *IMAGE_ARRAYS.values()))
-        of_video = dict(zip(names, arrays[: -len(lacking)], strict=False))
-        for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
-            if lacks:
-                self.add(key, text_embeds=text_embeds, meta=meta, **of_video)
+        for record in read_records(path):
+            lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
+            if not any(lacking):
+                continue
+            arrays = [from_bits(bits) for bits in record.read()]
+            texts = arrays[-len(lacking) :]
+            # Earlier versions of wands wrote no names.
+            names = record.meta.get("arrays", ("latents", *IMAGE_ARRAYS.values()))
+            of_video = dict(zip(names, arrays[: -len(lacking)], strict=False))
+            for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
+                if lacks:
+                    self.add(key, text_embeds=text_embeds, meta=meta, **of_video)
+        self.finish_shard()
 
     def finish_shard(self) -> None:
         """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
@@ -344,20 +345,6 @@ class CacheWriter(ShardWriter):
                 self.entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
                 self._known.add(shard.name)
                 self._next = max(self._next, shard_number(shard) + 1)
-
-    def adopt(self, journal: Path) -> None:
-        """Move the samples from the write-ahead log of an ended process into shards, and delete the log.
-
-        Args:
-            journal: file of the log.
-
-        Raises:
-            CacheError: if a sample is damaged, or the disk is full.
-        """
-        for record in read_records(journal):
-            self.add_record(record)
-        self.finish_shard()
-        journal.unlink()
 
     def commit(self, null_text_embeds: Tensor, keys: Collection[str] | None = None) -> None:
         """Finish the last shard and write the index. The index makes the cache readable.
