@@ -26,10 +26,9 @@ from torch import Tensor
 
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
 from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint
-from data_tools.merge import to_variant
 from data_tools.program import program
 from wands.config.base import ARGUMENT, Options
-from wands.data.cache.format import MASK_ARRAY, array_names, checksum, reason, to_bits
+from wands.data.cache.format import MASK_ARRAY, array_names, checksum, digest, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.data.collate import Sample
@@ -96,7 +95,9 @@ def _import_export(source: Path, out: Path) -> int:
     try:
         manifest = json.loads((source / EXPORT_NAME).read_text(encoding="utf-8"))
         stored, count, layout = manifest["cache"], manifest["num_samples"], manifest["layout"]
-        variant, fingerprint = to_variant(stored["variant"]), stored["fingerprint"]
+        contract, names = stored["variant"], array_names(stored["variant"]["conditions"])
+        if stored.pop("digest", None) not in (None, digest(stored)):
+            raise ValueError("the manifest of the cache was changed")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT or layout not in FORMATS:
             raise ValueError(
@@ -107,10 +108,9 @@ def _import_export(source: Path, out: Path) -> int:
         raise DataError(
             f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
         ) from None
-    names = array_names(variant.conditions)
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
-    with CacheWriter(out, variant, fingerprint) as writer:
+    with CacheWriter(out, contract, stored["fingerprint"]) as writer:
         for sample, meta in items:
             if sample.sample_id in seen:
                 raise DataError(

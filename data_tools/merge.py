@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference, write_text
 from wands.texts import printable
-from wands.variants import MASK_CHANNELS, VARIANTS, Variant
 
 SHOWN = 5
 """Largest number of keys that a message names."""
@@ -117,7 +116,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
             f"{others[0]}; pass a new folder as OUT, or add the cache that contains these samples to the command."
         )
     copied = 0
-    with CacheWriter(out, to_variant(like.manifest["variant"]), like.fingerprint) as writer:
+    with CacheWriter(out, like.manifest["variant"], like.fingerprint) as writer:
         with progress("samples", len(places)) as advance:
             for cache, i in places:
                 meta = cache.meta(i)
@@ -128,33 +127,6 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
                 advance()
         writer.commit(like.null_text_embeds, keys)
     return copied
-
-
-def to_variant(contract: dict[str, Any]) -> Variant:
-    """Return a model variant with the values that the manifest of a cache stores, for `CacheWriter`.
-
-    A manifest does not contain all sizes of the DiT. For example, the depth is missing. The missing sizes are copied
-    from an arbitrary variant.
-
-    Args:
-        contract: `variant` of the manifest: its name, latent channels, strides, patch size, conditions and embedding
-            widths.
-    """
-    base = next(iter(VARIANTS.values()))
-    channels, conditions = contract["latent_channels"], tuple(contract["conditions"])
-    image_len, image_dim = contract.get("image_embeds", (0, None))
-    dit = replace(
-        base.dit,
-        patch_size=tuple(contract["patch_size"]),
-        in_channels=channels + (MASK_CHANNELS + channels if "image" in conditions else 0),
-        out_channels=channels,
-        text_dim=contract["text_dim"],
-        image_len=image_len,
-        image_dim=image_dim,
-    )
-    return replace(
-        base, name=contract["name"], vae_stride=tuple(contract["vae_stride"]), conditions=conditions, dit=dit
-    )
 
 
 def _check_alike(first: LatentCache, other: LatentCache) -> None:

@@ -8,7 +8,6 @@ program prints one line that names the sample or the file, and the fix.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import zlib
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import h5py
 import numpy as np
@@ -28,7 +27,7 @@ from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
 from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import read_offsets, sample_path, stored_names
+from wands.data.cache.shards import IndexEntry, read_entry, sample_path, stored_names
 from wands.errors import CacheError
 from wands.texts import safe_lines
 
@@ -224,40 +223,36 @@ def _check_shard(
                     f"{path.name} ({index.keys[i]})" if index and i is not None else f"{path.name} row {row}"
                 )
                 try:
-                    group = file[sample_path(row)]
-                    stored = _read_sample(group, descriptor)
+                    entry, computed, num_bytes = _read_sample(file, row, path.name, descriptor)
                 except DAMAGE as error:
                     yield Problem(name, f"the sample cannot be read ({reason(error)})", fix)
                     continue
                 report.num_samples += 1
-                report.num_bytes += stored["num_bytes"]
-                if stored["crc32"] != stored["computed"]:
-                    what = f"the sample has a wrong checksum of latents and text ({stored['computed']:08x}, "
-                    yield Problem(name, f"{what}not {stored['crc32']:08x})", fix)
+                report.num_bytes += num_bytes
+                if entry.crc32 != computed:
+                    what = f"the sample has a wrong checksum of latents and text ({computed:08x}, "
+                    yield Problem(name, f"{what}not {entry.crc32:08x})", fix)
                 elif index and i is not None:
-                    yield from _compare(name, index, i, stored)
+                    yield from _compare(name, index, i, entry)
     finally:
         os.close(descriptor)
 
 
-def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
-    """Return the stored values of a sample, and a checksum that is computed from the bytes of the sample's arrays.
-
-    The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
+def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tuple[IndexEntry, int, int]:
+    """Read a sample. The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
 
     Args:
-        group: HDF5 group of the sample.
+        file: the open shard.
+        row: number of the sample in the shard.
+        shard: file name of the shard.
         descriptor: file descriptor of the open shard.
 
     Returns:
-        Dictionary with key, shapes, lengths, offsets, num_bytes, `crc32` (stored checksum) and `computed` (checksum
-        of the bytes).
+        Stored facts of the sample, checksum that is computed from the bytes of the sample's arrays, and number of bytes.
     """
-    attrs = {name: group.attrs[name] for name in ("key", "dtype", "crc32", "meta")}
-    if attrs["dtype"] not in ("bfloat16", b"bfloat16"):
-        raise ValueError(
-            f"the sample has dtype {attrs['dtype']}, but a cache stores bfloat16; encode the clip again"
-        )
+    group = file[sample_path(row)]
+    if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
+        raise ValueError(f"the sample has dtype {dtype}, but a cache stores bfloat16; encode the clip again")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
@@ -267,22 +262,10 @@ def _read_sample(group: h5py.Group, descriptor: int) -> dict[str, Any]:
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)
         num_bytes += len(content)
-    meta = json.loads(attrs["meta"])
-    return {
-        "key": json.loads(attrs["key"]),
-        "latent_shapes": list(group["latents"].shape),
-        "text_lens": group["text_embeds"].shape[0],
-        "crc32": int(attrs["crc32"]),
-        "num_frames": meta["num_frames"],
-        "fps": float(np.float32(meta["fps"])),
-        "offsets": list(read_offsets(group)),
-        "mask_sums": list(group.attrs.get("mask_sums", (0.0, 0.0))),
-        "computed": computed,
-        "num_bytes": num_bytes,
-    }
+    return read_entry(group, shard, row), computed, num_bytes
 
 
-def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> Iterator[Problem]:
+def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterator[Problem]:
     """Yield a `Problem` for each value of a sample that differs between the index and the shard.
 
     The values in the shard have passed their checksums. A difference therefore means that the index is wrong.
@@ -291,19 +274,26 @@ def _compare(name: str, index: CacheIndex, i: int, stored: dict[str, Any]) -> It
         name: name of the shard and key of the sample, for messages.
         index: index of the cache.
         i: position of the sample in the index.
-        stored: result of `_read_sample`.
+        entry: facts that the shard stores about the sample.
     """
     place = f"{INDEX_NAME} ({index.keys[i]})"
-    if stored["key"] != index.keys[i]:
-        what = f"the index and the shard name different samples: {name} contains {stored['key']}"
+    if entry.key != index.keys[i]:
+        what = f"the index and the shard name different samples: {name} contains {entry.key}"
         yield Problem(place, what, REBUILD)
-    # A sample without a mask has no offset of a mask, but 0 in the index of a cache with masks.
-    stored["offsets"] += [0] * (index.offsets.shape[1] - len(stored["offsets"]))
-    for column in ("latent_shapes", "text_lens", "crc32", "num_frames", "fps", "offsets", "mask_sums"):
+    facts = {
+        "latent_shapes": list(entry.latent_shape),
+        "text_lens": entry.text_len,
+        "crc32": entry.crc32,
+        "num_frames": entry.num_frames,
+        "fps": float(np.float32(entry.fps)),
+        # A sample without a mask has no offset of a mask, but 0 in the index of a cache with masks.
+        "offsets": [*entry.offsets, *[0] * (index.offsets.shape[1] - len(entry.offsets))],
+        "mask_sums": list(entry.mask_sums),
+    }
+    for column, stored in facts.items():
         ours = getattr(index, column)[i].tolist()
-        if ours != stored[column]:
-            what = f"{column} is {ours} in the index, but {stored[column]} in the shard"
-            yield Problem(place, what, REBUILD)
+        if ours != stored:
+            yield Problem(place, f"{column} is {ours} in the index, but {stored} in the shard", REBUILD)
 
 
 class VerifyArguments(Options):

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_930
+TOTAL = 21_932
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 927,
     "commands": 4566,
     "config": 1244,
-    "data": 4501,
+    "data": 4503,
     "distributed": 389,
     "encoders": 349,
     "export": 393,

@@ -191,7 +191,7 @@ def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | Non
         visited = sorted(i for plan in mine for bin in plan.bins for i in bin)
         assert visited == shares(repeat).rows(epoch).tolist()
         for plan in mine:  # each visit of the epoch counts alike
-            assert plan.mean_samples == len(visited) / len(mine)
+            assert plan.denominators["sample"] == len(visited) / len(mine)
             assert plan.mean_tokens == sum(sampler.seq_lens[visited]) / len(mine)
         named = [
             (sampler.keys[i], o)

@@ -103,16 +103,20 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
     } | ({"image_embeds": [dit.image_len, dit.image_dim]} if dit.image_dim else {})
 
 
-def build_manifest(variant: Variant, fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of `manifest.json`. Its `digest` is a hash of the other values, so that later changes are
     noticed.
 
     Tuples are converted to lists, so that the result equals the content of the written file.
+
+    Args:
+        variant: variant of the model, or the properties of the variant that another manifest contains.
+        fingerprint: fingerprint of encoders and settings, as nested JSON values.
     """
     values = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
-        "variant": variant_contract(variant),
+        "variant": variant_contract(variant) if isinstance(variant, Variant) else variant,
         "fingerprint": fingerprint,
     }
     manifest = plain(values)

@@ -137,26 +137,37 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
         shard: file name of the shard, which becomes part of each entry.
     """
     for name, group in file["samples"].items():
-        meta = json.loads(group.attrs["meta"])
-        yield IndexEntry(
-            key=json.loads(group.attrs["key"]),
-            shard=shard,
-            row=int(name),
-            latent_shape=tuple(group["latents"].shape),
-            text_len=group["text_embeds"].shape[0],
-            crc32=int(group.attrs["crc32"]),
-            num_frames=meta["num_frames"],
-            fps=meta["fps"],
-            content=meta["content"],
-            offsets=read_offsets(group),
-            video=meta.get("video", ""),
-            last=meta.get("last", False),
-            signature=tuple(group.attrs.get("signature", (0, 0))),
-            display_size=tuple(meta.get("display_size", ())),
-            license=pick_license(meta),
-            clip_seconds=meta.get("clip_seconds", 0.0),
-            mask_sums=tuple(group.attrs.get("mask_sums", (0.0, 0.0))),
-        )
+        yield read_entry(group, shard, int(name))
+
+
+def read_entry(group: h5py.Group, shard: str, row: int) -> IndexEntry:
+    """Return the index entry of one stored sample.
+
+    Args:
+        group: HDF5 group of the sample.
+        shard: file name of the shard.
+        row: number of the sample in the shard.
+    """
+    meta = json.loads(group.attrs["meta"])
+    return IndexEntry(
+        key=json.loads(group.attrs["key"]),
+        shard=shard,
+        row=row,
+        latent_shape=tuple(group["latents"].shape),
+        text_len=group["text_embeds"].shape[0],
+        crc32=int(group.attrs["crc32"]),
+        num_frames=meta["num_frames"],
+        fps=meta["fps"],
+        content=meta["content"],
+        offsets=read_offsets(group),
+        video=meta.get("video", ""),
+        last=meta.get("last", False),
+        signature=tuple(group.attrs.get("signature", (0, 0))),
+        display_size=tuple(meta.get("display_size", ())),
+        license=pick_license(meta),
+        clip_seconds=meta.get("clip_seconds", 0.0),
+        mask_sums=tuple(group.attrs.get("mask_sums", (0.0, 0.0))),
+    )
 
 
 def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:

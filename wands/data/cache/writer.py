@@ -303,7 +303,7 @@ class CacheWriter(ShardWriter):
     def __init__(
         self,
         path: str | Path,
-        variant: Variant,
+        variant: Variant | Mapping[str, Any],
         fingerprint: Mapping[str, Any],
         max_samples: int = 512,
         max_bytes: int = 1 << 30,
@@ -312,7 +312,7 @@ class CacheWriter(ShardWriter):
 
         Args:
             path: cache folder.
-            variant: variant of the model for which the samples are made.
+            variant: variant of the model for which the samples are made, or `variant` from the manifest of another cache.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
             max_samples: largest number of samples of a shard.
             max_bytes: size in bytes at which a shard is finished.
