@@ -95,7 +95,8 @@ def _import_export(source: Path, out: Path) -> int:
     try:
         manifest = json.loads((source / EXPORT_NAME).read_text(encoding="utf-8"))
         stored, count, layout = manifest["cache"], manifest["num_samples"], manifest["layout"]
-        contract, names = stored["variant"], array_names(stored["variant"]["conditions"])
+        variant, fingerprint = stored["variant"], stored["fingerprint"]
+        names = array_names(variant["conditions"])
         if stored.pop("digest", None) not in (None, digest(stored)):
             raise ValueError("the manifest of the cache was changed")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
@@ -110,7 +111,7 @@ def _import_export(source: Path, out: Path) -> int:
         ) from None
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
-    with CacheWriter(out, contract, stored["fingerprint"]) as writer:
+    with CacheWriter(out, variant, fingerprint) as writer:
         for sample, meta in items:
             if sample.sample_id in seen:
                 raise DataError(

@@ -192,7 +192,7 @@ def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | Non
         assert visited == shares(repeat).rows(epoch).tolist()
         for plan in mine:  # each visit of the epoch counts alike
             assert plan.denominators["sample"] == len(visited) / len(mine)
-            assert plan.mean_tokens == sum(sampler.seq_lens[visited]) / len(mine)
+            assert plan.denominators["token"] == sum(sampler.seq_lens[visited]) / len(mine)
         named = [
             (sampler.keys[i], o)
             for plan in mine
