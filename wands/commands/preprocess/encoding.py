@@ -159,7 +159,12 @@ class _ClipEncoder:
         batch: list[Window | ClipEnd] = []
         with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
-                self.encoder = self._load_encoder()
+                options, conditions = self.settings.options, self.settings.conditions
+                vae = WanVideoEncoder.load(
+                    options.model, self.device, dtype=options.vae_dtype, tiling=options.vae_tiling
+                )
+                clip = ImageEncoder.load(options.model, self.device) if "clip" in conditions else None
+                self.encoder = WindowEncoder(vae, clip, conditions)
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
@@ -178,14 +183,6 @@ class _ClipEncoder:
             self.writes.popleft().result()
         times.worked, times.num_windows = time.monotonic() - began - times.waited, self.num_windows
         yield times
-
-    def _load_encoder(self) -> WindowEncoder:
-        options, conditions = self.settings.options, self.settings.conditions
-        vae = WanVideoEncoder.load(
-            options.model, self.device, dtype=options.vae_dtype, tiling=options.vae_tiling
-        )
-        clip = ImageEncoder.load(options.model, self.device) if "clip" in conditions else None
-        return WindowEncoder(vae, clip, conditions)
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
         """Encode and store windows (ranges of frames), and yield an event for each clip that ends.

@@ -135,6 +135,7 @@ class PreprocessRun:
         self.writer, self.pool, self.settings = writer, pool, settings
         self.quarantine_path = writer.path / QUARANTINE_NAME
         self.quarantine: dict[str, str] = {}
+        self.rejected: list[Rejection] = []
         self.rejected_videos: set[str] = set()
         self.times: list[WorkerTimes] = []
         self.losses: list[Lost] = []
@@ -179,7 +180,6 @@ class PreprocessRun:
             scan: usable and rejected clips of the source.
         """
         self.source = scan
-        self.rejected = list(scan.rejected)
         self.contents_before = {key: entry.content for key, entry in self.writer.entries.items()}
         pending = self._pending_clips()
         self.num_relabelled = sum(len(clip.lacks(suffix)) for clip in pending for *_, suffix in clip.latents)
@@ -300,18 +300,17 @@ class PreprocessRun:
             CacheError: if the disk is full.
         """
         writer = self.writer
-        num_found = len(self.source.rejected)
-        self.rejected[num_found:] = sorted(self.rejected[num_found:], key=lambda rejection: rejection.key)
+        rejected = (*self.source.rejected, *sorted(self.rejected, key=lambda rejection: rejection.key))
         accepted = self.source.accepted(writer.entries)
         null_text = self.null_text
         if null_text is None:
             null_text = TextSpool(self.settings.work.glob("text-*.journal")).read("")
-        _write_lines(writer.path / REJECTS_NAME, [asdict(rejection) for rejection in self.rejected])
+        _write_lines(writer.path / REJECTS_NAME, [asdict(rejection) for rejection in rejected])
         if not accepted:
             shutil.rmtree(self.settings.work)
-            first = f" (first: {self.rejected[0].reason})" if self.rejected else ""
+            first = f" (first: {rejected[0].reason})" if rejected else ""
             raise DataError(
-                f"SOURCE={self.settings.options.source} gave no sample: {len(self.rejected)} clip(s) were rejected{first}. "
+                f"SOURCE={self.settings.options.source} gave no sample: {len(rejected)} clip(s) were rejected{first}. "
                 f"Correct the clips: {writer.path / REJECTS_NAME} lists every reason."
             )
         writer.commit(null_text, accepted)
@@ -327,7 +326,7 @@ class PreprocessRun:
             num_reused=sum(self.contents_before.get(key) == writer.entries[key].content for key in accepted),
             num_left_out=len(writer.entries.keys() - accepted),
             num_cut_captions=int((cache.index.text_lens == TEXT_LEN).sum()),
-            rejected=tuple(self.rejected),
+            rejected=rejected,
             tokens=cache.num_tokens(variant.dit.patch_size),
             num_shards=len(cache.index.shard_names),
             num_bytes=cache.num_bytes,
@@ -341,7 +340,7 @@ class PreprocessRun:
                 key for key, (used, *_) in footage.items() if used <= 1 / self.settings.spec.fps
             ),
             losses=tuple(loss.reason for loss in self.losses),
-            quarantine=self.quarantine_path if any(item.reason in deadly for item in self.rejected) else None,
+            quarantine=self.quarantine_path if any(item.reason in deadly for item in rejected) else None,
         )
 
 

@@ -95,20 +95,14 @@ class PreprocessReport:
             lines.append(
                 f"{len(self.still_clips):,} videos became still images, with one usable frame each: {names}; use longer clips"
             )
-        if self.num_relabelled:
-            lines.append(
-                f"{self.num_relabelled:,} samples keep their latents, because only the caption or the clip's name is new"
-            )
         lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
-        if self.num_left_out:
-            lines.append(
-                f"{self.num_left_out:,} samples of earlier runs are not in the source or have a size that is not "
-                "requested: left out of the index"
-            )
-        if self.num_cut_captions:
-            lines.append(
-                f"{self.num_cut_captions:,} captions fill {TEXT_LEN} text tokens: longer text is cut"
-            )
+        notes = {
+            "samples keep their latents, because only the caption or the clip's name is new": self.num_relabelled,
+            "samples of earlier runs are not in the source or have a size that is not requested: left out of the "
+            "index": self.num_left_out,
+            f"captions fill {TEXT_LEN} text tokens: longer text is cut": self.num_cut_captions,
+        }
+        lines += [f"{number:,} {note}" for note, number in notes.items() if number]
         if self.quarantine:
             lines.append(
                 f"clips that crash or hang a process are skipped until their files change or {self.quarantine} is deleted"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -136,7 +137,13 @@ class WorkerPool:
                 reports the error.
         """
         if self.launched:
-            yield from self._run_ranks(task, settings, shares)
+            self._scatter([(task, settings, shares.get(rank, ())) for rank in range(self.size)])
+            self._ranks_wait = False
+            yield from self._run_own_share(task, settings, shares.get(0, ()))
+            gathered: list[Any] = [None] * self.size
+            dist.gather_object([], gathered)
+            self._ranks_wait = True
+            yield from chain.from_iterable(gathered)
         elif self.size == 1:
             yield from task(settings, 0, self.devices(0), shares[0])
         else:
@@ -150,19 +157,6 @@ class WorkerPool:
         level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
         arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
         yield from _with_losses(slot, worker.run(_run_in_subprocess, *arguments))
-
-    def _run_ranks(
-        self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
-    ) -> Iterator[Event]:
-        orders = [(task, settings, shares.get(rank, ())) for rank in range(self.size)]
-        self._scatter(orders)
-        self._ranks_wait = False
-        yield from self._run_own_share(*orders[0])
-        gathered: list[Any] = [None] * self.size
-        dist.gather_object([], gathered)
-        self._ranks_wait = True
-        for events in gathered:
-            yield from events
 
     def _run_own_share(self, task: Task, settings: EncodeSettings, share: Sequence[Any]) -> Iterator[Event]:
         def events() -> Iterator[Event]:

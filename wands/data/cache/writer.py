@@ -373,15 +373,11 @@ class CacheWriter(ShardWriter):
 
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
-            present, own = (
-                {name: side[name] for name in ("variant", "fingerprint")}
-                for side in (read_manifest(self.path), manifest)
-            )
-            if changes := differences(present, own):
-                text = ", ".join(
-                    f"{name.removeprefix('fingerprint.')}={cached} but this run has {this}"
-                    for name, cached, this in changes
-                )
+            present = read_manifest(self.path)
+            changes = differences(present["fingerprint"], manifest["fingerprint"])
+            changes += differences(present["variant"], manifest["variant"], "variant")
+            if changes:
+                text = ", ".join(f"{name}={cached} but this run has {this}" for name, cached, this in changes)
                 raise CacheError(
                     f"cache={self.path} was begun with {text}; use the settings of the first run, or another --out."
                 )
