@@ -25,14 +25,13 @@ from safetensors.torch import load
 from torch import Tensor
 
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
-from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint
+from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint, read_model
 from data_tools.program import program
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import MASK_ARRAY, array_names, checksum, digest, reason, to_bits
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.data.collate import Sample
-from wands.encoders.components import CONFIG_FILES, find_part, read_variant
 from wands.errors import ConfigError, DataError
 
 PICKLES = {".pth", ".pt", ".pkl", ".pickle", ".ckpt", ".bin"}
@@ -200,18 +199,9 @@ def _header(content: bytes) -> dict[str, str]:
 
 
 def _import_musubi(source: Path, out: Path, model: str) -> int:
-    from diffusers import AutoencoderKLWan
-
     from wands.encoders.text import TextEncoder
 
-    variant = read_variant(model)
-    if variant.num_images:
-        raise ConfigError(
-            f"--model={model} is {variant.name}, which needs conditioning frames, but conditioning frames cannot be "
-            "imported from musubi-tuner; run wands preprocess on the videos."
-        )
-    vae = AutoencoderKLWan.load_config(find_part(model, "vae", CONFIG_FILES))
-    std = torch.tensor(vae["latents_std"])
+    variant, std = read_model(model)
     keys = set()
     with CacheWriter(out, variant, imported_fingerprint(model, "musubi-tuner")) as writer:
         for path in sorted(source.glob("*_wan.safetensors")):

@@ -77,13 +77,8 @@ def import_shards(
         CacheError: if the cache has other settings, or the disk is full.
     """
     pick_device("--device", device)
-    variant = read_variant(model)
-    if variant.num_images:
-        raise ConfigError(
-            f"--model={model} is {variant.name}, which needs conditioning frames, but shards do not contain them; run wands "
-            "preprocess on the videos."
-        )
-    shards, std = find_shards(Path(source)), _vae_std(model)
+    variant, std = read_model(model)
+    shards = find_shards(Path(source))
     rejected: list[Rejection] = []
     first = next(_checked(read_samples(shards, Path(source)), variant, std, rejected), None)
     if first is None:
@@ -108,7 +103,6 @@ def import_shards(
             if writer.has(sample.key, sample.content):
                 num_reused += 1
                 continue
-            assert sample.latents is not None
             text = sample.text_embeds
             text = encoder.encode(sample.caption or "") if text is None else text
             meta = _metadata(sample, variant, fps or variant.fps)
@@ -117,6 +111,28 @@ def import_shards(
         write_whole(writer.path / REJECTS_NAME, "".join(lines).encode())
         writer.commit(encoder.encode(""), accepted)
     return ImportReport(len(accepted), num_reused, tuple(rejected))
+
+
+def read_model(model: str | Path) -> tuple[Variant, Tensor]:
+    """Return the model variant for which clips were encoded, and latents_std of its VAE: fp32 [latent channels].
+
+    Args:
+        model: pipeline folder or Hub id.
+
+    Raises:
+        ConfigError: if the model is not complete or needs conditioning frames.
+    """
+    from diffusers import AutoencoderKLWan
+
+    variant = read_variant(model)
+    if variant.num_images:
+        raise ConfigError(
+            f"--model={model} is {variant.name}, which needs conditioning frames, but conditioning frames cannot be "
+            "imported from other programs; run wands preprocess on the videos."
+        )
+    default = inspect.signature(AutoencoderKLWan.__init__).parameters["latents_std"].default
+    config = read_config(find_part(model, "vae", CONFIG_FILES) / "config.json")
+    return variant, torch.tensor(config.get("latents_std", default))
 
 
 def imported_fingerprint(model: str | Path, imported: Any) -> dict[str, Any]:
@@ -137,7 +153,6 @@ def imported_fingerprint(model: str | Path, imported: Any) -> dict[str, Any]:
 
 
 def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, Any]:
-    assert sample.latents is not None
     _, frames, rows, columns = sample.latents.shape
     time, down, across = variant.vae_stride
     return {
@@ -156,16 +171,16 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 
 
 def _checked(
-    samples: Iterator[EncodedSample], variant: Variant, std: Tensor, rejected: list[Rejection]
+    samples: Iterator[EncodedSample | Rejection], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
     """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`. `std` is
     latents_std of the VAE, see `check_latents`.
     """
     for sample in samples:
+        if isinstance(sample, Rejection):
+            rejected.append(sample)
+            continue
         try:
-            if sample.problem:
-                raise DataError(sample.problem)
-            assert sample.latents is not None
             check_latents(sample.latents, variant, std)
             _check_text(sample, variant)
         except DataError as error:
@@ -253,14 +268,6 @@ def _unlikelihood(spread: Tensor) -> float:
     contrast = logs.mean()
     shared = contrast**2 / (CONTRAST**2 + JITTER**2 / len(logs))
     return float(shared + ((logs - contrast) ** 2).sum() / JITTER**2) / 2
-
-
-def _vae_std(model: str | Path) -> Tensor:
-    from diffusers import AutoencoderKLWan
-
-    default = inspect.signature(AutoencoderKLWan.__init__).parameters["latents_std"].default
-    config = read_config(find_part(model, "vae", CONFIG_FILES) / "config.json")
-    return torch.tensor(config.get("latents_std", default))
 
 
 class ImportShardsArguments(Options):

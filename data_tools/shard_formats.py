@@ -11,7 +11,7 @@ import io
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +20,33 @@ from torch import Tensor
 
 from data_tools.tfrecord import parse_example, parse_tensor, read_records
 from wands.data.clips.archives import MAX_LATENT_BYTES, TAR_EXTENSIONS, TarReader, is_tar
+from wands.data.clips.records import Rejection
 from wands.errors import DataError, one_line
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """One sample of a shard, or the reason why it cannot be read.
+    """One sample of a shard.
 
     Attributes:
         key: name of the shard, and name or number of the sample in the shard.
         path: the shard.
-        latents: [latent channels, frames, rows, columns] in the float type of the shard; None if the sample cannot be
-            read.
+        latents: [latent channels, frames, rows, columns] in the float type of the shard.
         caption: caption of the clip; None if the format has no captions.
         text_embeds: [text tokens, width of the text encoder], stored text embeddings; None if the format has captions.
         content: hash of the sample's stored bytes.
         encoding: settings with which the latents were encoded. All samples of a cache must have equal settings.
         source: path of the video; empty if the shard does not contain it.
-        problem: reason why the sample cannot be read, and the fix; empty for a readable sample.
     """
 
     key: str
     path: Path
-    latents: Tensor | None = None
+    latents: Tensor
+    content: str
+    encoding: dict[str, Any]
     caption: str | None = None
     text_embeds: Tensor | None = None
-    content: str = ""
-    encoding: dict[str, Any] = field(default_factory=dict)
     source: str = ""
-    problem: str = ""
 
 
 def find_shards(source: Path) -> list[Path]:
@@ -74,10 +72,8 @@ def _is_tfrecord(path: Path) -> bool:
     return bool(re.search(r"\.tfrec(ord)?s?(-\d+-of-\d+)?$", path.name.lower()))
 
 
-def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample]:
-    """Yield the samples of all shards.
-
-    A sample or shard that cannot be read is yielded as a sample with a `problem`.
+def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample | Rejection]:
+    """Yield the samples of all shards, and a rejection for each sample or shard that cannot be read.
 
     Args:
         shards: result of `find_shards`.
@@ -90,10 +86,10 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
         try:
             yield from _read_energon(path, name) if is_tar(path) else _read_tfrecord(path, name)
         except DataError as error:
-            yield EncodedSample(name, path, problem=str(error))
+            yield Rejection(name, str(path), str(error))
 
 
-def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
+def _read_energon(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
     """Yield the samples of a tar of DFM or Megatron-Bridge.
 
     A sample consists of a .pth file with the latents and a .json file with the caption. A .pickle file is never opened.
@@ -114,9 +110,9 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample]:
                 tensor, info = reader.read(members["pth"], MAX_LATENT_BYTES), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
-                yield EncodedSample(key, path, problem=str(error))
+                yield Rejection(key, str(path), str(error))
         for member, reason in reader.rejections:
-            yield EncodedSample(f"{name}:{member}".rstrip(":"), path, problem=reason)
+            yield Rejection(f"{name}:{member}".rstrip(":"), str(path), reason)
 
 
 def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> EncodedSample:
@@ -163,7 +159,7 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
     )
 
 
-def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
+def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
     """Yield the samples of a TFRecord file of MaxDiffusion: latents and encoder_hidden_states (text embeddings).
 
     Args:
@@ -193,7 +189,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample]:
                 encoding={"from": "maxdiffusion", "posterior": "unknown", "vae_tiling": "unknown"},
             )
         except DataError as error:
-            yield EncodedSample(key, path, problem=str(error))
+            yield Rejection(key, str(path), str(error))
 
 
 def _without_batch(tensor: Tensor, ndim: int) -> Tensor:

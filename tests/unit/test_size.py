@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_914
+TOTAL = 21_912
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4552,
+    "commands": 4550,
     "config": 1244,
     "data": 4499,
     "distributed": 389,

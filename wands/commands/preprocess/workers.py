@@ -147,16 +147,13 @@ class WorkerPool:
         elif self.size == 1:
             yield from task(settings, 0, self.devices(0), shares[0])
         else:
-            runs = [self._run_process(task, settings, slot, share) for slot, share in shares.items()]
+            runs = []
+            for slot, share in shares.items():
+                worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
+                level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
+                arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
+                runs.append(_with_losses(slot, worker.run(_run_in_subprocess, *arguments)))
             yield from run_in_threads(runs)
-
-    def _run_process(
-        self, task: Task, settings: EncodeSettings, slot: int, share: Sequence[Any]
-    ) -> Iterator[Event]:
-        worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
-        level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
-        arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
-        yield from _with_losses(slot, worker.run(_run_in_subprocess, *arguments))
 
     def _run_own_share(self, task: Task, settings: EncodeSettings, share: Sequence[Any]) -> Iterator[Event]:
         def events() -> Iterator[Event]:
