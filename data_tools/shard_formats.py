@@ -23,6 +23,8 @@ from wands.data.clips.archives import MAX_LATENT_BYTES, TAR_EXTENSIONS, TarReade
 from wands.data.clips.records import Rejection
 from wands.errors import DataError, one_line
 
+FIX = "pass shards that NVIDIA DFM wrote"
+
 
 @dataclass(frozen=True)
 class EncodedSample:
@@ -104,9 +106,7 @@ def _read_energon(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
             key = f"{base}/{sample}"
             try:
                 if missing := [f".{part}" for part in ("pth", "json") if part not in members]:
-                    raise DataError(
-                        f"the sample has no {' and no '.join(missing)}; pass shards that NVIDIA DFM wrote"
-                    )
+                    raise DataError(f"the sample has no {' and no '.join(missing)}; {FIX}")
                 tensor, info = reader.read(members["pth"], MAX_LATENT_BYTES), reader.read(members["json"])
                 yield _energon_sample(key, path, tensor, info)
             except DataError as error:
@@ -119,24 +119,17 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
     try:
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types for damaged files and other pickles
-        raise DataError(
-            f"the sample's .pth file is not a plain tensor ({one_line(error, 120)}); pass shards that NVIDIA DFM wrote, "
-            "because wands never opens other pickles"
-        ) from None
+        what = f"the sample's .pth file is not a plain tensor ({one_line(error, 120)})"
+        raise DataError(f"{what}; {FIX}, because wands never opens other pickles") from None
     if not isinstance(latents, Tensor):
-        raise DataError(
-            f"the sample's .pth file contains a {type(latents).__name__}, not a tensor; pass shards that NVIDIA DFM wrote"
-        )
+        kind = type(latents).__name__
+        raise DataError(f"the sample's .pth file contains a {kind}, not a tensor; {FIX}")
     try:
         facts = json.loads(info)
     except ValueError as error:
-        raise DataError(
-            f"the sample's .json file cannot be read ({error}); pass shards that NVIDIA DFM wrote"
-        ) from None
+        raise DataError(f"the sample's .json file cannot be read ({error}); {FIX}") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
-        raise DataError(
-            "the sample's .json file is not an object with a caption; pass shards that NVIDIA DFM wrote"
-        )
+        raise DataError(f"the sample's .json file is not an object with a caption; {FIX}")
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
         raise DataError(
