@@ -44,15 +44,11 @@ def save_loss_plot(
         values = np.asarray(losses, dtype=np.float64)
         assert len(values) == len(steps), (name, len(steps), len(values))
         width = window or smoothing_window(len(values))
-        raw = np.where(np.isfinite(values), values, np.nan)
+        label = name if width == 1 else f"{name} (mean of {width})"
         lone = "o" if len(values) == 1 else ""  # a line of one point is invisible
-        if width == 1:
-            axes.plot(steps, raw, color=f"C{i}", linewidth=1.2, marker=lone, label=name)
-        else:
-            axes.plot(steps, raw, color=f"C{i}", linewidth=0.6, alpha=0.35)
-            axes.plot(
-                steps, smooth(values, width), color=f"C{i}", linewidth=1.8, label=f"{name} (mean of {width})"
-            )
+        raw = np.where(np.isfinite(values), values, np.nan)
+        axes.plot(steps, raw, color=f"C{i}", linewidth=0.6, alpha=0.35)
+        axes.plot(steps, smooth(values, width), color=f"C{i}", linewidth=1.8, marker=lone, label=label)
     for number, (name, marked) in enumerate(marks.items(), start=3):
         if marked:
             low = axes.get_xaxis_transform()  # 0 is the lower edge

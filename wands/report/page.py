@@ -63,12 +63,11 @@ def write_report(run_folder: Path) -> None:
 
     Rank 0 calls this function after each evaluation, after samples, and after the event `end` or `stop` is written.
     """
+    page = run_folder / PAGE_NAME
     try:
-        write_text(run_folder / PAGE_NAME, render_page([read_run(run_folder)], run_folder))
+        write_text(page, render_page([read_run(run_folder)], run_folder))
     except Exception as error:  # a page is never worth a run
-        _log.warning(
-            "%s cannot be written (%s); the training continues.", run_folder / PAGE_NAME, one_line(error)
-        )
+        _log.warning("%s cannot be written (%s); the training continues.", page, one_line(error))
 
 
 def render(folder: Path, template: str, **values: Any) -> str:
@@ -102,9 +101,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
         Path(__file__).parent,
         "page.html",
         runs=runs,
-        verdicts=[
-            is_learning(run["evaluations"]["raw"], column(run["metrics"], "grad_norm")) for run in runs
-        ],
+        verdicts=list(map(is_learning, runs)),
         recipes=[yaml.safe_dump(without_paths(run["recipe"]), sort_keys=False) for run in runs],
         grids=_sample_grids(runs, folder),
         chart=_chart,

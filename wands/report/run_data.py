@@ -166,24 +166,21 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
         path = run["folder"] / str(row.get("thumbnail"))
-        if (
-            row["step"] <= last_step
-            and row["weights"] == (weights if row["step"] else "raw")
-            and path.is_file()
-        ):
+        is_shown = row["step"] <= last_step and row["weights"] == (weights if row["step"] else "raw")
+        if is_shown and path.is_file():
             image = ImageOps.pad(Image.open(path).convert("RGB"), STRIP_SIZE, color="white")
             strips[str(row.get("prompt"))][row["step"]] = np.asarray(image)
     names = {prompt: f"{prompt} (steps {', '.join(map(str, strip))})" for prompt, strip in strips.items()}
     return {names[prompt]: np.stack(list(strip.values())) for prompt, strip in strips.items()}
 
 
-def is_learning(evaluations: Sequence[Mapping[str, Any]], grad_norms: np.ndarray) -> list[str]:
-    """Return sentences that say whether a run learns: how its loss on held-out clips has changed since step 0.
+def is_learning(run: Mapping[str, Any]) -> list[str]:
+    """Return sentences that say whether a run learns: how the loss of its weights on held-out clips has changed since step 0.
 
     Args:
-        evaluations: rows of evaluations.jsonl for one kind of weights, raw or EMA, in the order of the steps.
-        grad_norms: norm of the gradient in each step.
+        run: result of `read_run`.
     """
+    evaluations, grad_norms = run["evaluations"]["raw"], column(run["metrics"], "grad_norm")
     if len(grad_norms) and not grad_norms.any():
         return ["No: the gradient of every step is 0, so no weight changes."]
     means = column([row.get("change") or {} for row in evaluations], "mean")

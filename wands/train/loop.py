@@ -71,7 +71,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
     evaluator = Evaluator(trainer, step_log, watchdog) if recipe.eval else None
     samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
-    compute_times = ComputeTimes((engine.module for engine in engines.values()), device, log, events)
+    compute_times = ComputeTimes(trainer)
 
     batches = prefetched(run, groups.dims, start_step, pins=device.type == "cuda")
     prefetcher = contextlib.closing(batches)

@@ -10,11 +10,12 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
@@ -25,9 +26,7 @@ from wands.files import write_text
 from wands.train.trainer import Trainer
 
 T = TypeVar("T")
-NAMED = ("projections", "ffn", "norm", "copies", "optimizer", "data wait")
-"""Scopes (parts of a step) whose profiler events have the name of the scope."""
-SCOPES = {name: name for name in NAMED} | {
+SCOPES = {name: name for name in ("projections", "ffn", "norm", "copies", "optimizer", "data wait")} | {
     "attention": "wands::ring_|_PaddedAttention|_VarlenAttention",
     "exchange": "wands::to_|c10d::alltoall",
     "ring hop": "ring hop|c10d::(send|recv)",
@@ -79,9 +78,8 @@ def memory_snapshots(trainer: Trainer) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if trainer.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(path := _path(trainer, "out_of_memory.pickle"))
-            error.add_note(
-                f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
-            )
+            note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            error.add_note(note)
         raise
 
 
@@ -116,7 +114,7 @@ def _path(trainer: Trainer, name: str) -> str:
     return str(folder / f"rank{trainer.rank}_{name}")
 
 
-def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, list[float]]:
+def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:
     """Sum the calls, the time and the FLOPs of the profiler events in each scope (part of a step) of `SCOPES`.
 
     If the name of an event matches no scope, the event belongs to the scope of the innermost enclosing event that has a
@@ -127,15 +125,12 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         ring_rank: rank of this process in its ring.
 
     Returns:
-        Maps each scope, and "other", to [calls, microseconds of the CPU, microseconds of the GPU, FLOPs].
+        Maps each scope, and "other", to an array of calls, microseconds of the CPU, microseconds of the GPU, and FLOPs.
     """
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.
-    forward = {
-        (e.thread, e.sequence_nr): e
-        for e in own
-        if e.sequence_nr >= 0 and e.scope == 0 and "autograd::" not in e.name
-    }
+    operators = [e for e in own if e.sequence_nr >= 0 and e.scope == 0 and "autograd::" not in e.name]
+    forward = {(e.thread, e.sequence_nr): e for e in operators}
 
     @functools.cache
     def scope_of(event: FunctionEvent | None) -> str:
@@ -145,7 +140,7 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         cause = forward.get((event.fwd_thread, event.sequence_nr)) if is_backward else None
         return _scope_of_name(event.name) or scope_of(cause or event.cpu_parent)
 
-    rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
+    rows = defaultdict[str, np.ndarray](lambda: np.zeros(4))
     for event in own:
         scope = scope_of(event)
         calls = _scope_of_name(event.name) == scope and scope_of(event.cpu_parent) != scope
@@ -153,11 +148,11 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         counted = event.name in MATMULS and scope != "attention"
         flops = event.flops if counted else _attention_flops(event, ring_rank)
         values = (calls, event.self_cpu_time_total, event.self_device_time_total, flops)
-        rows[scope] = [total + value for total, value in zip(rows[scope], values, strict=True)]
+        rows[scope] += values
     return dict(rows)
 
 
-def format_scopes(rows: Mapping[str, Sequence[float]], seconds: float, num_steps: int) -> str:
+def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int) -> str:
     """Return a table with means per step for each scope (part of a step): calls, time, share of the step, and FLOPs.
 
     The share of the step is the scope's GPU time / the duration of the step. For scopes without GPU time, such as "data
@@ -170,11 +165,9 @@ def format_scopes(rows: Mapping[str, Sequence[float]], seconds: float, num_steps
     """
     lines = [f"{'scope':<12}{'calls':>7}{'CPU ms':>10}{'GPU ms':>10}{'share':>8}{'GFLOP':>12}"]
     for name, row in sorted(rows.items(), key=lambda item: -(item[1][2] or item[1][1])):
-        calls, cpu, gpu, flops = (value / num_steps for value in row)
-        share = (gpu or cpu) * num_steps / 1e6 / seconds
-        lines.append(
-            f"{name:<12}{calls:>7.0f}{cpu / 1e3:>10.1f}{gpu / 1e3:>10.1f}{share:>8.1%}{flops / 1e9:>12.3f}"
-        )
+        calls, cpu, gpu, flops = np.divide(row, num_steps) / (1, 1e3, 1e3, 1e9)
+        share = (gpu or cpu) / 1e3 * num_steps / seconds
+        lines.append(f"{name:<12}{calls:>7.0f}{cpu:>10.1f}{gpu:>10.1f}{share:>8.1%}{flops:>12.3f}")
     flops = sum(row[3] for row in rows.values())
     total = f"one step: {seconds / num_steps * 1e3:.1f} ms, {flops / num_steps / 1e9:.3f} GFLOP"
     return "\n".join([*lines, f"{total}, {flops / seconds / 1e12:.3g} TFLOP/s"])

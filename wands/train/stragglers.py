@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.consistency import NUM_NAMED, all_gather
-from wands.train.events import EventLog
-from wands.train.run import Log
+from wands.train.trainer import Trainer
 
 WINDOW = 50
 """Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
@@ -30,22 +28,17 @@ class ComputeTimes:
     hooks, and the time outside these hooks is measured. On a GPU, events in the compute stream measure the time.
 
     Args:
-        models: DiTs after `deepspeed.initialize`, so that the hooks of this class run inside those of ZeRO-3.
-        device: device of this rank.
-        log: function that prints a line for the user on rank 0.
-        events: event log of the run, to which reports of slow ranks are written.
+        trainer: objects of the training process. `deepspeed.initialize` has added the hooks of ZeRO-3 to its DiTs, so that the
+            hooks of this class run inside them.
     """
 
-    def __init__(
-        self, models: Iterable[torch.nn.Module], device: torch.device, log: Log, events: EventLog
-    ) -> None:
-        self._device, self._log, self._events = device, log, events
+    def __init__(self, trainer: Trainer) -> None:
+        self._device, self._log, self._events = trainer.device, trainer.log, trainer.events
         self._hosts = gather_objects(socket.gethostname())
-        self._marks: list[Any] = []
-        self._num_inputs = 0
-        self._steps: deque[tuple[float, float]] = deque(maxlen=WINDOW)
-        for model in models:
-            for name, layer in model.named_modules():
+        self._marks, self._num_inputs = list[Any](), 0
+        self._steps = deque[tuple[float, float]](maxlen=WINDOW)
+        for engine in trainer.engines.values():
+            for name, layer in engine.module.named_modules():
                 if ".ffn." in name and isinstance(layer, torch.nn.Linear):
                     layer.register_forward_pre_hook(self._begin)
                     layer.register_forward_hook(self._end, prepend=True)

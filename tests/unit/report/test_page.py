@@ -419,8 +419,9 @@ def changed(step: int, mean: float, half: float = 0.01, train: float | None = No
     ],
 )  # fmt: skip
 def test_is_it_learning(rows: list[dict[str, Any]], words: tuple[str, ...], never: tuple[str, ...]) -> None:
-    text = " ".join(module.is_learning(rows, np.array([0.0, 1.0])))
-    assert module.is_learning(rows, np.zeros(3)) == [
+    run = {"evaluations": {"raw": rows}, "metrics": [{"grad_norm": 0.0}, {"grad_norm": 1.0}]}
+    text = " ".join(module.is_learning(run))
+    assert module.is_learning(run | {"metrics": [{"grad_norm": 0.0}] * 3}) == [
         "No: the gradient of every step is 0, so no weight changes."
     ]
     assert all(word in text for word in words), text

@@ -70,7 +70,8 @@ def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.M
     )
     block = torch.nn.ModuleDict({"ffn": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))})
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block]), "head": torch.nn.Linear(4, 4)})
-    times = ComputeTimes([model], torch.device("cuda"), print, None)
+    engines, device = {"transformer": SimpleNamespace(module=model)}, torch.device("cuda")
+    times = ComputeTimes(SimpleNamespace(engines=engines, device=device, log=print, events=None))
     for _ in range(3):
         model["head"](block["ffn"](torch.ones(5, 4)))
     model.eval()["head"](block["ffn"](torch.ones(50, 4)))  # samples and evaluations are not part of the step
