@@ -63,15 +63,13 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.
     """
     rank = int(os.environ.get("RANK", "0"))
-    log = log if rank == 0 else lambda text: None
     more = [] if options.plan is None else [f"packing.plan={options.plan}"]
     overrides = (*_mock_overrides(options.mock), *options.overrides, *more)
     options = options.model_copy(update={"overrides": overrides})
-    if options.show_timesteps:
-        _show_timesteps(options, log)
-        return
     log = terminal = Terminal(log if rank == 0 else None)
     with closing(terminal), Watchdog(launcher, terminal.heartbeat) as watchdog, ExitStack() as stack:
+        if options.show_timesteps:
+            return _show_timesteps(options, log)
         run = _load_run(options, rank, log, stack)
         with start_together():
             # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.

@@ -181,9 +181,8 @@ class Evaluator:
         best = last_improvement(self._plan, past)
         waited = sum(row["step"] > best for row in past)
         if patience and waited >= patience:
-            self._trainer.log(
-                f"eval.patience={patience}: the held-out loss has not improved since step {best}; the run ends"
-            )
+            reason = f"eval.patience={patience}: the held-out loss has not improved since step {best}"
+            self._trainer.log(f"{reason}; the run ends")
             self._trainer.events.write("early stop", best_step=best)
         lowest = min(past, key=lambda row: row[HELD_OUT], default={})
         return Verdict(lowest.get("step") == rows[-1]["step"], bool(patience) and waited >= patience)

@@ -16,8 +16,7 @@ import torch
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.planning.hardware import peak_tflops
-from wands.train.append_log import AppendLog, continue_rows, to_line
-from wands.train.run import TrainingRun
+from wands.train.append_log import continue_rows, to_line
 from wands.train.step import StepResult
 from wands.train.terminal import Terminal
 from wands.train.trainer import Trainer
@@ -46,18 +45,23 @@ class StepLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self._run, self._log, self._trackers = trainer.run, trainer.log, trainer.trackers
-        run, rank = trainer.run, trainer.rank
+        run, grid = trainer.run, trainer.run.grid(trainer.rank)
         state = run.checkpoint.state if run.checkpoint else None
-        start_step, self._rows = state.step if state else 0, None
+        start_step, self._rows, self._samples = state.step if state else 0, None, None
         self.history: list[tuple[int, float]] = []
         self.held_out: float | None = None
         self._recent, self._times = deque[float](maxlen=NUM_RECENT), (0.0, 0, 0.0)
-        if rank == 0:
+        if trainer.rank == 0:
+            # An earlier part of the run may have had more ranks.
+            for path in run.output_dir.glob("samples-rank*.jsonl"):
+                continue_rows(path, start_step)
             rows, self._rows = continue_rows(run.output_dir / "metrics.jsonl", start_step)
             past = state.loss if state else []  # used if the checkpoint is from another run folder
             self.history = [(row["step"], row["loss"]) for row in rows if row["loss"]]
             self.history = self.history or [(int(step), float(loss)) for step, loss in past]
-        self._samples = _open_sample_log(run, run.grid(rank), start_step)
+        if run.recipe.train.log_samples and grid.cp_rank == 0:
+            path = run.output_dir / f"samples-rank{trainer.rank}.jsonl"
+            self._samples = continue_rows(path, start_step)[1]
 
     def write(self, row: dict[str, Any], results: Sequence[StepResult]) -> None:
         """Write the results of a step.
@@ -243,17 +247,3 @@ def curves(row: Mapping[str, Any]) -> dict[str, float]:
     if times := named.pop("speed/own_seconds", None):
         named |= {"speed/own_seconds_max": max(times), "speed/own_seconds_median": median(times)}
     return {name: value for name, value in named.items() if value is not None}
-
-
-def _open_sample_log(run: TrainingRun, grid: ParallelDims, start_step: int) -> AppendLog | None:
-    """Open this rank's file for the loss of each sample (`train.log_samples`). Return None if this rank writes no file.
-
-    Only the first rank of each context-parallel group writes a file, because the ranks of a group have the same samples.
-    """
-    own = run.output_dir / f"samples-rank{grid.rank}.jsonl"
-    if grid.rank == 0:  # an earlier part of the run may have had more ranks
-        for path in run.output_dir.glob("samples-rank*.jsonl"):
-            continue_rows(path, start_step)
-    if not run.recipe.train.log_samples or grid.cp_rank != 0:
-        return None
-    return continue_rows(own, start_step)[1]

@@ -121,9 +121,7 @@ def _trained(run: TrainingRun) -> list[str]:
         lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
     for expert in run.experts if len(run.variant.experts) > 1 else ():
         low, high = (1000 * sigma for sigma in expert.sigma_range)
-        lines.append(
-            f"trains the {expert.name}-noise expert ({expert.subfolder}), t from {low:g} to {high:g}"
-        )
+        lines.append(f"trains the {expert.name}-noise expert ({expert.subfolder}), t {low:g} to {high:g}")
     if len(run.experts) == 2:
         lines.append(
             "both experts train on the clips of each step, one after the other: two updates per step, and two models in memory"
