@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.support.runs import run_training
 from wands.files import read_rows
 from wands.train import loop, stragglers
 from wands.train.events import marked_steps
+from wands.train.trainer import Trainer
 
 STEPS = ("train.max_steps=10", "model.checkpointing=none")
 UNEQUAL = ("data.mock={num_samples: 2, shapes: [[4,4,6],[1,2,2]], text_lens: [5]}",)
@@ -53,12 +53,11 @@ def train_with_delays(
 
         linear.forward = slow_forward
 
-    def build(models: Iterable[torch.nn.Module], *args: Any) -> Any:
-        models = list(models)
-        for module in models[0].modules():
+    def build(trainer: Trainer) -> Any:
+        for module in trainer.engines["transformer"].module.modules():
             if isinstance(module, torch.nn.Linear):
                 slow_down(module)
-        return times(models, *args)
+        return times(trainer)
 
     def step_after_wait(*args: Any) -> Any:
         if kind == "data":
