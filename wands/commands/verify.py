@@ -30,12 +30,12 @@ def verify(options: VerifyOptions) -> str:
     path = options.path
     if not path.is_dir():
         raise ConfigError(f"PATH={path} is not a folder; give the folder of a run, a cache or a model.")
+    folder = path / "checkpoints"
+    steps = [path] if (path / STATE_FILE).is_file() else list_steps(folder if folder.is_dir() else path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
         things, (number, problems) = "samples", _check_all(range(len(cache.keys)), cache.read)
-    elif (path / STATE_FILE).is_file() or list_steps(path) or (path / "checkpoints").is_dir():
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        steps = [path] if (path / STATE_FILE).is_file() else list_steps(folder)
+    elif steps or folder.is_dir():
         things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
     else:
         things, (number, problems) = "files", find_changed_files(path)

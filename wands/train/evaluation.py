@@ -247,7 +247,9 @@ def own_bins(
     passes without samples, whose lists of indices are empty.
     """
     limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
-    for (part, _), group in groupby(enumerate(samples), key=lambda item: (item[1].part, item[1].kind)):
+    for (part, _), group in groupby(
+        enumerate(samples), key=lambda item: (item[1].expert.subfolder, item[1].kind)
+    ):
         bins, room = list[list[int]](), 0
         for i, sample in group:
             if sample.num_tokens > room:
@@ -282,8 +284,8 @@ def summarize(
     whole = _means(plan, [(i, value) for i, value in enumerate(values) if value is not None])
     buckets = defaultdict[tuple[str, str], list[tuple[EvaluationSample, float]]](list)
     for sample, loss in sorted(zip(samples, losses, strict=True), key=lambda pair: pair[0].num_tokens):
-        level = f"{sample.expert} {plan.quantiles[sample.quantile]:.2g}".strip()
-        names = level, sample.expert or "all", sample.kind, plan.clips[sample.clip].length_class
+        level = f"{sample.expert.name} {plan.quantiles[sample.quantile]:.2g}".strip()
+        names = level, sample.expert.name or "all", sample.kind, plan.clips[sample.clip].length_class
         for bucket in zip(("sigma", "expert", "kind", "length"), names, strict=True):
             buckets[bucket].append((sample, loss))
     by = defaultdict[str, list[Row]](list)

@@ -20,7 +20,7 @@ from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 from wands.flow.sigmas import sigma_quantile, with_clip_shift
 from wands.train.run import TrainingRun
-from wands.variants import Variant
+from wands.variants import Expert, Variant
 
 HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
 QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
@@ -79,8 +79,7 @@ class EvaluationSample(NamedTuple):
     """A clip to evaluate at one noise level, with one DiT and one condition.
 
     Attributes:
-        part: subfolder of the DiT.
-        expert: name of the DiT; "" for a model with one DiT.
+        expert: the DiT.
         kind: condition of the sample: "text", "image" or "first frame".
         clip: index of the clip in `EvaluationPlan.clips`.
         quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
@@ -89,8 +88,7 @@ class EvaluationSample(NamedTuple):
         row: (data set, index of the clip in the data set).
     """
 
-    part: str
-    expert: str
+    expert: Expert
     kind: str
     clip: int
     quantile: int
@@ -118,7 +116,7 @@ def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSampl
         for i, key in enumerate(data.keys)
     }
     return [
-        EvaluationSample(expert.subfolder, expert.name, kind, number, quantile, sigma, clip.num_tokens, row)
+        EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
         for expert in run.experts
         for kind in kinds_of(run.variant)
         for number, clip in enumerate(plan.clips)
@@ -252,12 +250,10 @@ def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
 
     Return None for a new run, if there is no readable plan, or if the recipe's evaluation settings have changed.
     """
-    path = run.output_dir / PLAN_FILE
-    if run.checkpoint is None or not path.is_file():
-        return None
-    with suppress(ValidationError):  # damaged, or of another version
-        plan = EvaluationPlan.model_validate_json(path.read_bytes())
-        return plan if plan.settings == plan_settings(run.recipe) else None
+    with suppress(FileNotFoundError, ValidationError):  # missing, damaged, or of another version
+        plan = EvaluationPlan.model_validate_json((run.output_dir / PLAN_FILE).read_bytes())
+        if run.checkpoint is not None and plan.settings == plan_settings(run.recipe):
+            return plan
     return None
 
 

@@ -266,10 +266,9 @@ class RunSamples:
         self._vae.to(self._home)
         adapters = {part: DiTAdapter(engine, trainer) for part, engine in trainer.engines.items()}
         self._pipeline.register_modules(vae=_StoredVae(self._vae.config, device), **adapters)
-        by_schedule: dict[str, list[int]] = defaultdict(list)
-        for i, request in enumerate(run.samples):
-            schedule = request.num_inference_steps, request.flow_shift, request.guidance_scale > 1
-            by_schedule[str(schedule)].append(i)
+        by_schedule = defaultdict[tuple[Any, ...], list[int]](list)
+        for i, r in enumerate(run.samples):
+            by_schedule[r.num_inference_steps, r.flow_shift, r.guidance_scale > 1].append(i)
         self._rounds = [own[i : i + size] for own in by_schedule.values() for i in range(0, len(own), size)]
 
     def is_due(self, step: int) -> bool:

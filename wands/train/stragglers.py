@@ -40,25 +40,19 @@ class ComputeTimes:
         for engine in trainer.engines.values():
             for name, layer in engine.module.named_modules():
                 if ".ffn." in name and isinstance(layer, torch.nn.Linear):
-                    layer.register_forward_pre_hook(self._begin)
-                    layer.register_forward_hook(self._end, prepend=True)
+                    layer.register_forward_pre_hook(self._mark)
+                    layer.register_forward_hook(self._mark, prepend=True)
 
-    def _begin(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if layer.training:
-            self._num_inputs += inputs[0].numel()
-            self._mark()
-
-    def _end(self, layer: torch.nn.Module, *_: object) -> None:
-        if layer.training:  # samples and evaluations are not part of a step
-            self._mark()
-
-    def _mark(self) -> None:
-        if self._device.type != "cuda":
-            self._marks.append(time.perf_counter())
+    def _mark(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *output: torch.Tensor) -> None:
+        """Record the time before a layer, without `output`, or after the layer."""
+        if not layer.training:  # samples and evaluations are not part of a step
             return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        self._num_inputs += 0 if output else inputs[0].numel()
+        if self._device.type == "cuda":
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
 
     def end_step(self, step: int) -> list[float] | None:
         """Record the time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
