@@ -9,7 +9,7 @@ from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.data.packing import imbalance
 from wands.files import atomic_path
-from wands.train.plan_file import FORMAT
+from wands.train.epoch_files import FORMAT
 from wands.train.prepare import load_run
 from wands.train.run import TrainingRun
 

@@ -1,7 +1,7 @@
 """Map a global step to the samples of this step.
 
 As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
-a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.changed_data`).
+a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.epoch_files`).
 """
 
 from __future__ import annotations

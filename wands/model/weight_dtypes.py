@@ -8,6 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import nn
 
+from wands.config.recipe import Recipe
 from wands.model.quantize import CODECS, QuantizedLinear
 from wands.model.transformer import PatchLinear
 
@@ -26,6 +27,11 @@ class WeightDtypePolicy:
 
     weights: str = "fp32"
     quantize: str = "none"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> WeightDtypePolicy:
+        """Return the policy that the sections `precision` and `lora` of a recipe choose."""
+        return cls(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
     def apply(self, model: nn.Module) -> None:
         """Convert the parameters of a model on the meta device to the dtypes of the policy, in place."""

@@ -43,8 +43,8 @@ from wands.planning.workload import Weight
 from wands.report.run_data import thin
 from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
-from wands.train.changed_data import EPOCH_FILE, epoch_values
 from wands.train.engine_state import engine_tensors
+from wands.train.epoch_files import EPOCH_FILE, epoch_values
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 

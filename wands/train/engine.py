@@ -27,9 +27,9 @@ from wands.model.files.loading import load_transformer
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
+from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.train.engine_state import fragments_by_flat
-from wands.train.optimizers import build_optimizer, split_by_decay
-from wands.train.precision import split_by_dtype, weight_dtype_policy
+from wands.train.optimizers import build_optimizer, split_by_decay, split_by_dtype
 from wands.train.run import TrainingRun
 from wands.variants import Expert
 
@@ -157,7 +157,7 @@ def build_model(
         seed=recipe.train.seed,
         zero_init_context=sharded,
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
-        storage=weight_dtype_policy(recipe),
+        storage=WeightDtypePolicy.of(recipe),
     )
     all_to_all = recipe.parallel.fused_all_to_all
     attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=all_to_all)

@@ -1,4 +1,4 @@
-"""Build the optimizers that wands itself passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon.
+"""Build the optimizers that wands itself passes to DeepSpeed (8-bit AdamW, Adafactor and Muon), and split parameter groups.
 
 Other optimizers, such as AdamW, are built by DeepSpeed from the DeepSpeed config.
 """
@@ -9,19 +9,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from wands.config.optimizer_kinds import is_hidden_matrix, is_norm_or_bias, kind_of
 from wands.errors import ConfigError, one_line
 
 _MUON_MOMENTUM = 0.95  # the value of Muon's author and of all later work
 
 
-def build_optimizer(
-    named_parameters: Iterable[tuple[str, Any]], section: Mapping[str, Any], *, fused: bool
-) -> Any:
+def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any], *, fused: bool) -> Any:
     """Build the optimizer for `deepspeed.initialize`.
 
     Args:
-        named_parameters: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
+        named: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
             may be partitioned.
         section: `optimizer` section of the result of `build_ds_config`.
         fused: whether AdamW uses torch's fused kernel. Only Muon uses this argument, because it trains biases and similar
@@ -34,9 +34,15 @@ def build_optimizer(
         ConfigError: if the optimizer's library cannot be loaded, or Muon finds no matrix to train.
     """
     name, params = kind_of(section["type"]), section["params"]
-    named = list(named_parameters)
     if name == "adamw8bit":
-        return _adamw8bit()([parameter for _, parameter in named], **params)
+        try:
+            from wands.train.adamw8bit import FragmentAdamW8bit
+        except Exception as error:  # a build for another torch or CUDA raises errors of many classes
+            raise ConfigError(
+                f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "
+                "run pip install --upgrade bitsandbytes."
+            ) from error
+        return FragmentAdamW8bit([parameter for _, parameter in named], **params)
     if name == "adafactor":
         from transformers.optimization import Adafactor
 
@@ -44,17 +50,6 @@ def build_optimizer(
         fixed = {"relative_step": False, "scale_parameter": False, "warmup_init": False}
         return Adafactor([parameter for _, parameter in named], **params, **fixed)
     return _build_muon(named, params, fused) if name == "muon" else None
-
-
-def _adamw8bit() -> Any:
-    try:
-        from wands.train.adamw8bit import FragmentAdamW8bit
-    except Exception as error:  # a build for another torch or CUDA raises errors of many classes
-        raise ConfigError(
-            f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "
-            "run pip install --upgrade bitsandbytes."
-        ) from error
-    return FragmentAdamW8bit
 
 
 def muon_ratio(rows: int, columns: int) -> float:
@@ -85,12 +80,59 @@ def split_by_decay(groups: Iterable[Mapping[str, Any]], named: Iterable[tuple[st
     return [group for group in split if group["params"]]
 
 
+def split_by_dtype(
+    groups: Sequence[Mapping[str, Any]], zero: Mapping[str, Any], reduce: str
+) -> list[dict[str, Any]]:
+    """Split parameter groups so that each group has one dtype, because DeepSpeed flattens each group into one tensor.
+
+    The order of the groups decides the dtype in which DeepSpeed sums the gradients of micro steps. With the order of this
+    function, DeepSpeed sums all gradients in fp32: the fp32 groups come first at ZeRO-2, and the bf16 groups come first at
+    ZeRO-1. With the opposite order, DeepSpeed would sum the gradients of bf16 parameters in bf16.
+
+    Args:
+        groups: parameter groups of an optimizer.
+        zero: `zero_optimization` section for ZeRO stage 1 or 2, with the key `reduce_bucket_size`.
+        reduce: `precision.reduce` of the recipe. With "fp32", bf16 parameters are marked so that DeepSpeed reduces
+            their gradients in fp32 instead of bf16.
+
+    Raises:
+        ConfigError: at ZeRO-2, if no trained parameter is fp32, or if `reduce` is "fp32" and a matrix does not fit into
+            a gradient bucket.
+    """
+    from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
+
+    def of_dtype(dtype: torch.dtype) -> list[dict[str, Any]]:
+        chosen = [{**group, "params": [p for p in group["params"] if p.dtype == dtype]} for group in groups]
+        return [group for group in chosen if group["params"]]
+
+    narrow, wide = of_dtype(torch.bfloat16), of_dtype(torch.float32)
+    stage, bucket = zero["stage"], zero["reduce_bucket_size"]
+    largest = max((parameter.numel() for group in narrow for parameter in group["params"]), default=0)
+    if stage == 2 and reduce == "fp32" and largest > bucket:
+        raise ConfigError(
+            f"zero_optimization.reduce_bucket_size={bucket} is smaller than the largest matrix ({largest} values), so ZeRO-2 "
+            f"would keep the gradient of this matrix in bf16; in the DeepSpeed JSON, set the key to {largest} or more, or "
+            "remove the key.",
+            agreed=True,
+        )
+    if stage == 2 and not wide:
+        raise ConfigError(
+            "precision.weights=bf16: model.trainable and model.freeze leave no fp32 parameter to train, so ZeRO-2 would sum "
+            "gradients in bf16, which is inexact. Use precision.weights=fp32, or zero_optimization.stage=1 in the DeepSpeed "
+            "JSON.",
+            agreed=True,
+        )
+    for group in narrow if reduce == "fp32" else ():
+        for parameter in group["params"]:
+            setattr(parameter, PARAM_COMM_DTYPE_ATTR_NAME, torch.float32)
+    return wide + narrow if stage == 2 else narrow + wide
+
+
 def _whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # under ZeRO-3, parameters are partitioned
 
 
 def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fused: bool) -> Any:
-    import torch
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 

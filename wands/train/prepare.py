@@ -22,10 +22,9 @@ from wands.model.files.checkpoint_files import Checkpoint
 from wands.model.files.hub import is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
-from wands.train.changed_data import follow_data
 from wands.train.checkpoint import build_state
+from wands.train.epoch_files import follow_data, follow_plan
 from wands.train.evaluation_plan import check_held_out
-from wands.train.plan_file import follow_plan
 from wands.train.resume import check_resumable, find_resume
 from wands.train.run import TrainingRun
 from wands.train.samples import plan_videos
@@ -42,14 +41,11 @@ def load_run(
     overrides: Sequence[str],
     *,
     world_size: int | None,
-    device_type: str,
-    encoders: Callable[[str], Mapping[str, Any]],
-    ranks_per_node: int | None = None,
     resume: str | None = None,
     ignore_output_dir: bool = False,
-    is_dry_run: bool = False,
     claim: Callable[[Path], None] = lambda output_dir: None,
     damaged: Mapping[Path, str] = MappingProxyType({}),
+    **options: Any,
 ) -> TrainingRun:
     """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
@@ -58,17 +54,13 @@ def load_run(
         deepspeed: DeepSpeed JSON; None for the built-in config with ZeRO-2.
         overrides: ``section.key=value`` strings that override the recipe.
         world_size: number of ranks; None for the smallest number that the recipe allows.
-        device_type: "cuda" or "cpu".
-        encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
-            with the fingerprint in a cache.
-        ranks_per_node: number of ranks on each node; None for a single node.
         resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
-        is_dry_run: whether the run will not be started, see `prepare_run`.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search.
         damaged: maps the folder of each checkpoint that is known to be damaged to its error message. The run does not
             resume from these checkpoints.
+        options: arguments of `prepare_run`: `device_type` and `encoders`, and if needed `ranks_per_node` and `is_dry_run`.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
@@ -88,13 +80,10 @@ def load_run(
         recipe,
         ds_user,
         world_size=world_size or recipe.parallel.group_size,
-        device_type=device_type,
         names=(str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe")),
-        encoders=encoders,
-        ranks_per_node=ranks_per_node,
         checkpoint=checkpoint,
-        is_dry_run=is_dry_run,
         problems=problems,
+        **options,
     )
     if checkpoint:
         check_resumable(checkpoint.state, build_state(run, 0, 0, []), f"--resume {checkpoint.folder}")
@@ -168,14 +157,10 @@ def prepare_run(
     )
     for expert in experts if recipe.model.init == "pretrained" and not published else ():
         check("weight files", partial(check_weights, path, expert.subfolder))
+    choose = partial(choose_degrees, recipe.parallel, ranks_per_node=ranks_per_node or world_size)
     degrees = check(
         "degrees",
-        lambda: choose_degrees(
-            recipe.parallel,
-            num_heads=variant.dit.num_heads,
-            ranks_per_node=ranks_per_node or world_size,
-            model=variant.name,
-        ),
+        lambda: choose(num_heads=variant.dit.num_heads, model=variant.name),
         *("model files", "world size"),
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
@@ -191,21 +176,18 @@ def prepare_run(
     if device_type == "cuda" and recipe.precision.compute == "fp32":
         check("fp32", lambda: _check_fp32(data, variant), "data files", "precision")
     check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
-    section, cache = recipe.data, recipe.eval.cache if recipe.eval else None
-    held_out = check(
+    held_out = recipe.eval and check(
         "eval",
-        lambda: recipe.eval and open_held_out(section, cache, variant, seed, fingerprint),
+        partial(open_held_out, recipe.data, recipe.eval.cache, variant, seed, fingerprint),
         *("data files", "model files"),
     )
     check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
     plan_samples = partial(plan_videos, recipe, variant, experts, has_model=not published)
     samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
-    model = (config, variant, experts, weights)
-    plan = _plan(recipe, data, variant)
-    extra = {"checkpoint": checkpoint, "held_out": held_out, "samples": samples}
-    extra["has_model_files"] = not published
-    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, **extra)
+    model, plan = (config, variant, experts, weights), _plan(recipe, data, variant)
+    more = (checkpoint, held_out, samples, not published)
+    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, *more)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run
 
@@ -244,20 +226,16 @@ def _check_fp32(data: Dataset, variant: Variant) -> None:
 def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
     """Return (sampler that plans the bins of all steps, collator that packs samples into batches)."""
     shape = variant.dit
+    limits = recipe.packing.model_dump(include={"max_tokens", "level_bins", "buffer_size"})
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),
         data.keys,
-        max_tokens=recipe.packing.max_tokens,
-        bins_per_step=recipe.train.bins_per_step,
-        seed=recipe.train.seed,
         cost=(float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token())),
-        epochs=recipe.train.epochs,
-        max_steps=recipe.train.max_steps,
-        level_bins=recipe.packing.level_bins,
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
-        buffer_size=recipe.packing.buffer_size,
         places=data.places,
         excluded=frozenset(recipe.data.exclude),
+        **limits,
+        **recipe.train.model_dump(include={"bins_per_step", "seed", "epochs", "max_steps"}),
     )
     options = (recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout)
     return sampler, PackingCollator(shape, recipe.flow, *options)

@@ -17,8 +17,8 @@ from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
 from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
-from wands.train.changed_data import EPOCH_FILE
 from wands.train.engine_state import load_engine
+from wands.train.epoch_files import EPOCH_FILE
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.

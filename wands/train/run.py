@@ -49,9 +49,9 @@ class TrainingRun:
         degrees: Ulysses degree and ring degree.
         checkpoint: checkpoint that the run resumes from; None for a new run.
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
-        data_change: text about clips that were added or removed since the checkpoint; None without a change.
         samples: requests for the sample videos that the run generates during the training.
         has_model_files: False for a dry run without the files of the model, which were not checked.
+        data_change: text about clips that were added or removed since the checkpoint; None without a change.
     """
 
     recipe: Recipe
@@ -67,9 +67,9 @@ class TrainingRun:
     degrees: ContextDegrees
     checkpoint: Checkpoint | None = None
     held_out: Dataset | None = None
-    data_change: str | None = None
     samples: tuple[SampleRequest, ...] = ()
     has_model_files: bool = True
+    data_change: str | None = None
 
     @property
     def shape(self) -> DiTShape:
@@ -197,7 +197,8 @@ class TrainingRun:
         if self.recipe.loss.reduction == "token":
             rows = self.sampler.rows(plan.epoch)
             untrained = [(1.0, self._masked_tokens)]
-            untrained += [(self.recipe.flow.i2v_ratio, self._first_frames)] * self._gives_first_frames
+            if "first_frame" in self.variant.conditions:
+                untrained.append((self.recipe.flow.i2v_ratio, self._first_frames))
             for ratio, tokens in untrained:
                 mean = float((tokens if rows is None else tokens[rows]).mean())
                 value -= ratio * mean * plan.denominators["sample"]
@@ -249,10 +250,6 @@ class TrainingRun:
             max_samples=max(map(len, forwards)),
             **sampling_load(self.samples, self.variant),
         )
-
-    @property
-    def _gives_first_frames(self) -> bool:
-        return "first_frame" in self.variant.conditions
 
     @cached_property
     def _masked_tokens(self) -> np.ndarray:

@@ -11,9 +11,9 @@ from wands.errors import ConfigError
 from wands.model.files.loading import build_empty, load_config, load_index
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
+from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.planning.activations import FP32
 from wands.planning.workload import Weight
-from wands.train.precision import weight_dtype_policy
 from wands.variants import Expert, Variant, variant_of
 
 
@@ -109,7 +109,7 @@ def list_weights(
             shapes = {"lora_A": (rank, linear.in_features), "lora_B": (linear.out_features, rank)}
             added += [Weight(f"{name}.{part}.weight", shape, FP32, True) for part, shape in shapes.items()]
         model.requires_grad_(False)
-    weight_dtype_policy(recipe).apply(model)
+    WeightDtypePolicy.of(recipe).apply(model)
     stored = [
         Weight(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
         for name, parameter in model.named_parameters()

@@ -333,12 +333,12 @@ def test_norms_biases_and_modulation_are_not_decayed(
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_dtypes_and_no_decay_are_four_groups(stage: int, tiny_pipeline: Path, tmp_path: Path):
     from wands.model.files.loading import load_transformer
-    from wands.train.optimizers import split_by_decay
-    from wands.train.precision import split_by_dtype, weight_dtype_policy
+    from wands.model.weight_dtypes import WeightDtypePolicy
+    from wands.train.optimizers import split_by_decay, split_by_dtype
 
     run = make_run(tiny_pipeline, tmp_path, ("precision.weights=bf16", "precision.compute=bf16"))
     model = load_transformer(
-        str(tiny_pipeline), init="pretrained", seed=0, storage=weight_dtype_policy(run.recipe)
+        str(tiny_pipeline), init="pretrained", seed=0, storage=WeightDtypePolicy.of(run.recipe)
     )
     trained = list(model.named_parameters())
     groups = split_by_decay([{"params": [parameter for _, parameter in trained]}], trained)

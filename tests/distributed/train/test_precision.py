@@ -28,7 +28,7 @@ from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
-from wands.train.precision import split_by_dtype, weight_dtype_policy
+from wands.train.optimizers import split_by_dtype
 from wands.train.resume import check_resumable
 from wands.train.summary import start_block
 
@@ -179,7 +179,7 @@ def test_zero_3_leaves_each_rank_its_share(
 ):
     overrides = (*LORA, "precision.compute=bf16", "precision.weights=bf16", f"lora.quantize={quantize}")
     promised = build_empty(load_config(tiny_pipeline))
-    weight_dtype_policy(load_recipe(None, overrides)).apply(promised)
+    WeightDtypePolicy.of(load_recipe(None, overrides)).apply(promised)
     whole = stored_bytes(promised)
     [alone] = worlds[1].run(held_bytes, tiny_pipeline, tmp_path, overrides, 2)
     assert alone == whole
