@@ -138,7 +138,7 @@ def measure_async(
     engine: Any, root: Path, rank: int, stage: int, rounds: int, device: torch.device
 ) -> dict[str, float]:
     """Return the median seconds of each row of the second table, and its ratios."""
-    buffers, thread = HostBuffers("bench", "use fewer layers"), ThreadPoolExecutor(1)
+    buffers, thread = HostBuffers(), ThreadPoolExecutor(1)
     batch = torch.randn(64, engine.module[0].in_features, device=device)
 
     def own_files() -> list[TensorFile]:

@@ -19,11 +19,10 @@ from wands.errors import CacheError, ConfigError
 from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
-from wands.planning.memory import to_gib
+from wands.planning.memory import checkpoint_bytes, to_gib
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
 from wands.planning.workload import Workload
 from wands.texts import format_seconds
-from wands.train.checkpoint import checkpoint_bytes
 from wands.train.evaluation_plan import num_forwards
 from wands.train.run import sampling_load
 from wands.train.samples import plan_videos
@@ -263,7 +262,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     host = f"{to_gib(best.host)} of {to_gib(task.machine.host_memory)} in each node"
     tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
-    cache, checkpoint = _cache_bytes(task, variant) / 1e9, _checkpoint_bytes(best) / 1e9
+    cache, checkpoint = _cache_bytes(task, variant) / 1e9, checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
     evaluation = [_evaluation_line(best, variant, total)] if recipe.eval else []
     lines = [
@@ -359,9 +358,3 @@ def _cache_bytes(task: Task, variant: Variant) -> float:
     return 2 * elements_per_token * float(task.seq_lens.sum()) + num_clips * (
         _TEXT_BYTES * shape.text_dim + image_bytes
     )
-
-
-def _checkpoint_bytes(best: Candidate) -> int:
-    load = best.workload
-    num_bytes = sum(checkpoint_bytes(load.weights, load.recipe, load.zero_stage))
-    return load.num_models * (num_bytes + (4 * load.trained if load.recipe.ema else 0))

@@ -82,6 +82,17 @@ def estimate_memory(workload: Workload) -> Memory:
     return Memory({name: size for name, size in highest.items() if size}, host)
 
 
+def checkpoint_bytes(workload: Workload) -> int:
+    """Return the bytes of a checkpoint of a run, summed over all ranks. A LoRA run saves only the trained weights."""
+    recipe, num_trained = workload.recipe, workload.trained
+    trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]
+    num_frozen = 0 if recipe.lora else sum(weight.numel for weight in workload.weights) - num_trained
+    states = state_bytes_per_param(recipe.optim.name, trained, workload.zero_stage)
+    states = 0.0 if recipe.checkpoint.weights_only else states
+    copies = 1 + (recipe.ema is not None)  # fp32 weights, and their moving average
+    return workload.num_models * (FP32 * num_frozen + round((FP32 * copies + states) * num_trained))
+
+
 class _States:
     """Memory of weights, gradients and optimizer states on one rank. All sizes are in bytes.
 

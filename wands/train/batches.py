@@ -49,7 +49,12 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
         num_forwards = max(1, *(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks))
         bins = [(i,) for bin in bins for i in bin]
         bins += [()] * (num_forwards - len(bins))
-    return [read_slice(run, bin, plan, grid) for bin in bins]
+
+    def read(bin: Bin) -> RankSlice:
+        rows = [(run.data, i) for i in bin]
+        return read_rows_of_bin(run.collator, rows, plan.repeat_indices(bin), plan.epoch, grid)
+
+    return list(map(read, bins))
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
@@ -59,28 +64,11 @@ def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
-    of_experts = []
-    for expert in run.experts:
-        inputs = [(part.tokens, part.layout, part.keys, flow, seed, part.num_cond_tokens) for part in slices]
-        noisy = [add_noise(*args, expert.sigma_range) for args in inputs]
-        of_experts.append([*zip(without_tokens, noisy, strict=True)])
-    return of_experts
-
-
-def read_slice(run: TrainingRun, bin: Bin, plan: StepPlan, grid: ParallelDims) -> RankSlice:
-    """Read the samples of one bin and return the part of the packed batch that one rank trains on.
-
-    Only the latent frames that contain tokens of the rank are read. The other frames are zero, and the rank's part does not
-    contain them.
-
-    Args:
-        run: the checked training run.
-        bin: indices of the samples in the bin; the empty tuple for a bin without samples.
-        plan: plan of the step.
-        grid: parallel dimensions of the rank.
-    """
-    rows = [(run.data, i) for i in bin]
-    return read_rows_of_bin(run.collator, rows, plan.repeat_indices(bin), plan.epoch, grid)
+    inputs = [(part.tokens, part.layout, part.keys, flow, seed, part.num_cond_tokens) for part in slices]
+    return [
+        list(zip(without_tokens, [add_noise(*args, expert.sigma_range) for args in inputs], strict=True))
+        for expert in run.experts
+    ]
 
 
 def read_rows_of_bin(
@@ -91,6 +79,9 @@ def read_rows_of_bin(
     grid: ParallelDims,
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
+
+    Only the latent frames that contain tokens of the rank are read. The other frames are zero, and the rank's part does not
+    contain them.
 
     Args:
         collator: collator that packs the samples.

@@ -30,15 +30,12 @@ class TensorFile(NamedTuple):
 
 
 class HostBuffers:
-    """Copies of tensors in host memory. The memory is allocated with the first copy, and used again if no size has changed.
+    """Copies in host memory of the files of a checkpoint, for `checkpoint.asynchronous`.
 
-    Args:
-        key: recipe key that needs the memory, for error messages, such as "checkpoint.asynchronous=true".
-        fix: the fix in error messages, such as "set checkpoint.asynchronous=false".
+    The memory is allocated with the first copy, and used again if no size has changed.
     """
 
-    def __init__(self, key: str, fix: str) -> None:
-        self._texts = key, fix
+    def __init__(self) -> None:
         self._buffers: list[Tensor] = []
 
     @torch.no_grad()
@@ -54,7 +51,8 @@ class HostBuffers:
         sizes, on_gpu = [value.nbytes for value in values], any(value.is_cuda for value in values)
         if sizes != [len(buffer) for buffer in self._buffers]:
             self._buffers = []  # the memory is free before new memory is allocated
-            self._buffers = allocate(sizes, torch.device("cpu"), on_gpu, *self._texts)
+            texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
+            self._buffers = allocate(sizes, torch.device("cpu"), on_gpu, *texts)
         pairs = zip(self._buffers, values, strict=True)
         copies = [buffer.view(value.dtype).view(value.shape) for buffer, value in pairs]
         for copy, value in zip(copies, values, strict=True):

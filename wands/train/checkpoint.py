@@ -23,8 +23,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from wands.config.optimizer_kinds import state_bytes_per_param
-from wands.config.recipe import CheckpointConfig, Recipe
+from wands.config.recipe import CheckpointConfig
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
@@ -39,7 +38,6 @@ from wands.model.files.checkpoint_files import (
 )
 from wands.model.files.fragment_files import STATE_METADATA
 from wands.model.files.tensor_files import hash_file, write_safetensors
-from wands.planning.workload import Weight
 from wands.report.run_data import thin
 from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
@@ -107,8 +105,7 @@ class CheckpointSaver:
         run, self._log = trainer.run, trainer.log
         self._run, self._engines, self._averages = run, trainer.engines, trainer.averages
         self._config, self._last_save = run.recipe.checkpoint, time.perf_counter()
-        texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
-        self._buffers = HostBuffers(*texts) if self._config.asynchronous else None
+        self._buffers = HostBuffers() if self._config.asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
         self._pending: tuple[TrainState, bool, Future[dict[str, str] | str]] | None = None
         self.saved = run.checkpoint.folder if run.checkpoint else None
@@ -183,8 +180,8 @@ class CheckpointSaver:
             for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
                 shutil.rmtree(stale)
         dist.barrier()
-        _check_space(self._run, folder, sum(average.num_bytes for average in self._averages.values()))
         files = self._own_files()
+        _check_space(folder, files)
         if self._buffers is not None:
             files = self._buffers.copy_files(files)
         texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
@@ -248,55 +245,29 @@ def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, 
     return hashes
 
 
-def checkpoint_bytes(weights: Sequence[Weight], recipe: Recipe, zero_stage: int) -> tuple[int, int]:
-    """Return the number of bytes that one DiT needs in a checkpoint, summed over all ranks.
-
-    Args:
-        weights: parameters of the DiT. A LoRA run saves only the trained parameters.
-        recipe: recipe of the run, with its optimizer and LoRA.
-        zero_stage: ZeRO stage.
-
-    Returns:
-        (bytes of the frozen weights, bytes of the trained fp32 weights and of the optimizer states).
-    """
-    trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
-    num_trained = sum(weight.numel for weight in weights if weight.trained)
-    num_frozen = 0 if recipe.lora else sum(weight.numel for weight in weights) - num_trained
-    states = state_bytes_per_param(recipe.optim.name, trained, zero_stage)
-    states = 0 if recipe.checkpoint.weights_only else states
-    return 4 * num_frozen, round((4 + states) * num_trained)
-
-
-def _check_space(run: TrainingRun, folder: Path, more: int) -> None:
+def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
     """Check that the disk has space for a checkpoint, before anything is written. All ranks raise the same error.
 
     Without this check, a write could fail on one rank while the other ranks wait for this rank.
 
     Args:
-        run: the checked training run.
         folder: folder of the checkpoints.
-        more: bytes of this rank's moving averages.
+        files: files that this rank will write.
 
     Raises:
         CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
     """
-    world_size, stage = run.world_size, run.zero_stage
-    weights, states = checkpoint_bytes(run.weights, run.recipe, stage)
-    needed = len(run.experts) * (weights + states) + more * world_size
+    sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
+    needed, largest = sum(gather_objects(sum(sizes))), max(sizes, default=0)
     free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    # Each rank writes a file. At stage 0, rank 0 writes everything. Below stage 3, rank 0 writes the frozen weights.
-    largest = states // (world_size if stage else 1) + weights // (world_size if stage == 3 else 1)
     problem = None
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
     if first_problem := next(filter(None, gather_objects(problem)), None):
-        raise CheckpointError(
-            f"output_dir={run.output_dir}: a checkpoint {first_problem}.",
-            agreed=True,
-        )
+        raise CheckpointError(f"output_dir={folder.parent}: a checkpoint {first_problem}.", agreed=True)
 
 
 def _publish(partial: Path, target: Path, state: TrainState) -> None:

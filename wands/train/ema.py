@@ -7,8 +7,7 @@ every rank has all weights, but each rank averages only its own range of every p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,11 +58,6 @@ class WeightAverage:
         with torch.no_grad():
             for average, master in zip(averages, masters, strict=True):
                 average.copy_(master)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes of this rank's part of the moving average."""
-        return sum(average.nbytes for _, average in self._pairs)
 
     @property
     def decay(self) -> float:
@@ -167,26 +161,6 @@ def build_averages(
     elif checkpoint:
         log(f"the checkpoint has no moving average: ema starts from the weights at step {step}")
     return averages
-
-
-@contextmanager
-def averaged_weights(engines: Mapping[str, Any], averages: Mapping[str, WeightAverage]) -> Iterator[None]:
-    """Put the moving averages into the models while the `with` block runs, then restore the weights bit for bit.
-
-    Every rank must enter and leave the block between two optimizer steps. Do not save a checkpoint inside the block,
-    because the weights and the averages are exchanged there.
-
-    Args:
-        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        averages: maps the same subfolders to the moving averages; {} changes nothing.
-    """
-    for part, average in averages.items():
-        average.exchange(engines[part])
-    try:
-        yield
-    finally:
-        for part, average in averages.items():
-            average.exchange(engines[part])
 
 
 def own_fragments(engine: Any) -> list[Fragment]:

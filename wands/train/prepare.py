@@ -176,17 +176,16 @@ def prepare_run(
     if device_type == "cuda" and recipe.precision.compute == "fp32":
         check("fp32", lambda: _check_fp32(data, variant), "data files", "precision")
     check("data.exclude", lambda: check_excluded(recipe.data, data), "data files")
-    held_out = recipe.eval and check(
-        "eval",
-        partial(open_held_out, recipe.data, recipe.eval.cache, variant, seed, fingerprint),
-        *("data files", "model files"),
-    )
+    held_out = None
+    if recipe.eval:
+        open_clips = partial(open_held_out, recipe.data, recipe.eval.cache, variant, seed, fingerprint)
+        held_out = check("eval", open_clips, "data files", "model files")
     check("keep_best", lambda: check_held_out(recipe, held_out), "eval", "checkpoint")
     plan_samples = partial(plan_videos, recipe, variant, experts, has_model=not published)
     samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
     model, plan = (config, variant, experts, weights), _plan(recipe, data, variant)
-    more = (checkpoint, held_out, samples, not published)
+    more: tuple[Any, ...] = (checkpoint, held_out, samples, not published)
     run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, *more)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run

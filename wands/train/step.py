@@ -196,8 +196,7 @@ def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:
 
     At this stage every rank has the whole gradient, and DeepSpeed does not report the norm.
     """
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     return torch.linalg.vector_norm(
-        torch.stack(
-            [torch.linalg.vector_norm(p.grad.float()) for p in module.parameters() if p.grad is not None]
-        )
+        torch.stack([torch.linalg.vector_norm(grad.float()) for grad in gradients])
     )

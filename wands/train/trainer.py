@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from wands.distributed.dims import ProcessGroups
-from wands.train.ema import WeightAverage, averaged_weights
+from wands.train.ema import WeightAverage
 from wands.train.events import EventLog
 from wands.train.run import Log, TrainingRun
 from wands.train.trackers import Trackers
@@ -51,21 +51,25 @@ class Trainer:
 
     @contextmanager
     def inference(self, weights: str) -> Iterator[None]:
-        """Switch the DiTs to inference in a `with` block. After the block, restore the state of the training.
+        """Switch the DiTs to inference in a `with` block. After the block, restore the state of the training bit for bit.
 
-        Every rank must enter and leave the block between two optimizer steps.
+        Every rank must enter and leave the block between two optimizer steps. Do not save a checkpoint inside the block,
+        because with "ema" the weights and the averages are exchanged there.
 
         Args:
             weights: "raw", or "ema" for the moving average of the weights.
         """
-        engines, cuda = self.engines.values(), [self.device] if self.device.type == "cuda" else []
-        averaged = averaged_weights(self.engines, self.averages if weights == "ema" else {})
-        with averaged, torch.random.fork_rng(cuda):
+        averages = self.averages if weights == "ema" else {}
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            for part, average in averages.items():
+                average.exchange(self.engines[part])
             try:
-                for engine in engines:
+                for engine in self.engines.values():
                     engine.eval()
                 yield
             finally:
-                for engine in engines:
+                for engine in self.engines.values():
                     engine.train()
                 torch.cuda.empty_cache()
+                for part, average in averages.items():
+                    average.exchange(self.engines[part])

@@ -101,8 +101,8 @@ def bytes_of_copies(model: Path, out: Path, overrides: tuple[str, ...], stage: i
     made: list[HostBuffers] = []
 
     class Watched(HostBuffers):
-        def __init__(self, *texts: str) -> None:
-            super().__init__(*texts)
+        def __init__(self) -> None:
+            super().__init__()
             made.append(self)
 
     with mock.patch.object(checkpoint, "HostBuffers", Watched):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +16,25 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests.support.runs import make_run, run_training
+from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_rows
 from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
-from wands.planning.workload import Weight
-from wands.train import checkpoint
+from wands.model.files.tensor_files import LazyTensor
+from wands.planning.memory import checkpoint_bytes
+from wands.planning.workload import Weight, Workload
+from wands.train import checkpoint, loop
+from wands.train.buffers import TensorFile
 from wands.train.checkpoint import CheckpointSaver
-from wands.train.control import ControlRequest, ControlRequests
+from wands.train.control import ControlRequest
 from wands.train.resume import check_resumable, find_resume
+from wands.variants import VARIANTS
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -269,30 +276,31 @@ def test_no_disk_space_is_one_sentence_and_nothing_half_written(
 
 
 @pytest.mark.parametrize(("whole", "needed"), [(True, 4 * 250_000 + 12 * 25_000), (False, 12 * 25_000)])
-def test_frozen_weights_need_room_for_themselves_alone(
-    whole: bool, needed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """And none where only what is trained is saved; other bytes of both ranks come on top."""
+def test_frozen_weights_need_room_for_themselves_alone(whole: bool, needed: int):
+    """And none where only what is trained is saved."""
     weights = [Weight("0.weight", (250, 1000), 4, False), Weight("1.weight", (100, 250), 4, True)]
-    free = needed + 2 * 1000
-    monkeypatch.setattr(checkpoint, "gather_objects", lambda value: [value])
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    recipe, shape = load_recipe(None, [] if whole else ["lora.rank=4"]), VARIANTS["wan2.1-t2v-1.3b"].dit
+    ds_config = {"zero_optimization": {"stage": 2}}
+    workload = Workload(recipe, shape, weights, num_models=1, world_size=2, ds_config=ds_config)
+    assert checkpoint_bytes(workload) == needed
+    averaged = recipe.model_copy(update={"ema": EmaConfig()})
+    assert checkpoint_bytes(replace(workload, recipe=averaged, num_models=2)) == 2 * (needed + 4 * 25_000)
 
-    def check(more: int) -> None:
-        recipe = load_recipe(None, [] if whole else ["lora.rank=4"])
-        run = {
-            "output_dir": tmp_path,
-            "world_size": 2,
-            "zero_stage": 2,
-            "recipe": recipe,
-            "weights": weights,
-            "experts": ["transformer"],
-        }
-        checkpoint._check_space(SimpleNamespace(**run), tmp_path, more)
 
-    check(more=1000)
-    with pytest.raises(CheckpointError, match=r"are free\. Free disk space"):
-        check(more=1001)
+def test_all_files_of_all_ranks_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tensors = [[LazyTensor.of("x", torch.zeros(100)), LazyTensor.of("y", torch.zeros(50))], []]
+    files = [TensorFile(f"file{number}", items, {}) for number, items in enumerate(tensors)]
+    monkeypatch.setattr(checkpoint, "gather_objects", lambda value: [value] * 2)
+    for free in (1200, 1199):
+        monkeypatch.setattr(
+            checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
+        with (
+            nullcontext()
+            if free == 1200
+            else pytest.raises(CheckpointError, match=r"are free\. Free disk space")
+        ):
+            checkpoint._check_space(tmp_path, files)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +320,7 @@ def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
     worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
     files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
     run = make_run(tiny_pipeline, tmp_path / "like", settings, {"zero_optimization": {"stage": stage}}, 2)
-    expected = sum(checkpoint.checkpoint_bytes(run.weights, run.recipe, stage))
+    expected = checkpoint_bytes(run.workload("cpu"))
     # Names, offsets and what aligns shards come to 64 KB a file, whatever the model.
     assert expected <= sum(file.stat().st_size for file in files) <= 1.02 * expected + 3 * 65_536
 
@@ -353,7 +361,7 @@ def asked_to_quit(model: Path, out: Path, step: int) -> str:
     said = []
     with pytest.MonkeyPatch.context() as patch:
         polls = iter([ControlRequest()] * (step - 1) + [ControlRequest(save=True, quit=True)])
-        patch.setattr(ControlRequests, "poll", lambda self, rank: next(polls))
+        patch.setattr(loop, "poll_requests", lambda output_dir, watchdog, rank: next(polls))
         run_training(model, out, ("train.max_steps=2",), ZERO2, log=said.append)
     return "\n".join(said)
 

@@ -271,7 +271,7 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
         if engine.global_steps == 2 and not found:
             [trainer] = trainers
             before, digest = everything(trainer), hashlib.sha256()
-            with ema.averaged_weights(trainer.engines, trainer.averages):
+            with trainer.inference("ema"):
                 for part, each in trainer.engines.items():
                     inside = gathered(each, own(each))
                     for fragment, _ in trainer.averages[part]._pairs:

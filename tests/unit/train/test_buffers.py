@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_copies_use_the_same_memory_again():
-    value, host = torch.arange(5.0), HostBuffers(*TEXTS)
+    value, host = torch.arange(5.0), HostBuffers()
     files = [TensorFile("a", [LazyTensor.of("x", value), LazyTensor.of("y", value.to(torch.uint8))], {})]
     first = host.copy_files(files)[0].tensors
     value += 1
@@ -27,7 +27,7 @@ def test_copies_use_the_same_memory_again():
 
 
 def test_a_tensor_of_another_size_gets_other_memory():
-    host = HostBuffers(*TEXTS)
+    host = HostBuffers()
     for values in (torch.arange(3.0), torch.arange(300.0)):
         [copied] = host.copy_files([TensorFile("a", [LazyTensor.of("x", values)], {})])
         assert torch.equal(copied.tensors[0].read(), values)
