@@ -338,15 +338,11 @@ def _forecast(
     samples = [sample for clip in clips for sample in clip.samples]
     if not samples:
         return None
+    lengths, keys = np.array([sample.num_tokens for sample in samples]), [sample.key for sample in samples]
+    cost = variant.dit.forward_flops
     try:
         plan = plan_epoch(
-            np.array([sample.num_tokens for sample in samples]),
-            max_tokens=max_tokens,
-            bins_per_step=bins_per_step,
-            seed=0,
-            epoch=0,
-            cost=variant.dit.forward_flops,
-            keys=[sample.key for sample in samples],
+            lengths, max_tokens=max_tokens, bins_per_step=bins_per_step, seed=0, epoch=0, cost=cost, keys=keys
         )
     except DataError as error:
         return PackingForecast(max_tokens, bins_per_step, 0.0, 0, str(error))

@@ -13,7 +13,7 @@ import queue
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal, TypeVar
 
@@ -267,13 +267,8 @@ def run_in_workers(
         num_waiting: largest number of values that wait for the caller. 0 sets no limit.
     """
     workers = [IsolatedWorker(preload) for _ in range(num_workers)]
-
-    def values(worker: IsolatedWorker) -> Iterator[Result]:
-        with closing(worker):
-            yield from run(worker)
-
     try:
-        yield from run_in_threads([values(worker) for worker in workers], num_waiting)
+        yield from run_in_threads([run(worker) for worker in workers], num_waiting)
     finally:
         for worker in workers:
             worker.kill()
