@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 from data_tools.footage.shots import find_parts
 from wands.data.clips.records import ClipRecord
-from wands.data.clips.video_file import VideoReader
+from wands.data.clips.video_file import open_video
 
 
 def main(film: Path) -> None:
     seconds = {"decoding": 0.0, "split": 0.0}
     for _ in range(2):  # the first round also fills the disk cache
         started = time.perf_counter()
-        with closing(VideoReader(film)) as reader:
+        with open_video(film) as reader:
             for frame in reader.frames(0):
                 length = frame.end
         seconds["decoding"] = time.perf_counter() - started

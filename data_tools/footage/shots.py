@@ -25,7 +25,7 @@ from wands.config.options import SplitOptions
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
 from wands.data.clips.tables import check_out, table_row, write_table
-from wands.data.clips.video import open_video
+from wands.data.clips.video_file import open_video
 from wands.errors import ConfigError, DataError
 from wands.files import write_text
 from wands.texts import safe_lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
-from wands.data.clips.video_file import VideoReader
+from wands.data.clips.video_file import open_video
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, DataError
@@ -214,7 +213,7 @@ def test_a_mask_is_stored_and_encodes_its_clip_again(
     run(source, tmp_path / "cache", tiny_pipeline, SMALL)
     before = contents(tmp_path / "cache")
     pixels = np.random.default_rng(0).integers(10, 246, (72, 88), np.uint8)
-    with closing(VideoReader(source / "man.mp4")) as reader:
+    with open_video(source / "man.mp4") as reader:
         Image.fromarray(pixels).resize((reader.info.width, reader.info.height)).save(source / "man.mask.png")
     decoded = record_decoded(monkeypatch)
     report = run(source, tmp_path / "cache", tiny_pipeline, SMALL)

@@ -192,9 +192,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             small = np.ascontiguousarray(frames[:, ::4, ::4])
             content = repr(frames.shape).encode() + small.tobytes()
             digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
-            num_frames, height, width, _ = frames.shape
-            tokens = variant.num_tokens(num_frames, height, width)
-            samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
+            size = frames.shape[:3]
+            samples.append(CheckedSample(clip.suffix, clip.start_seconds, *size, variant.num_tokens(*size)))
             if thumbnails and not thumbnail:
                 thumbnail = _thumbnail(frames[len(frames) // 2])
             if last is None or clip.start_seconds != last.start_seconds:  # the first size of a window
@@ -206,12 +205,12 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         reason = clip_rules.no_access_reason(path, str(error.strerror))
     except MemoryError:
         reason = clip_rules.NO_MEMORY
-    source = last.source if last else None
-    if source is None:
-        with suppress(DataError, MemoryError):  # then the report has no facts about the file
+    source, warnings, footage = None, list[str](), (0.0, 0.0, 0.0)
+    if last is None:
+        with suppress(DataError):  # then the report has no facts about the file
             source = probe(file_path)
-    warnings, footage = [], (0.0, 0.0, 0.0)
-    if last:
+    else:
+        source = last.source
         warnings = [*_file_warnings(path, last, max(s.num_frames for s in samples), spec), *images.texts()]
         if not path.lower().endswith(IMAGE_EXTENSIONS):
             of_windows = {sample.start_seconds: sample.num_frames for sample in samples}

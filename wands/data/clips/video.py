@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -22,11 +21,10 @@ import av
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
-from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, TooSmallError, plan_sizes, plan_windows
+from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.records import IMAGE_EXTENSIONS
 from wands.data.clips.rows import Crop
-from wands.data.clips.video_file import BROKEN, LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader
-from wands.errors import DataError, one_line
+from wands.data.clips.video_file import LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader, open_video
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -359,26 +357,6 @@ def frame_times(path: Path) -> tuple[float, ...] | None:
 def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | None:
     with open_video(path) as reader:
         return reader.frame_times()
-
-
-@contextmanager
-def open_video(path: Path) -> Iterator[VideoReader]:
-    """Open a video. An error that a damaged, too small or too long video causes inside the `with` block becomes a DataError
-    that names the file.
-    """
-    try:
-        with closing(VideoReader(path)) as reader:
-            yield reader
-    except TooSmallError as error:
-        raise TooSmallError(f"video={path} {error}") from None
-    except MemoryError as error:
-        raise DataError(
-            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
-        ) from error
-    except BROKEN as error:
-        raise DataError(
-            f"video={path} cannot be read as a video ({one_line(error)}); replace the file"
-        ) from error
 
 
 def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -23,9 +23,9 @@ import av
 from av.stream import Disposition
 from av.video.reformatter import ColorTrc
 
-from wands.data.clips.clip import TIME_SLACK
+from wands.data.clips.clip import TIME_SLACK, TooSmallError
 from wands.data.clips.file_kinds import explain_content, explain_no_file
-from wands.errors import DataError
+from wands.errors import DataError, one_line
 
 # Exceptions that PyAV raises for damaged files.
 BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
@@ -99,7 +99,31 @@ class VideoFrame:
     after_loss: bool
 
 
+@contextmanager
+def open_video(path: Path) -> Iterator[VideoReader]:
+    """Open a video. An error that a damaged, too small or too long video causes inside the `with` block becomes a DataError
+    that names the file.
+    """
+    try:
+        with _open_container(path) as container:
+            yield VideoReader(path, container)
+    except TooSmallError as error:
+        raise TooSmallError(f"video={path} {error}") from None
+    except MemoryError as error:
+        raise DataError(
+            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
+        ) from error
+    except BROKEN as error:
+        raise DataError(
+            f"video={path} cannot be read as a video ({one_line(error)}); replace the file"
+        ) from error
+
+
 def _open_container(path: Path) -> Any:
+    if not path.is_file():  # a pipe or a device would block forever
+        raise DataError(f"video={path} {explain_no_file(path)}")
+    if reason := explain_content(path):  # FFmpeg would report "Invalid data" or no frame
+        raise DataError(f"video={path} {reason}")
     # Absolute: FFmpeg reads a relative name such as "a:b.mp4" as protocol a.
     # pattern_type: FFmpeg reads an image a%d.png as the sequence a0.png, a1.png ...
     options = {"pattern_type": "none"}
@@ -140,7 +164,7 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream. Damage inside the stream does not raise an error; the damaged frames are marked instead.
+    """An open video stream, see `open_video`. Damage inside the stream does not raise an error; the damaged frames are marked.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
@@ -149,30 +173,19 @@ class VideoReader:
         info: properties from the header and the first frame.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, container: Any) -> None:
         self.path = path
         self.reached = 0.0
         self.interlaced = False
         self._steps = (math.inf, 0.0)  # shortest and longest time between two frames
-        if not path.is_file():  # a pipe or a device would block forever
-            raise DataError(f"video={path} {explain_no_file(path)}")
-        if reason := explain_content(path):  # FFmpeg would report "Invalid data" or no frame
-            raise DataError(f"video={path} {reason}")
-        self._container = _open_container(path)
-        try:
-            self._choose_stream()
-            self._frames = self._decode()
-            first = next(self._frames, None)
-            if first is None:
-                raise self.error("has no frame that can be decoded", "replace the file")
-            self.first = first
-            self.info = self._describe()
-        except BaseException:
-            self._container.close()
-            raise
-
-    def close(self) -> None:
-        self._container.close()
+        self._container = container
+        self._choose_stream()
+        self._frames = self._decode()
+        first = next(self._frames, None)
+        if first is None:
+            raise self.error("has no frame that can be decoded", "replace the file")
+        self.first = first
+        self.info = self._describe()
 
     def error(self, problem: str, cure: str) -> DataError:
         return DataError(f"video={self.path} {problem}; {cure}")
@@ -319,12 +332,15 @@ class VideoReader:
             sought = self._decode()
             first = next(sought, None)
             if first is not None and first.time <= start + TIME_SLACK:
-                return chain([first], sought)
-            self._container.close()  # the seek ended too late, so read from the beginning
-            self._container = _open_container(self.path)
-            self._choose_stream()
-            return self._decode()
-        return chain([self.first], self._frames)
+                yield from chain([first], sought)
+                return
+            with _open_container(
+                self.path
+            ) as self._container:  # the seek ended too late, so read from the beginning
+                self._choose_stream()
+                yield from self._decode()
+            return
+        yield from chain([self.first], self._frames)
 
     def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
