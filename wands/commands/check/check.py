@@ -192,8 +192,9 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             small = np.ascontiguousarray(frames[:, ::4, ::4])
             content = repr(frames.shape).encode() + small.tobytes()
             digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
-            size = frames.shape[:3]
-            samples.append(CheckedSample(clip.suffix, clip.start_seconds, *size, variant.num_tokens(*size)))
+            num_frames, height, width, _ = frames.shape
+            tokens = variant.num_tokens(num_frames, height, width)
+            samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
             if thumbnails and not thumbnail:
                 thumbnail = _thumbnail(frames[len(frames) // 2])
             if last is None or clip.start_seconds != last.start_seconds:  # the first size of a window
