@@ -149,9 +149,7 @@ def _serve(pipe: Connection) -> None:
                 pipe.send(("end", None))
             except (WandsError, MemoryError) as error:
                 pipe.send(("error", error))
-            except (BrokenPipeError, ConnectionResetError):
-                raise
-            except Exception:
+            except Exception:  # if the pipe is broken, the next line ends the process
                 pipe.send(("error", RuntimeError(traceback.format_exc())))
 
 
