@@ -12,6 +12,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,19 +120,17 @@ class WriteAheadLog:
         """
         self.path, self._durable = path, durable
         label = f"cache={path.parent.parent} ({path.name})"
-        self._lock = WriterLock(path.with_name(f"{path.name}.lock"), label, patience)
-        try:
-            self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
-        except OSError as error:
-            self._lock.release()
-            raise disk_error(path, 0, error, cache=path.parent.parent) from None
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except OSError as error:
+                raise disk_error(path, 0, error, cache=path.parent.parent) from None
+            self._file = stack.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
             records = list(read_records(path))
             self.num_records, self.num_bytes = len(records), records[-1].end if records else 0
             self._file.truncate(self.num_bytes)
-        except BaseException:
-            self.close()
-            raise
+            self._open = stack.pop_all()
 
     def add(self, name: str, arrays: Sequence[np.ndarray], meta: Mapping[str, Any]) -> None:
         """Append one record. After this method returns, the record survives a kill of the process.
@@ -170,5 +169,4 @@ class WriteAheadLog:
 
     def close(self) -> None:
         """Close the file and release the lock."""
-        self._file.close()
-        self._lock.release()
+        self._open.close()

@@ -13,7 +13,7 @@ import json
 import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,14 +324,12 @@ class CacheWriter(ShardWriter):
         """
         manifest = build_manifest(variant, fingerprint)
         super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
-        self._lock = WriterLock(self.path / LOCK_NAME, f"cache={self.path}")
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
             self._enter(manifest)
             self._known: set[str] = set()
             self.refresh()
-        except BaseException:
-            self._lock.release()
-            raise
+            self._lock = stack.pop_all()
 
     def refresh(self) -> None:
         """Read the index entries of the samples in shards that other writers have finished since the last call.
@@ -366,10 +364,8 @@ class CacheWriter(ShardWriter):
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with self._lock:
             self.finish_shard()
-        finally:
-            self._lock.release()
 
     def _enter(self, manifest: dict[str, Any]) -> None:
         if (self.path / MANIFEST_NAME).exists():
