@@ -10,7 +10,7 @@ latent frames, rows and columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -61,42 +61,52 @@ class Sample:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
 
-@dataclass(frozen=True)
-class RankSlice:
+@dataclass(frozen=True, kw_only=True)
+class BinSamples:
+    """Data of all samples of a bin, equal in the packed batch and in the slice of every rank.
+
+    Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
+
+    Attributes:
+        text_embeds: [sum of text lengths, D], without padding. Captions that were dropped are already replaced by the
+            empty caption. Every rank of a context-parallel group attends to all text.
+        keys: key of each sample, from which noise and sigma are drawn.
+        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
+        num_cond_tokens: number of conditioning tokens at the start of each sample, counted over all ranks. These are the
+            tokens of the clean first frame of TI2V. 0 for samples without a clean first frame.
+        image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
+    """
+
+    text_embeds: Tensor
+    keys: tuple[SampleKey, ...]
+    weights: Tensor
+    num_cond_tokens: tuple[int, ...]
+    image_embeds: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSlice(BinSamples):
     """Tokens of a packed batch that one rank processes, with the data that belongs to these tokens.
 
-    Letters: L tokens of the rank, S samples of the bin, P channels of a token, P' conditioning channels of a token, D
-    width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
+    Letters: L tokens of the rank, P channels of a token, P' conditioning channels of a token.
 
     Attributes:
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
         meta: position and sample number of each token, and lengths of the samples.
-        text_embeds: [sum of text_lens, D], text of the whole batch. Every rank of a context-parallel group attends to
-            all text.
-        keys: key of each sample of the bin, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
         token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
         trained_lens: for each sample, sum of the weights of the tokens in the loss, over all ranks. Conditioning tokens are
             not in the loss. Without a mask, this is the number of tokens in the loss.
         layout: indices of the bin's tokens that this rank holds.
-        num_cond_tokens: number of conditioning tokens (tokens of a clean first frame) at the start of each sample,
-            counted over all ranks.
         condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
             or None.
-        image_embeds: [S, I, E], CLIP hidden states of the whole batch, or None.
     """
 
     tokens: Tensor
     meta: PackedMeta
-    text_embeds: Tensor
-    keys: tuple[SampleKey, ...]
-    weights: Tensor
     token_weights: Tensor
     trained_lens: tuple[float, ...]
     layout: ContextLayout
-    num_cond_tokens: tuple[int, ...]
     condition_channels: Tensor | None = None
-    image_embeds: Tensor | None = None
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
         """Append the P' conditioning channels to L noisy tokens [L, P], and return the model's input [L, P + P'].
@@ -108,41 +118,28 @@ class RankSlice:
         return torch.cat([noisy_tokens, self.condition_channels], dim=1)
 
 
-@dataclass(frozen=True)
-class PackedBatch:
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch(BinSamples):
     """Samples of one forward pass (a bin), concatenated without padding.
 
-    Letters: T tokens of the bin, S samples, P channels of a token, P' conditioning channels of a token, D width of the
-    text encoder, I CLIP tokens of a sample, E width of CLIP.
+    Letters: T tokens of the bin, S samples, P channels of a token, P' conditioning channels of a token.
 
     Attributes:
         tokens: fp32 [T, P], clean tokens.
         cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
-        text_embeds: [sum of text lengths, D], without padding. Captions that were dropped are already replaced by the
-            empty caption.
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
-        keys: key of each sample, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
-        num_cond_tokens: number of conditioning tokens at the start of each sample. These are the tokens of the clean
-            first frame of TI2V. 0 for samples without a clean first frame.
         condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
-        image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """
 
     tokens: Tensor
     cu_seqlens: Tensor
     grid_sizes: Tensor
-    text_embeds: Tensor
     cu_seqlens_text: Tensor
-    keys: tuple[SampleKey, ...]
-    weights: Tensor
     token_weights: Tensor
-    num_cond_tokens: tuple[int, ...]
     condition_channels: Tensor | None = None
-    image_embeds: Tensor | None = None
     dropout_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -194,17 +191,13 @@ class PackedBatch:
             return rows[index].masked_fill_(is_padding.unsqueeze(1), 0.0)
 
         return RankSlice(
+            **{field.name: getattr(self, field.name) for field in fields(BinSamples)},
             tokens=local(self.tokens),
             meta=self._meta(layout),
-            text_embeds=self.text_embeds,
-            keys=self.keys,
-            weights=self.weights,
             token_weights=self.token_weights[index],
             trained_lens=self.trained_lens,
             layout=layout,
-            num_cond_tokens=self.num_cond_tokens,
             condition_channels=None if self.condition_channels is None else local(self.condition_channels),
-            image_embeds=self.image_embeds,
         )
 
     def _meta(self, layout: ContextLayout) -> PackedMeta:
