@@ -19,6 +19,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
 from wands.data.mock import MockDataset
+from wands.data.patchify import LatentShapes
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference
@@ -49,7 +50,7 @@ class SelectedSource:
     num_left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEFT_OUT, 0))
 
 
-class CombinedDataset:
+class CombinedDataset(LatentShapes):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
     A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
@@ -91,6 +92,7 @@ class CombinedDataset:
         licenses = np.concatenate([source.data.licenses[source.chosen] for source in sources])
         self.licenses = licenses[rows]
         self.mask_sums = np.concatenate([part.data.mask_sums[part.chosen] for part in sources])[rows]
+        self.latent_shapes = np.concatenate([part.data.latent_shapes[part.chosen] for part in sources])[rows]
         self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
         self._position_of = np.concatenate([source.chosen for source in sources])[rows]
         places, first_shard = [], 0
@@ -100,18 +102,6 @@ class CombinedDataset:
                 places.append(stored + np.array([first_shard, 0]))
                 first_shard += int(stored[:, 0].max(initial=-1)) + 1
         self.places = np.concatenate(places)
-
-    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of video tokens of every row (one use of a sample in an epoch), int64 [rows]."""
-        lens = [source.data.num_tokens(patch_size)[source.chosen] for source in self.sources]
-        return np.concatenate(lens)[self.schedule.sample_of]
-
-    def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of row `i` (one use of a sample in an epoch). The latents are not
-        read.
-        """
-        data, position = self._find(i)
-        return data.latent_shape(position)
 
     def crc32(self, i: int) -> int:
         """Return the checksum of the sample of row `i` (one use of a sample in an epoch)."""

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from wands.config.recipe import MockConfig
 from wands.data.collate import Sample
-from wands.data.patchify import blank_other_frames, grid_size
+from wands.data.patchify import LatentShapes, blank_other_frames
 from wands.errors import DataError
 from wands.flow.rng import philox
 from wands.variants import DiTShape
 
 
 @dataclass(eq=False)
-class MockDataset:
+class MockDataset(LatentShapes):
     """Data set of artificial samples, whose latents and text embeddings are standard normal numbers.
 
     The numbers depend only on the seed and the sample key.
@@ -51,6 +51,7 @@ class MockDataset:
         self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
         self.licenses = np.full(len(self.keys), "", object)
         self.mask_sums = np.zeros((len(self.keys), 2))
+        self.latent_shapes = np.resize(self.mock.shapes, (len(self.keys), 3))
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
 
     @property
@@ -59,15 +60,6 @@ class MockDataset:
         samples.
         """
         return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
-
-    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of video tokens of every sample, int64 [N]."""
-        tokens = [int(np.prod(grid_size(latent_shape, patch_size))) for latent_shape in self.mock.shapes]
-        return np.array([tokens[i % len(tokens)] for i in range(len(self.keys))], dtype=np.int64)
-
-    def latent_shape(self, index: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of the sample with this index."""
-        return self.mock.shapes[index % len(self.mock.shapes)]
 
     def crc32(self, index: int) -> int:
         """Return 0. Mock data needs no checksum, because the seed and the key determine the sample."""

@@ -6,6 +6,7 @@ and (pt, ph, pw) is the patch size in latent frames, rows and columns.
 
 from __future__ import annotations
 
+import numpy as np
 from torch import Tensor
 
 
@@ -53,6 +54,27 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
     """Return the number of tokens along (frame, row, column) for latents with the given (frames, rows, columns)."""
     (f, h, w), (pt, ph, pw) = latent_shape, patch_size
     return f // pt, h // ph, w // pw
+
+
+class LatentShapes:
+    """Shapes of the samples of a cache, of mock data, or of a combination of sources.
+
+    Attributes:
+        latent_shapes: int [N, 3], latent (frames, rows, columns) of each sample.
+    """
+
+    latent_shapes: np.ndarray
+
+    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
+        """Return the number of video tokens of every sample, int64 [N]."""
+        shapes = self.latent_shapes.astype(np.int64)
+        assert not (shapes % patch_size).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
+        return (shapes // patch_size).prod(axis=1)
+
+    def latent_shape(self, i: int) -> tuple[int, int, int]:
+        """Return the latent (frames, height, width) of sample `i`. The latents are not read."""
+        f, h, w = self.latent_shapes[i].tolist()
+        return f, h, w
 
 
 def frames_of_tokens(

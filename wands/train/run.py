@@ -267,9 +267,8 @@ class TrainingRun:
         For a sample without a mask, this is the number of tokens in the first frame. The value is 0 for a sample with a
         single frame, because only first frames of longer samples can be left out of the loss.
         """
-        shapes = (self.data.latent_shape(i) for i in range(len(self.data.keys)))
-        grids = (grid_size(shape, self.shape.patch_size) for shape in shapes)
-        counts = np.array([rows * columns if frames > 1 else 0 for frames, rows, columns in grids], float)
+        frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
+        counts = np.where(frames > 1, rows * columns, 0).astype(float)
         total, first = self.data.mask_sums.T
         return np.where((total > 0) & (counts > 0), first, counts)
 

@@ -32,7 +32,7 @@ from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import damage_named, open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
-from wands.data.patchify import blank_other_frames, grid_size
+from wands.data.patchify import LatentShapes, blank_other_frames, grid_size
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -47,7 +47,7 @@ LATENTS = {"latents", "image_latents"}
 FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where MODEL is the model to train."
 
 
-class LatentCache:
+class LatentCache(LatentShapes):
     """Random access to the samples of a finished cache.
 
     Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method.
@@ -90,6 +90,7 @@ class LatentCache:
         self.keys = list(self.index.keys)
         self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
         self.mask_sums = self.index.mask_sums
+        self.latent_shapes = self.index.latent_shapes[:, 1:]
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)
@@ -120,12 +121,6 @@ class LatentCache:
         """(number of the shard, position in the shard) of every sample, int64 [N, 2]."""
         return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
 
-    def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of video tokens of every sample, int64 [N]."""
-        patch, latents = np.asarray(patch_size, np.int64), self.index.latent_shapes[:, 1:].astype(np.int64)
-        assert not (latents % patch).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
-        return (latents // patch).prod(axis=1)
-
     def find(self, key: str) -> int:
         """Return the position in `keys` of the sample with the given key.
 
@@ -138,11 +133,6 @@ class LatentCache:
         raise CacheError(
             f"key={key} is not in cache={self.path} ({len(self)} samples); use, for example, {near}."
         )
-
-    def latent_shape(self, i: int) -> tuple[int, int, int]:
-        """Return the latent (frames, height, width) of sample `i` without opening its shard."""
-        f, h, w = self.index.latent_shapes[i][1:].tolist()
-        return f, h, w
 
     def crc32(self, i: int) -> int:
         """Return the checksum of sample `i` in the index."""
