@@ -182,21 +182,17 @@ def _checked(
             continue
         try:
             check_latents(sample.latents, variant, std)
-            _check_text(sample, variant)
+            if sample.text_embeds is not None:
+                check_text_embeds(sample.text_embeds, variant)
+            elif not clean_caption(sample.caption or ""):
+                raise DataError(
+                    "missing caption in the .json file of the sample; write a caption there. wands encodes this caption and "
+                    "never opens the pickled text embeddings"
+                )
         except DataError as error:
             rejected.append(Rejection(sample.key, str(sample.path), str(error)))
         else:
             yield sample
-
-
-def _check_text(sample: EncodedSample, variant: Variant) -> None:
-    if sample.text_embeds is not None:
-        check_text_embeds(sample.text_embeds, variant)
-    elif not clean_caption(sample.caption or ""):
-        raise DataError(
-            "missing caption in the .json file of the sample; write a caption there. wands encodes this caption and never "
-            "opens the pickled text embeddings"
-        )
 
 
 def check_text_embeds(text: Tensor, variant: Variant) -> None:

@@ -18,11 +18,14 @@ from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import CRC_TABLE, crc_update
 from torch import Tensor
 
 from wands.errors import DataError
 
-_POLYNOMIAL = 0x82F63B78
+_TABLE = np.array(CRC_TABLE, np.uint32)
+"""CRC-32C table, [256]. Entry i is the new value of the CRC register after a byte with the value i, if the register was 0
+before."""
 _BLOCK = 4096
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
 """Maps the supported values of tensorflow.DataType to torch dtypes."""
@@ -32,29 +35,15 @@ _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.flo
 
 
 @cache
-def _byte_table() -> np.ndarray:
-    """Return the CRC-32C table, uint32 [256]. Entry i is the new value of the CRC register after a byte with the value i, if
-    the register was 0 before.
-    """
-    table = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1)
-    return table
-
-
-@cache
 def _skip_tables() -> np.ndarray:
     """Return tables that advance a CRC-32C register over `_BLOCK` zero bytes, uint32 [4, 256].
 
     Entry [i, b] is the new value of the register if byte i of the old value is b, and the other three bytes are 0. For
     any old value, the new value is the XOR of four entries: one entry for each byte of the old value.
     """
-    state = (np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]).astype(
-        np.uint32
-    )
-    table = _byte_table()
+    state = np.arange(256, dtype=np.uint32) << np.array([[0], [8], [16], [24]], np.uint32)
     for _ in range(_BLOCK):
-        state = table[state & 0xFF] ^ (state >> 8)
+        state = _TABLE[state & 0xFF] ^ (state >> 8)
     return state
 
 
@@ -65,13 +54,13 @@ def crc32c(data: bytes) -> int:
     step. The checksums of the blocks are then combined. A plain loop over all bytes would need minutes for the 28 MB of
     one sample.
     """
-    table, size = _byte_table(), len(data) // _BLOCK * _BLOCK
+    size = len(data) // _BLOCK * _BLOCK
     crc = 0xFFFFFFFF
     if size:
         columns = np.frombuffer(data, np.uint8, size).reshape(-1, _BLOCK).T.astype(np.uint32)
         blocks = np.zeros(columns.shape[1], np.uint32)
         for column in columns:
-            blocks = table[(blocks ^ column) & 0xFF] ^ (blocks >> 8)
+            blocks = _TABLE[(blocks ^ column) & 0xFF] ^ (blocks >> 8)
         first, second, third, fourth = _skip_tables().tolist()
         for block in blocks.tolist():
             crc = (
@@ -81,10 +70,7 @@ def crc32c(data: bytes) -> int:
                 ^ fourth[crc >> 24]
                 ^ block
             )
-    plain = table.tolist()
-    for byte in data[size:]:
-        crc = plain[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
+    return crc_update(crc ^ 0xFFFFFFFF, data[size:])
 
 
 def masked_crc32c(data: bytes) -> int:

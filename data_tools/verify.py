@@ -71,11 +71,6 @@ class VerifyResult:
     def note(self, place: str, what: str, fix: str) -> None:
         self.problems.append(Problem(place, what, fix))
 
-    def add(self, other: VerifyResult) -> None:
-        self.problems += other.problems
-        self.num_samples += other.num_samples
-        self.num_bytes += other.num_bytes
-
 
 def verify(
     path: str | Path, workers: int | None = None, advance: Callable[[], object] = lambda: None
@@ -122,7 +117,9 @@ def verify(
 
     with ThreadPoolExecutor(workers or min(4, os.cpu_count() or 1)) as pool:
         for found in pool.map(check, names):
-            report.add(found)
+            report.problems += found.problems
+            report.num_samples += found.num_samples
+            report.num_bytes += found.num_bytes
     return report
 
 
@@ -147,14 +144,14 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
         report.note(MANIFEST_NAME, f"the file cannot be used ({error})", fix)
         return None
     stored = manifest.pop("digest", None)
-    unknown = manifest.keys() - MANIFEST_KEYS
-    if unknown:
-        report.note(MANIFEST_NAME, f"the file has the unknown key(s) {', '.join(sorted(unknown))}", fix)
-        return None
-    if stored is not None and stored != digest(manifest):
-        report.note(MANIFEST_NAME, "the file was changed (wrong digest)", fix)
-        return None
-    return digest(manifest["fingerprint"])
+    if unknown := manifest.keys() - MANIFEST_KEYS:
+        what = f"the file has the unknown key(s) {', '.join(sorted(unknown))}"
+    elif stored not in (None, digest(manifest)):
+        what = "the file was changed (wrong digest)"
+    else:
+        return digest(manifest["fingerprint"])
+    report.note(MANIFEST_NAME, what, fix)
+    return None
 
 
 def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_779
+TOTAL = 21_778
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 927,
     "commands": 4535,
     "config": 1244,
-    "data": 4472,
+    "data": 4471,
     "distributed": 389,
     "encoders": 349,
     "export": 393,

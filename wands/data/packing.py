@@ -172,9 +172,8 @@ def count_steps(
     """Return the number of optimizer steps that `plan_epoch` plans for these sample lengths and windows (groups of
     samples that are packed separately). The order of the windows does not matter.
     """
-    if windows is None:
-        return -(-count_bins(seq_lens, max_tokens) // bins_per_step)
-    return -(-sum(count_bins(seq_lens[rows], max_tokens) for rows in windows) // bins_per_step)
+    parts = [seq_lens] if windows is None else [seq_lens[rows] for rows in windows]
+    return -(-sum(count_bins(part, max_tokens) for part in parts) // bins_per_step)
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
