@@ -52,6 +52,8 @@ _log = logging.getLogger(__name__)
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     """Build the training state for a checkpoint.
 
+    The training loop adds the fields `bad_steps` and `attention`, and `CheckpointSaver` adds `files` and `hashes`.
+
     Args:
         run: the checked training run.
         step: number of optimizer steps that the run has made.
