@@ -18,7 +18,7 @@ from wands.files import write_text
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
 from wands.train.engine import build_model
 from wands.train.evaluation import Row, measure, summarize
-from wands.train.evaluation_plan import HELD_OUT, list_samples, plan_cache
+from wands.train.evaluation_plan import HELD_OUT, plan_cache
 from wands.train.prepare import prepare_run
 
 
@@ -59,8 +59,8 @@ def evaluate(options: EvaluateOptions) -> str | None:
             model.load_state_dict(state, strict=False)
         model.to(device).eval()
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=False):
-            losses += measure({expert.subfolder: model}, one, list_samples(one, plan), groups, device) or []
-    row = summarize(plan, list_samples(run, plan), losses)
+            losses += measure({expert.subfolder: model}, one, plan.samples(one), groups, device) or []
+    row = summarize(plan, plan.samples(run), losses)
     if rank != 0:
         return None
     if options.json_path is not None:

@@ -152,9 +152,8 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
         problems = find_changed_files(root, parts=parts, share=share)[1]
     if problems := list(chain(*gather_objects(problems))):
         label = f"model.path={run.recipe.model.path}"
-        raise CheckpointError(
-            [f"{label}: {text}. Write or download the file again." for text in problems], agreed=True
-        )
+        texts = [f"{label}: {text}. Write or download the file again." for text in problems]
+        raise CheckpointError(texts, agreed=True)
     damage = find_damage(run.checkpoint, share) if run.checkpoint else None
     return next(filter(None, gather_objects(damage)), None)
 

@@ -27,16 +27,7 @@ from wands.flow.noise import add_noise
 from wands.report.page import write_report
 from wands.train.append_log import continue_rows, to_line
 from wands.train.batches import read_rows_of_bin
-from wands.train.evaluation_plan import (
-    HELD_OUT,
-    PLAN_FILE,
-    TRAIN,
-    EvaluationPlan,
-    EvaluationSample,
-    list_samples,
-    plan_evaluation,
-    stored_plan,
-)
+from wands.train.evaluation_plan import HELD_OUT, PLAN_FILE, TRAIN, EvaluationPlan, EvaluationSample, get_plan
 from wands.train.metrics import StepLog
 from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
@@ -80,7 +71,7 @@ class Evaluator:
         self._config, self._rows = trainer.run.recipe.eval, list[Row]()
         plan = self._open() if trainer.rank == 0 else None
         self._plan: EvaluationPlan = gather_objects(plan)[0]  # type: ignore[assignment]
-        self._samples = list_samples(self._run, self._plan)
+        self._samples = self._plan.samples(self._run)
         if missing := len(self._plan.clips) - len({sample.clip for sample in self._samples}):
             trainer.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")
 
@@ -91,16 +82,14 @@ class Evaluator:
         """
         folder, run = self._run.output_dir, self._run
         plan_file, results = folder / PLAN_FILE, folder / "evaluations.jsonl"
-        step, plan = self._trainer.events.step, stored_plan(run)
-        if plan is None:
+        step, (plan, is_new) = self._trainer.events.step, get_plan(run)
+        if is_new:
             if run.checkpoint is not None:
-                for path in filter(
-                    Path.is_file, (plan_file, results)
-                ):  # other clips: the results cannot be compared
+                # The results for other clips cannot be compared.
+                for path in filter(Path.is_file, (plan_file, results)):
                     path.replace(path.with_stem(f"{path.stem}_until_{step:08d}"))
                 self._trainer.log("a new series of evaluations begins, because eval or data.holdout changed")
                 self._trainer.events.write("new evaluation series")
-            plan = plan_evaluation(run)
             write_text(plan_file, plan.model_dump_json(indent=1))
         self._rows, self._log_file = continue_rows(results, step if run.checkpoint else -1)
         return plan
@@ -205,7 +194,7 @@ def measure(
     Args:
         models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
         run: the checked training run.
-        samples: result of `list_samples`.
+        samples: result of `EvaluationPlan.samples`.
         groups: process groups of this rank.
         device: device of this rank.
         proceed: function that is called before each forward pass. If it returns False, the result is None.
@@ -247,9 +236,7 @@ def own_bins(
     passes without samples, whose lists of indices are empty.
     """
     limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
-    for (part, _), group in groupby(
-        enumerate(samples), key=lambda item: (item[1].expert.subfolder, item[1].kind)
-    ):
+    for (expert, _), group in groupby(enumerate(samples), key=lambda item: (item[1].expert, item[1].kind)):
         bins, room = list[list[int]](), 0
         for i, sample in group:
             if sample.num_tokens > room:
@@ -259,7 +246,7 @@ def own_bins(
             room -= sample.num_tokens
         bins.sort(key=lambda bin: -run.shape.forward_flops([samples[i].num_tokens for i in bin]))
         bins += [[] for _ in range(-len(bins) % dims.dp_size)]
-        own += [(part, bin) for bin in bins[dims.dp_rank :: dims.dp_size]]
+        own += [(expert.subfolder, bin) for bin in bins[dims.dp_rank :: dims.dp_size]]
     return own
 
 
@@ -273,7 +260,7 @@ def summarize(
 
     Args:
         plan: clips and noise levels.
-        samples: result of `list_samples`.
+        samples: result of `EvaluationPlan.samples`.
         losses: result of `measure`.
         base: loss of each clip in the first evaluation, with which the losses are compared. None for the first evaluation.
     """

@@ -49,6 +49,28 @@ class EvaluationClip(StrictModel):
         return f"{low:,} to {2 * low - 1:,} tokens"
 
 
+class EvaluationSample(NamedTuple):
+    """A clip to evaluate at one noise level, with one DiT and one condition.
+
+    Attributes:
+        expert: the DiT.
+        kind: condition of the sample: "text", "image" or "first frame".
+        clip: index of the clip in `EvaluationPlan.clips`.
+        quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
+        sigma: noise level.
+        num_tokens: number of video tokens.
+        row: (data set, index of the clip in the data set).
+    """
+
+    expert: Expert
+    kind: str
+    clip: int
+    quantile: int
+    sigma: float
+    num_tokens: int
+    row: tuple[Dataset, int]
+
+
 class EvaluationPlan(StrictModel):
     """Clips and noise levels of all evaluations of a run, as stored in `evaluation.json`.
 
@@ -74,56 +96,32 @@ class EvaluationPlan(StrictModel):
             f"{self.share:.2%} of the run's FLOPs"
         )
 
+    def samples(self, run: TrainingRun) -> list[EvaluationSample]:
+        """Return the samples of an evaluation: each clip at each noise level of the plan.
 
-class EvaluationSample(NamedTuple):
-    """A clip to evaluate at one noise level, with one DiT and one condition.
+        The plan has noise levels for each trained DiT, inside the range of this DiT.
 
-    Attributes:
-        expert: the DiT.
-        kind: condition of the sample: "text", "image" or "first frame".
-        clip: index of the clip in `EvaluationPlan.clips`.
-        quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
-        sigma: noise level.
-        num_tokens: number of video tokens.
-        row: (data set, index of the clip in the data set).
-    """
+        Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are
+        left out as well.
 
-    expert: Expert
-    kind: str
-    clip: int
-    quantile: int
-    sigma: float
-    num_tokens: int
-    row: tuple[Dataset, int]
-
-
-def list_samples(run: TrainingRun, plan: EvaluationPlan) -> list[EvaluationSample]:
-    """Return the samples of an evaluation: each clip at each noise level of the plan.
-
-    The plan has noise levels for each trained DiT, inside the range of this DiT.
-
-    Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are
-    left out as well.
-
-    Args:
-        run: the checked training run.
-        plan: clips and noise levels.
-    """
-    rows = {
-        (side, key): (data, i)
-        for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data))
-        if data is not None
-        for i, key in enumerate(data.keys)
-    }
-    return [
-        EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
-        for expert in run.experts
-        for kind in kinds_of(run.variant)
-        for number, clip in enumerate(plan.clips)
-        if (row := rows.get((clip.side, clip.key)))
-        and not (kind == "first frame" and row[0].latent_shape(row[1])[0] == 1)
-        for quantile, sigma in enumerate(clip.sigmas[expert.subfolder])
-    ]
+        Args:
+            run: the checked training run.
+        """
+        rows = {
+            (side, key): (data, i)
+            for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data))
+            if data is not None
+            for i, key in enumerate(data.keys)
+        }
+        return [
+            EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
+            for expert in run.experts
+            for kind in kinds_of(run.variant)
+            for number, clip in enumerate(self.clips)
+            if (row := rows.get((clip.side, clip.key)))
+            and not (kind == "first frame" and row[0].latent_shape(row[1])[0] == 1)
+            for quantile, sigma in enumerate(clip.sigmas[expert.subfolder])
+        ]
 
 
 def kinds_of(variant: Variant) -> tuple[str, ...]:
@@ -245,16 +243,17 @@ def plan_settings(recipe: Recipe) -> dict[str, Any]:
     return section | {"holdout": recipe.data.holdout}
 
 
-def stored_plan(run: TrainingRun) -> EvaluationPlan | None:
-    """Return the evaluation plan in the folder of a resumed run.
+def get_plan(run: TrainingRun) -> tuple[EvaluationPlan, bool]:
+    """Return the evaluation plan of a run, and whether the plan is new.
 
-    Return None for a new run, if there is no readable plan, or if the recipe's evaluation settings have changed.
+    A resumed run continues with the plan in its folder, unless the plan cannot be read or the recipe's evaluation settings
+    have changed.
     """
     with suppress(FileNotFoundError, ValidationError):  # missing, damaged, or of another version
         plan = EvaluationPlan.model_validate_json((run.output_dir / PLAN_FILE).read_bytes())
         if run.checkpoint is not None and plan.settings == plan_settings(run.recipe):
-            return plan
-    return None
+            return plan, False
+    return plan_evaluation(run), True
 
 
 def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:

@@ -12,7 +12,7 @@ from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
 from wands.train.checkpoint import build_state
 from wands.train.engine import attention_backend
-from wands.train.evaluation_plan import plan_evaluation, stored_plan
+from wands.train.evaluation_plan import get_plan
 from wands.train.resume import list_changes
 from wands.train.run import TrainingRun
 
@@ -32,8 +32,7 @@ def start_block(run: TrainingRun) -> str:
     imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
     evaluation, videos = [], []
     if recipe.eval:
-        clips = stored_plan(run) or plan_evaluation(run)
-        evaluation = [f"{clips.describe()}, every {recipe.eval.every:,} steps"]
+        evaluation = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]
     if recipe.sample:
         sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
         training = sampler.total_steps * run.step_flops(bins) / plan.num_steps

@@ -35,7 +35,6 @@ from wands.train.evaluation_plan import (
     TRAIN,
     EvaluationClip,
     EvaluationPlan,
-    list_samples,
     plan_evaluation,
 )
 
@@ -372,7 +371,7 @@ def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
 
 def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, (*EVAL, *STEPS), world_size=2)
-    samples = list_samples(run, plan_evaluation(run))[:13]
+    samples = plan_evaluation(run).samples(run)[:13]
     for packs in (True, False):
         packing = run.recipe.packing.model_copy(update={"enabled": packs})
         one = replace(run, recipe=run.recipe.model_copy(update={"packing": packing}))

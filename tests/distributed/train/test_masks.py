@@ -21,7 +21,7 @@ from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group
 from wands.flow.rng import SampleKey, rng
 from wands.train.evaluation import measure
-from wands.train.evaluation_plan import list_samples, plan_evaluation
+from wands.train.evaluation_plan import plan_evaluation
 from wands.train.run import TrainingRun
 
 SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
@@ -160,7 +160,7 @@ def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
     """(key, kind, quantile, loss, expected loss) of each sample of an evaluation, of a model whose velocity is 0."""
     run = make_run(*args)
     rank, _, device = init_process_group()
-    samples = list_samples(run, plan_evaluation(run))
+    samples = plan_evaluation(run).samples(run)
     losses = measure(
         {"transformer": lambda tokens, *_: torch.zeros_like(tokens)},
         *(run, samples, groups_of(run.grid(rank), device), device),
