@@ -116,10 +116,9 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """
     assert window > 0, window
     finite = np.isfinite(values)
-    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, values, 0.0)]))
-    counts = np.cumsum(np.concatenate([[0], finite]))
+    sums = np.cumsum(np.pad([np.where(finite, values, 0.0), finite], ((0, 0), (1, 0))), axis=1)
     start = np.maximum(np.arange(1, len(values) + 1) - window, 0)
-    total, count = sums[1:] - sums[start], counts[1:] - counts[start]
+    total, count = sums[:, 1:] - sums[:, start]
     return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0)
 
 

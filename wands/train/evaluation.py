@@ -215,12 +215,11 @@ def measure(
         sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
         noisy = add_noise(*inputs, host_slice.num_cond_tokens, given_sigmas=sigmas)
         batch, noisy = to_device((host_slice, noisy), device)
-        tokens = batch.model_input(noisy.tokens)
+        tokens, trained = batch.model_input(noisy.tokens), noisy.trained
         pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
-        pair = pred[noisy.trained].double(), noisy.target[noisy.trained].double()
-        token_weights = batch.token_weights[noisy.trained]
-        segment_ids = batch.meta.segment_ids[noisy.trained]
-        _, errors = flow_matching_loss(*pair, segment_ids, batch.weights, token_weights)
+        pair = pred[trained].double(), noisy.target[trained].double()
+        weights = batch.weights, batch.token_weights[trained]
+        _, errors = flow_matching_loss(*pair, batch.meta.segment_ids[trained], *weights)
         lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
         losses[bin] = (errors / lens)[: len(bin)]
     dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere

@@ -103,10 +103,8 @@ def _trained(run: TrainingRun) -> list[str]:
     """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
     experts and the moving average.
     """
-    recipe, lines = run.recipe, []
-    if recipe.model.merge_loras:
-        merged = ", ".join(f"{merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras)
-        lines.append(f"merged: {merged}")
+    recipe = run.recipe
+    lines = [f"merged LoRA: {merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras]
     if recipe.lora:
         start = f", initialised from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
