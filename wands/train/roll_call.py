@@ -67,10 +67,8 @@ def dump_collectives(folder: Path) -> None:
 
 def _place(error: BaseException | None) -> str:
     """Return the innermost function of wands that the main thread is running, or in which `error` was raised."""
-    if error is None:
-        frames = list(traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0]))
-    else:
-        frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    frames = stack if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
     for frame, line in frames:
         name = frame.f_globals.get("__name__", "")
         if name.startswith("wands."):
