@@ -42,7 +42,6 @@ def save_loss_plot(
     axes = figure.add_subplot()
     for i, (name, (steps, losses)) in enumerate(series.items()):
         values = np.asarray(losses, dtype=np.float64)
-        assert len(values) == len(steps), (name, len(steps), len(values))
         width = window or smoothing_window(len(values))
         label = name if width == 1 else f"{name} (mean of {width})"
         lone = "o" if len(values) == 1 else ""  # a line of one point is invisible

@@ -36,24 +36,17 @@ def timestep_histogram(
     sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(num_samples)]
     timesteps = np.array(sigmas) * NUM_TRAIN_TIMESTEPS
     counts, edges = np.histogram(timesteps, bins=num_bins, range=(0, NUM_TRAIN_TIMESTEPS))
-    bars = [
-        f"{edges[i]:6.0f} - {edges[i + 1]:4.0f}  {counts[i] / num_samples:6.1%}  "
-        + "#" * round(BAR_WIDTH * counts[i] / counts.max())
-        for i in reversed(range(num_bins))
-    ]
+    heights = np.round(BAR_WIDTH * counts / counts.max()).astype(int)
+    rows = zip(edges, edges[1:], counts / num_samples, heights, strict=False)
+    bars = [f"{low:6.0f} - {high:4.0f}  {share:6.1%}  {'#' * height}" for low, high, share, height in rows]
     quantiles = ", ".join(f"{q}% {np.percentile(timesteps, q):.0f}" for q in (5, 25, 50, 75, 95))
     summary = f"mean {timesteps.mean():.0f}; {quantiles}"
-    return "\n".join([_heading(flow), "  timestep     share", *bars, summary])
+    return "\n".join([_heading(flow), "  timestep     share", *reversed(bars), summary])
 
 
 def _heading(flow: FlowConfig) -> str:
-    details = {
-        "uniform": "",
-        "logit_normal": f"({flow.logit_mean:g}, {flow.logit_std:g})",
-        "mode": f"({flow.mode_scale:g})",
-    }[flow.timestep_sampling]
+    details = {"logit_normal": f"({flow.logit_mean:g}, {flow.logit_std:g})", "mode": f"({flow.mode_scale:g})"}
+    sampling = flow.timestep_sampling + details.get(flow.timestep_sampling, "")
     mixture = f", {flow.mix_uniform:.0%} uniform unshifted" if flow.mix_uniform else ""
     by_size = f", for a clip of {BASE_TOKENS:,} tokens" * flow.shift_by_size
-    return (
-        f"{flow.preset}: {flow.timestep_sampling}{details}, flow_shift {flow.flow_shift:g}{mixture}{by_size}"
-    )
+    return f"{flow.preset}: {sampling}, flow_shift {flow.flow_shift:g}{mixture}{by_size}"

@@ -184,11 +184,10 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
     machine = machine_here(device_type, ranks_per_node())
     ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(options.deepspeed)}
     problem = check_memory(Task(run.workload(device_type), run.seq_lens, machine, ds_configs), name)
-    if problem is None:
-        return
-    if not (options.force or options.dry_run):
+    if problem and not (options.force or options.dry_run):
         raise ConfigError(f"{problem}. Run wands plan to find what fits, or add --force to start anyway.")
-    log(f"memory may not be enough: {problem}")
+    if problem:
+        log(f"memory may not be enough: {problem}")
 
 
 def _show_timesteps(options: TrainOptions, log: Log) -> None:

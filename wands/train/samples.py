@@ -290,12 +290,12 @@ class RunSamples:
             with trainer.inference(kind):
                 for numbers in self._rounds:
                     self._watchdog.begin_work(f"sampling at step {step}")
-                    results = gather_objects(self._try(step, kind, numbers))
-                    rows += [result for result in results if isinstance(result, dict)]
-                    for number, reason in dict(r for r in results if isinstance(r, tuple)).items():
-                        facts = {"number": number, "weights": kind, "reason": reason}
-                        trainer.events.write("sample failed", **facts)
-                        trainer.log(_FAILURE.format(step=step, **facts))
+                    results = list(filter(None, gather_objects(self._try(step, kind, numbers))))
+                    rows += [row for row in results if "reason" not in row]
+                    failures = {row["number"]: row for row in results if "reason" in row}
+                    for failure in failures.values():
+                        trainer.events.write("sample failed", **failure)
+                        trainer.log(_FAILURE.format(step=step, **failure))
         if trainer.rank:
             return
         self._log.append(*map(to_line, rows))
@@ -311,7 +311,7 @@ class RunSamples:
         trainer.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
         write_report(trainer.run.output_dir)
 
-    def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | tuple[int, str] | None:
+    def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | None:
         """Generate the video of this rank's context-parallel group. The first rank of the group writes the files.
 
         Args:
@@ -320,8 +320,8 @@ class RunSamples:
             numbers: for each group, the index of its prompt in `run.samples`. There may be fewer prompts than groups.
 
         Returns:
-            On the first rank of the group, the row of samples.jsonl, or (index of the prompt, reason) after a failure. None on
-        the other ranks of the group.
+            On the first rank of the group, the row of samples.jsonl. On a rank that failed, the keys `number`, `weights` and
+            `reason` of the event. None on the other ranks.
         """
         run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
         has_video, started = dims.dp_rank < len(numbers), time.perf_counter()
@@ -338,7 +338,7 @@ class RunSamples:
             with atomic_path(stem.with_suffix(".webp")) as temporary:
                 ImageOps.contain(Image.fromarray(frames[len(frames) // 2]), CELL).save(temporary, "WEBP")
         except Exception as error:  # the error of any library, such as out of memory, must not end the run
-            return number, one_line(error)
+            return {"number": number, "weights": kind, "reason": one_line(error)}
         finally:
             self._vae.to(self._home)
         video, seconds = str(stem.relative_to(run.output_dir)), round(time.perf_counter() - started, 3)
