@@ -104,7 +104,7 @@ def build_ds_config(
         problems += [
             f"{names[0]}: scheduler and {names[1]}: optim.{key} are both set; remove optim.{key}, or remove the scheduler (a "
             "scheduler in the JSON sets all learning rates)."
-            for key in sorted(_set_keys(recipe.optim) & unused)
+            for key in sorted(unused & recipe.optim.model_dump(exclude_defaults=True).keys())
         ]
     if problems:
         raise ConfigError(problems)
@@ -114,10 +114,6 @@ def build_ds_config(
     config.setdefault("steps_per_print", 2**31)  # a number that no run reaches: wands logs the steps
     _choose_adam(config, device_type)
     return config
-
-
-def _set_keys(optim: OptimConfig) -> set[str]:
-    return {key for key, field in OptimConfig.model_fields.items() if getattr(optim, key) != field.default}
 
 
 def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: Names) -> list[str]:
@@ -170,7 +166,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
 
 
 def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) -> list[str]:
-    set_keys, kind = _set_keys(optim), KINDS[optim.name]
+    set_keys, kind = {*optim.model_dump(exclude_defaults=True)}, KINDS[optim.name]
     problems = []
     section = config.setdefault("optimizer", {"type": kind.type, "params": {}})
     params = section.setdefault("params", {})

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.config.recipe import EmaConfig
-from wands.model.files.checkpoint_files import Checkpoint, has_average
+from wands.model.files.checkpoint_files import has_average
 from wands.model.files.fragment_files import AVERAGE_METADATA, FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 from wands.train.buffers import allocate
 from wands.train.engine_state import Fragment, refresh_weights, trained_fragments
+from wands.train.run import Log, TrainingRun
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
@@ -127,27 +128,22 @@ class WeightAverage:
         self._first, self._last = header["first_step"], header["last_step"]
 
 
-def build_averages(
-    engines: Mapping[str, Any],
-    section: EmaConfig | None,
-    checkpoint: Checkpoint | None,
-    log: Callable[[str], None],
-) -> dict[str, WeightAverage]:
+def build_averages(run: TrainingRun, engines: Mapping[str, Any], log: Log) -> dict[str, WeightAverage]:
     """Build the moving average of each trained DiT.
 
     If the run resumes from a checkpoint with averages, restore these averages. Otherwise the averages start with the
     current weights.
 
     Args:
+        run: the checked training run.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already
             loaded.
-        section: `ema` section of the recipe; None for no average.
-        checkpoint: checkpoint that the run resumes from; None for a new run.
         log: function that prints a line for the user.
 
     Returns:
-        A dict that maps the subfolder of each trained DiT to its average; {} if `section` is None.
+        A dict that maps the subfolder of each trained DiT to its average; {} if the recipe has no `ema` section.
     """
+    section, checkpoint = run.recipe.ema, run.checkpoint
     saved = checkpoint is not None and any(has_average(checkpoint.state, part) for part in engines)
     if section is None:
         if saved:

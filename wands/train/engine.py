@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import Backend, choose_backend
@@ -195,11 +196,8 @@ def build_engine(
     config = copy.deepcopy(dict(ds_config))
     zero = config["zero_optimization"]
     config["optimizer"]["params"]["lr"] = learning_rate(ds_config, recipe)
-    schedule = None
-    if "scheduler" not in config:
-        schedule = partial(
-            torch.optim.lr_scheduler.LambdaLR, lr_lambda=build_schedule(recipe.optim, total_steps)
-        )
+    lr_lambda = build_schedule(recipe.optim, total_steps)
+    schedule = None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_lambda)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # DeepSpeed allocates the whole bucket, 2 GB by default, but it never holds more than all gradients.
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
@@ -208,12 +206,11 @@ def build_engine(
     groups = optimizer.param_groups if optimizer else [{"params": [parameter for _, parameter in trained]}]
     if not recipe.optim.decay_norms:
         groups = split_by_decay(groups, trained)
-    if optimizer is not None:
-        del config["optimizer"]
-        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if recipe.precision.weights == "bf16" and recipe.lora is None:
         groups = split_by_dtype(groups, zero, recipe.precision.reduce)
     if optimizer is not None:
+        del config["optimizer"]
+        config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
         optimizer.param_groups = groups
     # Autocast's cache would keep a bf16 copy of every weight until the end of the forward pass. With ZeRO-3, every rank would
     # then have a copy of the whole model.

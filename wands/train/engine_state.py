@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from wands.errors import CheckpointError
 from wands.model.files.fragment_files import FragmentFiles
@@ -177,7 +178,7 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         base.load_state_dict({"state": state, "param_groups": groups})
     refresh_weights(engine)
     scheduler = engine.lr_scheduler
-    if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+    if isinstance(scheduler, LambdaLR):
         base_lrs = scheduler.base_lrs
         scheduler.load_state_dict(header["scheduler"] | {"base_lrs": base_lrs})
         for i, group in enumerate(engine.optimizer.param_groups):

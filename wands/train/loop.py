@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -74,8 +74,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
     compute_times = ComputeTimes(trainer)
 
     batches = prefetched(run, groups.dims, start_step, pins=device.type == "cuda")
-    prefetcher = contextlib.closing(batches)
-    with events, contextlib.closing(saver), prefetcher, memory_snapshots(trainer):
+    with events, closing(saver), closing(batches), memory_snapshots(trainer):
         if evaluator and evaluator.is_missing(start_step):
             evaluator.evaluate(start_step)
         if samples and start_step == 0:
@@ -101,11 +100,8 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             # A row for each rank, 0 in the rows of other ranks: one sum over the ranks also collects what needs a maximum.
             of_ranks = torch.zeros(run.world_size, len(numbers), dtype=torch.float64)
             of_ranks[rank] = torch.tensor(numbers, dtype=torch.float64)
-            parts = (
-                own_losses.double(),
-                sigma_sums(results, groups.dims),
-                to_device(of_ranks, device).flatten(),
-            )
+            own_table = to_device(of_ranks, device).flatten()
+            parts = (own_losses.double(), sigma_sums(results, groups.dims), own_table)
             sums = torch.cat(parts)
             dist.all_reduce(sums)
             losses, of_sigmas, table = (part.tolist() for part in sums.cpu().split([*map(len, parts)]))
@@ -176,8 +172,8 @@ def _build_trainer(
     for expert in run.experts:
         model = build_model(run, groups, device, expert, store, backend)
         engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
-    restore(engines, run.checkpoint, run.output_dir, rank, log)
-    averages = build_averages(engines, run.recipe.ema, run.checkpoint, log)
+    restore(run, engines, rank, log)
+    averages = build_averages(run, engines, log)
     return Trainer(run, rank, device, groups, engines, averages, events, Trackers(run, rank), log)
 
 

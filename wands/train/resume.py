@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,8 @@ from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_chec
 from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.train.engine_state import load_engine
 from wands.train.epoch_files import EPOCH_FILE
+from wands.train.run import Log, TrainingRun
+from wands.train.weights import differing_keys
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.
@@ -101,36 +103,31 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         CheckpointError: with every difference between the two states that would change the training.
     """
     new_run = "export the checkpoint and start a new run from it"
-    changed = [
-        key
-        for key, value in saved.transformer_config.items()
-        if key[0] != "_" and current.transformer_config.get(key) != value
-    ]
+    changed = differing_keys(saved.transformer_config, current.transformer_config)
     other_contents = saved.data_contents not in (None, current.data_contents)
     knows_base = saved.base_fingerprint is not None
     types = [((state.ds_config or {}).get("optimizer") or {}).get("type") for state in (current, saved)]
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
-    problems = failed_rules(
-        {
-            "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
-            f"{new_run}.": saved.recipe.get("checkpoint", {}).get("weights_only"),
-            f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
-            f"{new_run}.": current.parts != saved.parts,
-            f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
-            f"{saved.base}.": changed,
-            f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
-            f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
-            and current.data_fingerprint != saved.data_fingerprint,
-            "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
-            f"again; use the cache of the checkpoint's run, or {new_run}.": other_contents
-            and current.data_fingerprint == saved.data_fingerprint,
-            f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
-            f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
-            and current.base_fingerprint != saved.base_fingerprint,
-            f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
-            f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
-        }
-    )
+    rules: dict[str, object] = {
+        "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
+        f"{new_run}.": saved.recipe.get("checkpoint", {}).get("weights_only"),
+        f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
+        f"{new_run}.": current.parts != saved.parts,
+        f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
+        f"{saved.base}.": changed,
+        f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
+        f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
+        and current.data_fingerprint != saved.data_fingerprint,
+        "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
+        f"again; use the cache of the checkpoint's run, or {new_run}.": other_contents
+        and current.data_fingerprint == saved.data_fingerprint,
+        f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
+        f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
+        and current.base_fingerprint != saved.base_fingerprint,
+        f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
+        f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
+    }
+    problems = failed_rules(rules)
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
     if saved.recipe.get("lora"):
         keys = _BASE_KEYS[: 1 if knows_base else None]
@@ -173,32 +170,26 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     return value if section in ("train", "packing", "optim") else value or None
 
 
-def restore(
-    engines: Mapping[str, Any],
-    checkpoint: Checkpoint | None,
-    output_dir: Path,
-    rank: int,
-    log: Callable[[str], None],
-) -> None:
-    """Load a checkpoint into new engines. Every rank must call this function.
+def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -> None:
+    """Load the checkpoint of a resumed run into new engines. Every rank must call this function.
 
     If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
     resumed run makes these steps again.
 
     Args:
+        run: the checked training run. If it does not resume from a checkpoint, this function does nothing.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
-        checkpoint: checkpoint to load. If it is None, this function does nothing.
-        output_dir: the run folder.
         rank: rank of this process.
         log: function that prints a line for the user.
     """
+    checkpoint = run.checkpoint
     if checkpoint is None:
         return
     for part, engine in engines.items():
         load_engine(engine, FragmentFiles(checkpoint.folder / part, "state_rank_*", STATE_METADATA))
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
     steps = checkpoint.folder.parent
-    if rank != 0 or steps.resolve() != (output_dir / "checkpoints").resolve():
+    if rank != 0 or steps.resolve() != (run.output_dir / "checkpoints").resolve():
         return
     for path in list_steps(steps):
         if path.name > checkpoint.folder.name:  # the resumed run will make this step again

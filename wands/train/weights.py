@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,14 +43,17 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
         raise ConfigError(f"model.path={path}: {error}; use a pipeline of Wan 2.1 or 2.2.") from None
     experts = choose_experts(variant, recipe.model.experts)
     for expert in experts:
-        expert_config = load_config(path, expert.subfolder)
-        differing = [key for key in config if key[0] != "_" and expert_config.get(key) != config[key]]
-        if differing:
+        if differing := differing_keys(config, load_config(path, expert.subfolder)):
             raise ConfigError(
                 f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
     return config, variant, tuple(cut_range(expert, recipe.flow) for expert in experts)
+
+
+def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a diffusers config whose values differ in another config. Keys such as `_class_name` are ignored."""
+    return [key for key, value in config.items() if key[0] != "_" and other.get(key) != value]
 
 
 def cut_range(expert: Expert, flow: FlowConfig) -> Expert:
