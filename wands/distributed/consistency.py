@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wands.errors import ConfigError, DataError, WandsError
+from wands.errors import ConfigError, DataError
 from wands.files import differences
 
-Fixes = Mapping[str, tuple[type[WandsError], str]]
 NUM_NAMED = 3
 _CHUNK = 1 << 22
 """Number of elements that are hashed at a time. This limits the temporary int64 tensors to a few times 32 MiB."""
@@ -29,7 +28,7 @@ _MULTIPLIERS = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
 
 
 def check_agreement(
-    parts: Mapping[str, str], device: torch.device, fixes: Fixes = MappingProxyType({})
+    parts: Mapping[str, str], device: torch.device, fixes: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Check that texts, such as the recipe as JSON or a digest of the data, are equal on all ranks.
 
@@ -41,12 +40,11 @@ def check_agreement(
             that differs. List a text before the texts that depend on it, so that the error names the cause first. A name
             may be missing on some ranks, which counts as a difference.
         device: device of this rank. The process group's backend must be able to send tensors of this device.
-        fixes: maps a name to (class of the error, text of the fix).
+        fixes: maps a name to the text of the fix.
 
     Raises:
-        ConfigError: if a text differs between ranks. `fixes` can name another error class. All ranks raise the same
-            message. The message contains the name of the text, the ranks whose text differs from the text of most ranks,
-            and the fix.
+        ConfigError: if a text differs between ranks. All ranks raise the same message. The message contains the name of
+            the text, the ranks whose text differs from the text of most ranks, and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -63,10 +61,9 @@ def check_agreement(
             by_groups.setdefault(str(groups), []).append(name)
     messages = []
     for name, *consequences in by_groups.values():
-        _, fix = fixes.get(name, (None, f"start every rank with the same {name}"))
+        fix = fixes.get(name, f"start every rank with the same {name}")
         messages.append(f"{_describe(name, consequences, [texts.get(name) for texts in rank_parts])}; {fix}.")
-    first = next(iter(by_groups.values()))[0]
-    raise fixes.get(first, (ConfigError, ""))[0](messages, agreed=True)
+    raise ConfigError(messages, agreed=True)
 
 
 def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:

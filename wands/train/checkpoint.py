@@ -64,10 +64,6 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
     for merge in recipe["model"]["merge_loras"]:
         merge["path"] = str(Path(merge["path"]).resolve())
     is_folder = Path(base).is_dir()
-    # A clip counts once, however often an epoch repeats it.
-    lengths = dict(zip(run.data.keys, run.seq_lens.tolist(), strict=True))
-    lengths = {key: length for key, length in lengths.items() if key not in run.sampler.excluded}
-    summary = {"num_samples": len(lengths), "num_tokens": sum(lengths.values()), "licenses": run.licenses}
     return TrainState(
         step=step,
         epoch=epoch,
@@ -77,7 +73,7 @@ def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int
         parts=[expert.subfolder for expert in run.experts],
         transformer_config=run.transformer_config,
         data_fingerprint=run.data_fingerprint(),
-        data_summary=summary,
+        data_summary=run.data_summary,
         recipe=recipe,
         base=str(Path(base).resolve()) if is_folder else base,
         loss=thin(history),

@@ -60,11 +60,8 @@ def trained_fragments(engine: Any) -> list[Fragment]:
     """
     with _base_optimizer(engine) as base:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
-        found = [
-            _fragment(engine, name, parameter, order)
-            for name, parameter in engine.module.named_parameters()
-            if parameter.requires_grad
-        ]
+        named = engine.module.named_parameters()
+        found = [_fragment(engine, name, value, order) for name, value in named if value.requires_grad]
     return [fragment for fragment in found if fragment is not None and fragment.read().numel()]
 
 
@@ -72,10 +69,7 @@ def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
     """Return a dict that maps each flat tensor (a tensor that the optimizer updates) to its fragments of parameters."""
     fragments = trained_fragments(engine)
     with _base_optimizer(engine) as base:
-        return {
-            flat: [fragment for fragment in fragments if fragment.flat == number]
-            for number, flat in enumerate(_flats(base))
-        }
+        return {flat: [f for f in fragments if f.flat == number] for number, flat in enumerate(_flats(base))}
 
 
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
@@ -98,28 +92,22 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
                 state["state"][number] = flat_momentum(state["state"][number], own, flats[number])
     if weights_only:
         state["state"] = {}
-    scheduler = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
-    counters = {name: getattr(engine, name) for name in COUNTERS}
-    return state_tensors(fragments, list(_frozen_fragments(engine)), flats, state, scheduler, counters)
+    tensors, values = state_tensors(fragments, list(_frozen_fragments(engine)), flats, state)
+    values["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
+    values["counters"] = {name: getattr(engine, name) for name in COUNTERS}
+    return tensors, values
 
 
 def state_tensors(
-    fragments: Sequence[Fragment],
-    frozen: Sequence[Fragment],
-    flats: Sequence[Tensor],
-    optimizer: Mapping[str, Any],
-    scheduler: Any,
-    counters: Mapping[str, int],
+    fragments: Sequence[Fragment], frozen: Sequence[Fragment], flats: Sequence[Tensor], optimizer: Any
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return the result of `engine_tensors` from the parts of an engine's state.
+    """Return the result of `engine_tensors`, without "scheduler" and "counters", from the parts of an engine's state.
 
     Args:
         fragments: this rank's fragments (ranges) of the flattened trained parameters.
         frozen: this rank's fragments of the flattened frozen parameters.
         flats: tensors that the optimizer updates, in the optimizer's order. Above ZeRO-0, each contains many parameters.
         optimizer: state dict of the torch optimizer.
-        scheduler: state dict of the learning rate schedule; None without a schedule.
-        counters: maps each name in `COUNTERS` to its value.
     """
     tensors = [LazyTensor.of(f"{fragment.name}/{MASTER}", fragment.read()) for fragment in fragments]
     plain: dict[str, dict[str, Any]] = {}
@@ -140,8 +128,6 @@ def state_tensors(
         "frozen": _places(frozen),
         "flat_sizes": [flat.numel() for flat in flats],
         "optimizer": {"state": plain, "param_groups": optimizer["param_groups"]},
-        "scheduler": scheduler,
-        "counters": dict(counters),
     }
 
 

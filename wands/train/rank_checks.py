@@ -20,25 +20,19 @@ from torch import Tensor
 from wands import __version__
 from wands.data.packing import Step
 from wands.data.sampler import StepPlan
-from wands.distributed.consistency import Fixes, check_agreement, check_tensors_agree, tensor_checksum
-from wands.errors import ConfigError, DataError
+from wands.distributed.consistency import check_agreement, check_tensors_agree, tensor_checksum
 from wands.train.run import TrainingRun
 
-FIXES: Fixes = {
-    "recipe": (ConfigError, "start every node with the same recipe file and the same --set"),
-    "DeepSpeed config": (ConfigError, "start every node with the same --deepspeed file"),
-    "software": (ConfigError, "install the same versions on every node"),
-    "model config": (ConfigError, "use the same model folder (model.path) on every node"),
-    "context parallelism": (
-        ConfigError,
-        "start the same number of processes on every node, or set parallel.ulysses_degree",
-    ),
-    "data": (
-        DataError,
-        "use the same cache (data.cache) on every node: one shared folder, or complete copies",
-    ),
-    "plan": (ConfigError, "start every node from the same checkpoint, with the same data and recipe"),
+FIXES = {
+    "recipe": "start every node with the same recipe file and the same --set",
+    "DeepSpeed config": "start every node with the same --deepspeed file",
+    "software": "install the same versions on every node",
+    "model config": "use the same model folder (model.path) on every node",
+    "context parallelism": "start the same number of processes on every node, or set parallel.ulysses_degree",
+    "data": "use the same cache (data.cache) on every node: one shared folder, or complete copies",
+    "plan": "start every node from the same checkpoint, with the same data and recipe",
 }
+"""Maps each input of a run to the fix in the error message if the input differs between ranks."""
 
 
 def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:

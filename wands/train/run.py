@@ -96,18 +96,21 @@ class TrainingRun:
         return ParallelDims(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
 
     @cached_property
-    def licenses(self) -> list[tuple[str, int]]:
-        """(licence, number of clips) pairs of the training data, the most frequent licence first.
+    def data_summary(self) -> dict[str, Any]:
+        """Numbers about the training data for the model card. A clip counts once, however often an epoch repeats it.
 
-        At most 20 licences are listed. Then "others" counts the clips with other licences, and "not stated" the clips without
-        a licence. The list is empty if no clip states a licence.
+        The keys are "num_samples", "num_tokens" and "licenses": (licence, number of clips) pairs, the most frequent licence
+        first. At most 20 licences are listed. Then "others" counts the clips with other licences, and "not stated" the clips
+        without a licence. The list is empty if no clip states a licence.
         """
-        # A clip counts once, however often an epoch repeats it.
-        clips = dict(zip(self.data.keys, self.data.licenses, strict=True))
-        counts = Counter(name for key, name in clips.items() if key not in self.sampler.excluded)
+        rows = zip(self.data.keys, self.seq_lens.tolist(), self.data.licenses, strict=True)
+        clips = {key: rest for key, *rest in rows if key not in self.sampler.excluded}
+        counts = Counter(name for _, name in clips.values())
         not_stated, common = counts.pop("", 0), counts.most_common(20)
         rest = {"others": counts.total() - sum(dict(common).values()), "not stated": not_stated}
-        return common and common + [pair for pair in rest.items() if pair[1]]
+        licenses = common and common + [pair for pair in rest.items() if pair[1]]
+        num_tokens = sum(length for length, _ in clips.values())
+        return {"num_samples": len(clips), "num_tokens": num_tokens, "licenses": licenses}
 
     @property
     def output_dir(self) -> Path:

@@ -135,8 +135,8 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
     ),
     (
         [{"data": "b"}, {"data": "a"}, {"data": "b"}, {"data": "b"}],
-        "DataError: the data of rank 1 differs from the data of ranks 0, 2-3; use the same cache (data.cache) on every node: one "
-        "shared folder, or complete copies.",
+        "ConfigError: the data of rank 1 differs from the data of ranks 0, 2-3; use the same cache (data.cache) on every node: "
+        "one shared folder, or complete copies.",
     ),
     (  # a tie: the group with rank 0 is the measure
         [{"size": "4"}, {"size": "5"}, {"size": "5"}, {"size": "4"}],
@@ -268,7 +268,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     assert "ConfigError: the model config of rank" in found["model"]
     assert "(num_layers=7, not" in found["model"]
     assert differs("context parallelism", "ulysses_degree=2, not 1") in found["degrees"]
-    assert found["data"].startswith(f"DataError: the data of rank {odd} (contents=")
+    assert found["data"].startswith(f"ConfigError: the data of rank {odd} (contents=")
     assert f"differs from the data of {others}; use the same cache" in found["data"]
     assert found["plan"].startswith(f"ConfigError: the plan of rank {odd} (bins=")
     assert "(start_step=1, not 0)" in found["start"]

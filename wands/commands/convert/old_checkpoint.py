@@ -148,8 +148,9 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
             values, own = optimizer["state"].get(number, {}), [f for f in fragments if f.flat == number]
             if group.get("use_muon") and MOMENTUM in values:
                 optimizer["state"][number] = flat_momentum(values, own, flats[number])
+    tensors, values = state_tensors(fragments, frozen, flats, optimizer)
     counters = {name: model[name] for name in COUNTERS}
-    return state_tensors(fragments, frozen, flats, optimizer, model["lr_scheduler"], counters)
+    return tensors, values | {"scheduler": model["lr_scheduler"], "counters": counters}
 
 
 def _load(folder: Path, pattern: str) -> Any:
