@@ -57,11 +57,8 @@ def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
     return len(shape) < 2 or name.endswith("scale_shift_table")
 
 
-def state_bytes_per_param(
-    name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int
-) -> float:
-    """Return the number of bytes that the states of an optimizer need for each trained parameter, summed over all
-    ranks.
+def state_bytes(name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int) -> float:
+    """Return the number of bytes that the states of an optimizer need for all trained parameters, summed over all ranks.
 
     The states are, for example, the two moments of AdamW. Master weights are not included.
 
@@ -70,10 +67,9 @@ def state_bytes_per_param(
         parameters: (name, shape) of each trained parameter.
         zero_stage: ZeRO stage from 0 to 3. From stage 1, the ranks partition the states.
     """
-    total, num_params = 0.0, 0
+    total = 0.0
     for parameter, shape in parameters:
         numel = math.prod(shape)
-        num_params += numel
         if name == "adamw8bit" and numel >= MIN_8BIT:
             total += 2 * (numel + 4 * numel / BLOCK_8BIT)  # two moments in one byte each, and fp32 scales
         elif name == "adafactor":
@@ -83,4 +79,4 @@ def state_bytes_per_param(
             total += (8 if zero_stage in (1, 2) else 4) * numel
         else:
             total += 8 * numel
-    return total / max(num_params, 1)
+    return total

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from wands.config.deepspeed import REDUCE_BUCKET_SIZE
 from wands.config.deepspeed_rules import offload_device
-from wands.config.optimizer_kinds import kind_of, state_bytes_per_param
+from wands.config.optimizer_kinds import kind_of, state_bytes
 from wands.planning.activations import FP32, Activations
 from wands.planning.workload import Workload
 
@@ -87,10 +87,10 @@ def checkpoint_bytes(workload: Workload) -> int:
     recipe, num_trained = workload.recipe, workload.trained
     trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]
     num_frozen = 0 if recipe.lora else sum(weight.numel for weight in workload.weights) - num_trained
-    states = state_bytes_per_param(recipe.optim.name, trained, workload.zero_stage)
+    states = state_bytes(recipe.optim.name, trained, workload.zero_stage)
     states = 0.0 if recipe.checkpoint.weights_only else states
     copies = 1 + (recipe.ema is not None)  # fp32 weights, and their moving average
-    return workload.num_models * (FP32 * num_frozen + round((FP32 * copies + states) * num_trained))
+    return workload.num_models * (FP32 * (num_frozen + copies * num_trained) + round(states))
 
 
 class _States:
@@ -113,8 +113,8 @@ class _States:
         self.average = workload.num_models * FP32 * workload.trained / world_size
         self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
         trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
-        per_param = state_bytes_per_param(self.kind, trained, self.stage) if self.kind else 2 * FP32
-        self.moments = per_param * workload.trained / (world_size if self.stage else 1)
+        states = state_bytes(self.kind, trained, self.stage) if self.kind else 2 * FP32 * workload.trained
+        self.moments = states / (world_size if self.stage else 1)
         # build_engine limits the bucket to the size of all gradients.
         bucket = FP32 * min(float(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), workload.trained)
         self.bucket = bucket * (2 if self.stage < 3 and zero.get("overlap_comm") else 1)

@@ -7,14 +7,12 @@ every rank has all weights, but each rank averages only its own range of every p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from wands.config.recipe import EmaConfig
 from wands.model.files.checkpoint_files import has_average
@@ -167,28 +165,20 @@ def own_fragments(engine: Any) -> list[Fragment]:
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():
         return fragments
-    shares = []
-    for fragment in fragments:
-        start, end = _own_range(fragment)
-        if start < end:
-            shares.append(fragment._replace(start=start, read=partial(_range, fragment.read, start, end)))
-    return shares
+    return [share for share in map(_own_share, fragments) if share.read().numel()]
 
 
-def _own_range(fragment: Fragment) -> tuple[int, int]:
-    """Return the start and the end of this rank's share of a whole parameter at ZeRO-0."""
+def _own_share(fragment: Fragment) -> Fragment:
+    """Return this rank's share of a whole parameter at ZeRO-0."""
     rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.read().numel()
-    return numel * rank // world_size, numel * (rank + 1) // world_size
+    start, end = numel * rank // world_size, numel * (rank + 1) // world_size
+    return fragment._replace(start=start, read=lambda: fragment.read()[start:end])
 
 
 def _gather_shares(engine: Any) -> None:
     """Send each rank's share of every parameter to all ranks, at ZeRO-0."""
     for fragment in trained_fragments(engine):
-        start, end = _own_range(fragment)
+        share = _own_share(fragment)
         bits = fragment.read().view(torch.int32)  # a sum with zeros keeps all bits, also those of -0.0
-        bits[:start] = bits[end:] = 0
+        bits[: share.start] = bits[share.start + share.read().numel() :] = 0
         dist.all_reduce(bits)
-
-
-def _range(read: Callable[[], Tensor], start: int, end: int) -> Tensor:
-    return read()[start:end]

@@ -160,9 +160,8 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=WeightDtypePolicy.of(recipe),
     )
-    all_to_all = recipe.parallel.fused_all_to_all
-    attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=all_to_all)
-    model.set_attention(attention, backend)
+    ranks, fused_exchange = (groups.ulysses, groups.ring, groups.ring_grad), recipe.parallel.fused_all_to_all
+    model.set_attention(context_attention(backend, *ranks, fused=fused_exchange), backend)
     model.set_compile(use_compile(recipe.model.compile, device))
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)

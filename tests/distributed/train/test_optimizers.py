@@ -17,7 +17,7 @@ import torch
 from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
-from wands.config.optimizer_kinds import MIN_8BIT, is_hidden_matrix, state_bytes_per_param
+from wands.config.optimizer_kinds import MIN_8BIT, is_hidden_matrix, state_bytes
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
@@ -228,7 +228,7 @@ def test_adamw8bit_moves_each_tensor_as_far_at_every_stage(
 def _bytes(run: Recorded, names: list[str], ranks: list[Recorded], name: str, stage: int) -> float:
     """Bytes that the states take over those foretold."""
     shapes = [(key, tuple(run.start[key].shape)) for key in names]
-    foretold = state_bytes_per_param(name, shapes, stage) * sum(math.prod(shape) for _, shape in shapes)
+    foretold = state_bytes(name, shapes, stage)
     held = sum(one.state_bytes for one in ranks) if stage else run.state_bytes
     return held / foretold
 
@@ -641,8 +641,9 @@ def test_bytes_of_a_wan(tiny_pipeline: Path):
     config = json.loads((tiny_pipeline / "transformer" / "config.json").read_text())
     config |= {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 2}
     shapes = [(name, tuple(p.shape)) for name, p in build_empty(config).named_parameters()]
-    assert state_bytes_per_param("adamw", shapes, 2) == 8
-    assert state_bytes_per_param("adamw8bit", shapes, 2) == pytest.approx(2.03, abs=0.01)
-    assert state_bytes_per_param("adamw8bit", [("blocks.0.norm2.bias", (MIN_8BIT - 1,))], 2) == 8
-    assert state_bytes_per_param("adafactor", shapes, 0) < 0.1
-    assert 4 < state_bytes_per_param("muon", shapes, 3) < 4.8
+    num_params = sum(math.prod(shape) for _, shape in shapes)
+    assert state_bytes("adamw", shapes, 2) == 8 * num_params
+    assert state_bytes("adamw8bit", shapes, 2) / num_params == pytest.approx(2.03, abs=0.01)
+    assert state_bytes("adamw8bit", [("blocks.0.norm2.bias", (MIN_8BIT - 1,))], 2) == 8 * (MIN_8BIT - 1)
+    assert state_bytes("adafactor", shapes, 0) < 0.1 * num_params
+    assert 4 < state_bytes("muon", shapes, 3) / num_params < 4.8
