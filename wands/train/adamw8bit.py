@@ -145,13 +145,11 @@ def dequantize(states: States, start: int) -> States:
     """
     if "absmax1" not in states:
         return states
-    moments = {}
+    moments, before = {}, start % BLOCK_8BIT
     for moment in "12":
         codes, scales = states[f"state{moment}"], states[f"absmax{moment}"]
-        values = _table(moment, codes.device)[codes.int()]
-        moments[f"state{moment}"] = (
-            values * scales.repeat_interleave(BLOCK_8BIT)[start % BLOCK_8BIT :][: len(codes)]
-        )
+        scale_of_code = scales.repeat_interleave(BLOCK_8BIT)[before : before + len(codes)]
+        moments[f"state{moment}"] = _table(moment, codes.device)[codes.int()] * scale_of_code
     return moments
 
 

@@ -54,7 +54,7 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
         rows = [(run.data, i) for i in bin]
         return read_rows_of_bin(run.collator, rows, plan.repeat_indices(bin), plan.epoch, grid)
 
-    return list(map(read, bins))
+    return [read(bin) for bin in bins]
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
@@ -116,11 +116,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
     assert bins == sorted(plan.bins), (
         f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"
     )
-    samples = [
-        (run.data.keys[i], repeat_index)
-        for bin in bins
-        for i, repeat_index in zip(bin, plan.repeat_indices(bin), strict=True)
-    ]
+    samples = [(run.data.keys[i], int(plan.repeat_index_of[i])) for bin in bins for i in bin]
     assert len(set(samples)) == len(samples) == plan.num_samples, (
         f"step {plan.step} contains a (sample, repeat) twice: {samples}"
     )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -216,12 +217,11 @@ class TrainingRun:
         """
         value: float = plan.counts[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token":
-            for bin in plan.bins:
-                for i, repeat_index in zip(bin, plan.repeat_indices(bin), strict=True):
-                    key = SampleKey(self.data.keys[i], repeat_index, plan.epoch)
-                    grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
-                    value -= float(self._masked_tokens[i])
-                    value -= float(self._first_frames[i]) if self.collator.num_cond_tokens(key, grid) else 0
+            for i in chain.from_iterable(plan.bins):
+                key = SampleKey(self.data.keys[i], int(plan.repeat_index_of[i]), plan.epoch)
+                grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
+                value -= float(self._masked_tokens[i])
+                value -= float(self._first_frames[i]) if self.collator.num_cond_tokens(key, grid) else 0
         return value or 1.0
 
     def workload(self, device_type: str) -> Workload:
