@@ -1,9 +1,8 @@
 """The command `wands push`: upload the folder of a pipeline or a LoRA to the Hugging Face Hub, with a model card.
 
 Only files of a pipeline or a LoRA are uploaded: known names and types, in known folders. Training state and other files are
-left out. The command uploads a temporary folder that contains links to the files. The Hub client does not enter linked
-folders, so the temporary folder contains a real folder for each linked folder. JSON and text files that contain paths of this
-machine are copied without these paths.
+left out. All files are uploaded in one commit. Paths of this machine are removed from the uploaded JSON and text files, but not
+from the local files.
 """
 
 from __future__ import annotations
@@ -79,6 +78,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
         WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. Also if the repository's
             name, the token or the server cannot be used, a link leads out of the folder, or a file contains a secret.
     """
+    from huggingface_hub import CommitInfo, CommitOperationAdd
+
     directory = options.directory
     exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
     if not exported and ((directory / "checkpoints").is_dir() or (directory / _STATE_FILE).is_file()):
@@ -86,7 +87,7 @@ def push(options: PushOptions, token: str | None = None) -> str:
         from wands.model.files.checkpoint_files import find_checkpoint
 
         checkpoint, _ = find_checkpoint(directory)
-        with _staging_folder(checkpoint.parent) as parent:
+        with _temporary_folder(checkpoint.parent) as parent:
             folder = export(ExportOptions(checkpoint=checkpoint, out=parent / "export"))
             return push(options.model_copy(update={"directory": folder}), token)
     contents = _check_contents(directory)
@@ -106,18 +107,18 @@ def push(options: PushOptions, token: str | None = None) -> str:
     _write_card(directory, hub, record, contents)
     kind = "LoRA" if contents.loras else "pipeline"
     step = f" of step {record['step']}" if "step" in record else ""
-    with _staging_folder() as staging:
-        written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
-        _stage(directory, sorted({*files, *written}), staging)
-        log.info("uploading to %s", url)
-        upload = partial(
-            hub.api.upload_folder,
-            repo_id=hub.repo_id,
-            folder_path=str(staging),
-            revision=options.revision,
-            commit_message=options.message or f"Upload the {kind}{step} with wands {__version__}",
+    written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
+    names = sorted({*files, *written})
+
+    def send_commit() -> CommitInfo:
+        operations = [CommitOperationAdd(name, _uploaded_content(directory / name)) for name in names]
+        message = options.message or f"Upload the {kind}{step} with wands {__version__}"
+        return hub.api.create_commit(
+            hub.repo_id, operations, commit_message=message, revision=options.revision
         )
-        commit = hub.call("the upload", upload, RETRY_WAITS)
+
+    log.info("uploading to %s", url)
+    commit = hub.call("the upload", send_commit, RETRY_WAITS)
     log.info("%s is complete at commit %s", url, commit.oid)
     return url
 
@@ -307,13 +308,9 @@ def _check_path(path: Path, directory: Path) -> None:
 
 
 @contextmanager
-def _staging_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary folder, and delete it afterwards. Also delete the folders that killed processes left.
-
-    Args:
-        parent: folder that contains the temporary folder; None is the folder for temporary files.
-    """
-    for leftover in (parent or Path(tempfile.gettempdir())).glob("wands-push-*"):
+def _temporary_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new folder in `parent`, and delete it afterwards. Also delete the folders that killed processes left."""
+    for leftover in parent.glob("wands-push-*"):
         with suppress(OSError):  # a folder of another user, or of a process that runs
             with _locked(leftover):
                 shutil.rmtree(leftover)
@@ -331,39 +328,25 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _stage(directory: Path, files: Iterable[str], staging: Path) -> None:
-    """Fill the folder `staging` with the files to upload.
-
-    Most files become links. A file that contains paths of this machine becomes a copy without these paths.
-    """
-    for name in files:
-        source, target = directory / name, staging / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        cleaned = _cleaned(source)
-        if cleaned is None:
-            target.symlink_to(source.resolve())
-        else:
-            target.write_text(cleaned, encoding="utf-8")
-
-
-def _cleaned(path: Path) -> str | None:
-    """Return the text of a file without the paths of this machine. Return None if the file can be uploaded unchanged."""
+def _uploaded_content(path: Path) -> Path | bytes:
+    """Return the text of a file without the paths of this machine. Return `path` if the file can be uploaded unchanged."""
+    text = None
     if path.name == model_card.RECORD_FILE:
-        return json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
-    if path.name == "README.txt":  # next to an exported LoRA
+        text = json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
+    elif path.name == "README.txt":  # next to an exported LoRA
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        return "".join(f"{without_paths(line)}\n" for line in lines)
-    if path.name == model_card.SAMPLES_FILE:
+        text = "".join(f"{without_paths(line)}\n" for line in lines)
+    elif path.name == model_card.SAMPLES_FILE:
         rows = [
             {key: value if "prompt" in key else without_paths(value) for key, value in row.items()}
             for row in model_card.read_rows(path)
         ]
-        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    if path.name != "model_index.json" and not path.name.endswith("config.json"):
-        return None
-    content = _read_object(path)
-    cleaned = _without_origin(content)
-    return json.dumps(cleaned, indent=2) + "\n" if cleaned != content else None
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    elif path.name == "model_index.json" or path.name.endswith("config.json"):
+        content = _read_object(path)
+        if (cleaned := _without_origin(content)) != content:
+            text = json.dumps(cleaned, indent=2) + "\n"
+    return path if text is None else text.encode()
 
 
 def _without_origin(value: Any) -> Any:

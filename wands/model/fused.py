@@ -24,57 +24,6 @@ CHUNK = 256
 """Number of tokens that are summed at once. The sums of the chunks of a timestep are then added."""
 
 
-def add_norm(
-    hidden: Tensor,
-    update: Tensor | None,
-    gate: Tensor | None,
-    factor: Tensor,
-    shift: Tensor,
-    lens: tuple[int, ...],
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
-
-    All tokens of a timestep share one row of gate, factor and shift.
-
-    Args:
-        hidden: fp32 or fp64 [L, D], residual stream: L tokens of width D.
-        update: [L, D]; None adds nothing.
-        gate: [M, D], factor of the update for each of M timesteps; None means 1.
-        factor: [M, D], factor of the normalised tokens.
-        shift: [M, D], added to the normalised tokens.
-        lens: number of tokens of each timestep; the sum is L.
-        eps: eps of the layer norm.
-        dtype: dtype of the normalised tokens.
-
-    Returns:
-        (hidden + update * gate, layer_norm(hidden + update * gate) * factor + shift). The second tensor has `dtype`.
-    """
-    return _AddNorm.apply(hidden, update, gate, factor, shift, lens, eps, dtype)
-
-
-def gated_add(hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
-    """Return hidden + update * gate, as `wands.model.modulation.gated_add`."""
-    return _GatedAdd.apply(hidden, update, gate, lens)
-
-
-def norm_rotate(x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) -> Tensor:
-    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
-
-    Args:
-        x: [L, D], L tokens of width D = H * d.
-        weight: [D], weight of the RMS norm.
-        rotation: complex [L, 1, d/2], from `wands.model.rope.rotations_of`. None does not rotate.
-        eps: eps of the RMS norm.
-
-    Returns:
-        [L, D] in the dtype of x.
-    """
-    # Compiled code has no complex numbers. The view as pairs of real numbers copies nothing.
-    return _NormRotate.apply(x, weight, None if rotation is None else torch.view_as_real(rotation), eps)
-
-
 @lru_cache(maxsize=16)
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return which tokens belong to which timestep. All blocks share the cached result.
@@ -225,6 +174,24 @@ _NORM_ROTATE, _NORM_ROTATE_BACKWARD = CompiledOp(norm_rotate_forward), CompiledO
 
 
 class _AddNorm(torch.autograd.Function):
+    """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
+
+    All tokens of a timestep share one row of gate, factor and shift.
+
+    Args:
+        hidden: fp32 or fp64 [L, D], residual stream: L tokens of width D.
+        update: [L, D]; None adds nothing.
+        gate: [M, D], factor of the update for each of M timesteps; None means 1.
+        factor: [M, D], factor of the normalised tokens.
+        shift: [M, D], added to the normalised tokens.
+        lens: number of tokens of each timestep; the sum is L.
+        eps: eps of the layer norm.
+        dtype: dtype of the normalised tokens.
+
+    Returns:
+        (hidden + update * gate, layer_norm(hidden + update * gate) * factor + shift). The second tensor has `dtype`.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -256,6 +223,8 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _GatedAdd(torch.autograd.Function):
+    """Return hidden + update * gate, as `wands.model.modulation.gated_add`."""
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:
         ctx.timesteps = _timestep_rows(lens, hidden.device)
@@ -270,8 +239,22 @@ class _GatedAdd(torch.autograd.Function):
 
 
 class _NormRotate(torch.autograd.Function):
+    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
+
+    Args:
+        x: [L, D], L tokens of width D = H * d.
+        weight: [D], weight of the RMS norm.
+        rotation: complex [L, 1, d/2], from `wands.model.rope.rotations_of`. None does not rotate.
+        eps: eps of the RMS norm.
+
+    Returns:
+        [L, D] in the dtype of x.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float) -> Tensor:
+        # Compiled code has no complex numbers. The view as pairs of real numbers copies nothing.
+        rotation = None if rotation is None else torch.view_as_real(rotation)
         out, rstd = _NORM_ROTATE(x, weight, rotation, eps)
         ctx.save_for_backward(x, rstd, weight, rotation)
         return out
@@ -281,3 +264,6 @@ class _NormRotate(torch.autograd.Function):
         needs_weight = ctx.needs_input_grad[1]
         dx, dweight = _NORM_ROTATE_BACKWARD(dout, *ctx.saved_tensors, needs_weight)
         return dx, dweight if needs_weight else None, None, None
+
+
+add_norm, gated_add, norm_rotate = _AddNorm.apply, _GatedAdd.apply, _NormRotate.apply

@@ -341,19 +341,21 @@ def load_full_weights(
         return load_exported_state(where, part, ema)
     has_experts = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
     expert = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
-    stored = state.recipe["model"].get("merge_loras", [])
-    merge_configs = [MergeConfig.model_validate(item) for item in stored]
-    merges = (
-        MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0))),
-        MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))]),
-    )
+    merge_configs = [
+        MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
+    ]
+    in_base = MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0)))
+    trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
     init = "pretrained" if base else state.recipe["model"]["init"]
     key, seed = base_key if base else "model.path", state.recipe["train"]["seed"]
-    weights = load_weights(base or state.base, part, init=init, seed=seed, key=key)
-    for name in weights:
-        for merged in merges:
-            weights[name] = merged(name, weights[name])
-    return weights
+    return load_weights(
+        base or state.base,
+        part,
+        init=init,
+        seed=seed,
+        key=key,
+        merge=lambda name, weight: trained(name, in_base(name, weight)),
+    )
 
 
 # ---- moving average

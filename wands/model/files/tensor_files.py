@@ -89,19 +89,20 @@ class TensorFiles:
         self.where = where
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, LazyTensor] = {}
-        self._stored: dict[str, Path | Tensor] = {}
 
     def __enter__(self) -> TensorFiles:
         for file in self.files:
-            is_pickle = file.suffix in PICKLES
-            for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
-                read = partial(self.read, name)
+            if file.suffix in PICKLES:
+                state = self._open_pickle(file)
+                self.tensors |= {name: LazyTensor.of(name, value) for name, value in state.items()}
+                continue
+            for name, value in self._open_safetensors(file).items():
+                read = partial(self._read_safetensors, file, name)
                 self.tensors[name] = LazyTensor(name, tuple(value.shape), value.dtype, read)
-                self._stored[name] = value if is_pickle else file
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.tensors, self._stored = {}, {}
+        self.tensors = {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -110,10 +111,10 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor by its name in the file, and return it on the CPU."""
-        stored = self._stored[name]
-        if isinstance(stored, Tensor):
-            return stored
-        with open_safetensors(stored, self.where) as file:
+        return self.tensors[name].read()
+
+    def _read_safetensors(self, path: Path, name: str) -> Tensor:
+        with open_safetensors(path, self.where) as file:
             value: Tensor = file.get_tensor(name).clone()
         return value
 
