@@ -90,9 +90,8 @@ def export(options: ExportOptions) -> Path:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
                 write_transformer(weights, state.transformer_config, partial / part, dtype, max_shard_bytes)
         else:
-            in_folders = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
             for part in state.parts:
-                folder = partial / EXPERT_NAMES[part] if in_folders else partial
+                folder = partial / EXPERT_NAMES[part] if state.has_experts else partial
                 write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
             if state.recipe["model"].get("merge_loras"):
                 log.warning(

@@ -261,12 +261,10 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
     left_out: list[str] = []
 
     def is_kept(path: Path, patterns: Iterable[str]) -> bool:
-        named, skipped = (
-            any(fnmatchcase(path.name, pattern) for pattern in kind) for kind in (patterns, _SKIPPED)
-        )
         if path.name == HASH_FILE:  # the Hub stores other hashes
             return False
-        if not named or skipped:
+        matches = partial(fnmatchcase, path.name)
+        if not any(map(matches, patterns)) or any(map(matches, _SKIPPED)):
             left_out.append(path.relative_to(directory).as_posix())
             return False
         _check_path(path, directory)

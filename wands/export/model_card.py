@@ -131,7 +131,6 @@ def build_card(
         widget=[{"text": sample["caption"], "output": {"url": sample["link"]}} for sample in samples] or None,
     )
     recipe = record.get("recipe")
-    dtype = str(record.get("dtype", "bf16")).removeprefix("torch.")
     card = ModelCard.from_template(
         head,
         template_path=str(_TEMPLATE),
@@ -162,7 +161,7 @@ def build_card(
         images=images,
         with_clip=bool(images) and "clip" in conditions,
         takes_first_frame="first_frame" in conditions,
-        dtype=_DTYPES.get(dtype, dtype if dtype in _DTYPES.values() else "bfloat16"),
+        dtype=_DTYPES.get(str(record.get("dtype")), "bfloat16"),
         fps=variant.fps if variant else 16,
     )
     return redact(f"{card}\n")

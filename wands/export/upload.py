@@ -9,7 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,16 +38,14 @@ _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository on a Hub server, and the token for it. No message contains the token.
+    """A repository on a Hub server. No message contains the token.
 
     Attributes:
-        api: client of the Hub server.
-        token: token of the user.
+        api: client of the Hub server, with the token of the user.
         repo_id: name of the repository.
     """
 
     api: HfApi
-    token: str = field(repr=False)
     repo_id: str
 
     def call(self, action: str, request: Callable[[], T], waits: tuple[float, ...]) -> T:
@@ -85,7 +83,7 @@ class Hub:
     def _text(self, error: BaseException) -> str:
         """Return an error as one short line. If the error contains the token, stars replace the token."""
         message = getattr(error, "server_message", None) or str(error)
-        line = one_line(ValueError(message.replace(self.token, "***")), 300)
+        line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)
         status = _status(error)
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"
 
@@ -148,7 +146,7 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
     if not re.fullmatch(r"[!-~]+", secret):  # the HTTP client's error would show the token
         raise WandsError(f"The Hub token contains spaces or invalid characters; {_LOGIN}.")
     api = HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__)
-    return Hub(api, secret, repo_id)
+    return Hub(api, repo_id)
 
 
 def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:

@@ -26,8 +26,12 @@ from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
 ADAPTER = "default"
-_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
-_FFN = ("ffn.net.0.proj", "ffn.net.2")
+_ATTENTION = [f"blocks.*{name}" for name in ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")]
+_TARGETS = {
+    "attention": _ATTENTION,
+    "attention+ffn": [*_ATTENTION, "blocks.*ffn.net.0.proj", "blocks.*ffn.net.2"],
+    "all-linear": ["*"],
+}
 
 
 def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn.Linear]:
@@ -42,22 +46,15 @@ def find_targets(model: nn.Module, targets: str | Sequence[str]) -> dict[str, nn
         ConfigError: if a pattern matches no linear layer.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if targets == "all-linear":
-        return linears
-    if isinstance(targets, str):
-        ends = _ATTENTION + (_FFN if targets == "attention+ffn" else ())
-        in_blocks = {name: module for name, module in linears.items() if name.startswith("blocks.")}
-        return {name: module for name, module in in_blocks.items() if name.endswith(ends)}
-    for pattern in targets:
+    patterns = _TARGETS[targets] if isinstance(targets, str) else targets
+    for pattern in () if isinstance(targets, str) else targets:
         if not any(fnmatchcase(name, pattern) for name in linears):
             raise ConfigError(
                 f"lora.targets={pattern} matches no linear layer. Use attention, attention+ffn, all-linear, or patterns such as "
                 "blocks.*.attn1.to_q."
             )
     return {
-        name: module
-        for name, module in linears.items()
-        if any(fnmatchcase(name, pattern) for pattern in targets)
+        name: linears[name] for name in linears if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
 
 

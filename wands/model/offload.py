@@ -195,7 +195,7 @@ class OffloadedTensor:
         self._on_device = tensor
         # Version of the original tensor, while it is on the device.
         self._version: int | None = tensor._version
-        self._copied = offloader.copy_stream.run(partial(_copy_to_host, tensor, self._pages))
+        self._copied = offloader.copy_stream.run(partial(_copy, tensor, self._pages, to_host=True))
 
     def take(self) -> Tensor:
         """Return the tensor on its device. Later computation on the device waits until the copy from the host is done."""
@@ -226,7 +226,7 @@ class OffloadedTensor:
     def _fetch(self) -> None:
         # Allocate on the computation's stream, because this stream uses and frees the memory.
         self._on_device = torch.empty_like(self._like, device=self._offloader.device)
-        self._copied = self._offloader.copy_stream.run(partial(_copy_to_device, self._on_device, self._pages))
+        self._copied = self._offloader.copy_stream.run(partial(_copy, self._on_device, self._pages))
 
     def __del__(self) -> None:
         if self._on_device is not None:  # the memory must not be reused while a copy still writes to it
@@ -235,23 +235,9 @@ class OffloadedTensor:
         self._offloader._return_pages(self._pages, self._like.nbytes)
 
 
-def _copy_to_host(tensor: Tensor, pages: list[Tensor]) -> None:
-    for part, page in _parts(tensor, pages):
-        page.copy_(part, non_blocking=True)
-
-
-def _copy_to_device(tensor: Tensor, pages: list[Tensor]) -> None:
-    for part, page in _parts(tensor, pages):
-        part.copy_(page, non_blocking=True)
-
-
-def _parts(tensor: Tensor, pages: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (slice of the tensor, host memory of this slice). Both are uint8 tensors of the same length.
-
-    `pages` are blocks of host memory of equal size. Each slice fills one page, except the last slice, which may be
-    shorter than a page.
-    """
-    if not pages:
-        return
-    for part, page in zip(tensor.view(-1).view(torch.uint8).split(len(pages[0])), pages, strict=True):
-        yield part, page[: len(part)]
+def _copy(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> None:
+    """Copy a tensor to or from blocks of host memory of equal size. Only the last block may be filled in part."""
+    parts = tensor.view(-1).view(torch.uint8).split(len(pages[0])) if pages else ()
+    for part, page in zip(parts, pages, strict=True):
+        target, source = (page[: len(part)], part) if to_host else (part, page[: len(part)])
+        target.copy_(source, non_blocking=True)

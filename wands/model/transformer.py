@@ -181,9 +181,10 @@ class PackedWanTransformer(WanTransformer3DModel):
         text = self._embed_text(text_embeds.to(compute_dtype))
         image = self._embed_image(image_embeds, compute_dtype)
         rotation = rotations_of(self.rope, meta.positions)
+        image_lens = (image_embeds.shape[1],) * len(image_embeds) if image_embeds is not None else ()
         cross_segments = CrossSegments(
             PaddedSegments.build(meta.padded_seq_lens, meta.text_lens, TEXT_LEN, tokens.device),
-            None if image is None else _image_segments(meta, image),
+            None if image is None else Segments.build(meta.padded_seq_lens, image_lens, image.device),
         )
         for number, block in enumerate(self.blocks):
             args = (hidden, text, image, table, rotation, meta, cross_segments, compute_dtype)
@@ -254,11 +255,6 @@ class CrossSegments:
 
     text: PaddedSegments
     image: Segments | None
-
-
-def _image_segments(meta: PackedMeta, image: Tensor) -> Segments:
-    num_samples = len(meta.local_seq_lens)
-    return Segments.build(meta.padded_seq_lens, [len(image) // num_samples] * num_samples, image.device)
 
 
 class PackedWanBlock(WanTransformerBlock):

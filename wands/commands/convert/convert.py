@@ -52,12 +52,10 @@ _SOURCE_FILES = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
 _OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
 _DIT_FILES = [*(f"{expert}/*.safetensors" for expert in EXPERTS), f"{official.DIT_STEM}*", "*_noise_model/*"]
 _NOT_CONVERTED = {
-    (
-        "image_encoder",
-        "official",
-    ): "the official file also needs CLIP's text encoder; --base DIR copies this file from an official repository",
-    ("text_encoder", "comfyui"): "ComfyUI's file also needs the tokenizer; use the file umt5_xxl of ComfyUI",
-    ("image_encoder", "comfyui"): "wands cannot write ComfyUI's file; use the file clip_vision_h of ComfyUI",
+    "image_encoder to official": "the official file also needs CLIP's text encoder; --base DIR copies this file from an official "
+    "repository",
+    "text_encoder to comfyui": "ComfyUI's file also needs the tokenizer; use the file umt5_xxl of ComfyUI",
+    "image_encoder to comfyui": "wands cannot write ComfyUI's file; use the file clip_vision_h of ComfyUI",
 }
 
 
@@ -152,12 +150,11 @@ class ModelConversion:
         """Return the reason why a component cannot be written in the new layout. Return None if it can be written."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
-        to = self.to
-        if to == "official" and is_official:
+        if self.to == "official" and is_official:
             return None
-        if component.name == "vae" and to != "diffusers" and not (is_official or _is_wans_own(config)):
+        if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
             return "its latents_mean and latents_std differ from Wan's, and only diffusers' layout can store them"
-        return _NOT_CONVERTED.get((component.name, to))
+        return _NOT_CONVERTED.get(f"{component.name} to {self.to}")
 
     def _convert(self, component: SourceComponent) -> None:
         is_dit = component.name in EXPERTS

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, one_line
-from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, join_fragments
-from wands.model.files.hashes import compare_hash
+from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, FragmentFiles
+from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.lora import MergedLoras, lora_pairs
@@ -103,6 +103,11 @@ class TrainState:
         if self.base and not known and not self.base.startswith((".", "/")):
             object.__setattr__(self, "base", f"./{self.base}")
 
+    @property
+    def has_experts(self) -> bool:
+        """Return whether the model has two experts (DiTs for high and low noise), of which the run trains one or both."""
+        return self.recipe["model"].get("experts") is not None or len(self.parts) == 2
+
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dict of plain values that `json.dump` can write, with a hash of these values."""
         values = asdict(self)
@@ -183,11 +188,8 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
         An error message for the first damaged file; None if no file is damaged.
     """
     folder, state = checkpoint
-    rank, world_size = share
-    for name in sorted(state.hashes)[rank::world_size]:
-        if problem := compare_hash(folder / name, state.hashes[name], f"its hash differs from {STATE_FILE}"):
-            return f"checkpoint={folder}: {name} is damaged ({problem}); use another step_* folder."
-    return None
+    damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
+    return next((f"checkpoint={folder}: {text}; use another step_* folder." for text in damaged), None)
 
 
 def find_checkpoint(
@@ -278,9 +280,8 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
 
 def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
     """Read the fp32 weights of the DiT `part` from a checkpoint, except weights whose names are in `excluded`."""
-    parts = checkpoint.folder / part
-    weights = join_fragments(parts, "state_rank_*", STATE_METADATA, "fragments", "/master", excluded)
-    return weights | join_fragments(parts, "state_rank_*", STATE_METADATA, "frozen", "/frozen", excluded)
+    files = FragmentFiles(checkpoint.folder / part, "state_rank_*", STATE_METADATA)
+    return files.join("fragments", "/master", excluded) | files.join("frozen", "/frozen", excluded)
 
 
 def lora_of(state: TrainState) -> LoraConfig | None:
@@ -339,8 +340,7 @@ def load_full_weights(
     state = find_checkpoint(where).state
     if lora_of(state) is None:
         return load_exported_state(where, part, ema)
-    has_experts = state.recipe["model"].get("experts") is not None or len(state.parts) == 2
-    expert = {"transformer": "high", "transformer_2": "low"}[part] if has_experts else ""
+    expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
     merge_configs = [
         MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
     ]
@@ -407,4 +407,4 @@ def load_average(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
     """
-    return join_fragments(folder, "ema_rank_*", AVERAGE_METADATA, "fragments", "")
+    return FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA).join("fragments", "")

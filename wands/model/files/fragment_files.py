@@ -42,39 +42,6 @@ def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, 
         ) from None
 
 
-def join_fragments(
-    folder: Path, pattern: str, metadata: str, section: str, suffix: str, excluded: Collection[str] = ()
-) -> dict[str, Tensor]:
-    """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
-
-    Only one file is open at a time.
-
-    Args:
-        folder: DiT folder of a checkpoint.
-        pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
-        metadata: key in the metadata of the files under which `read_header` finds the places of the fragments.
-        section: entry of `read_header`'s dict with the fragments to join: "fragments" for trained parameters, "frozen" for
-            frozen parameters.
-        suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
-        excluded: names of parameters to leave out.
-
-    Returns:
-        A dict that maps the name of each parameter to an fp32 CPU tensor.
-
-    Raises:
-        CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
-    """
-    files = FragmentFiles(folder, pattern, metadata)
-    whole = {
-        name: torch.empty(place[1])
-        for header in files.headers.values()
-        for name, place in header[section].items()
-        if name not in excluded
-    }
-    files.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
-    return whole
-
-
 class FragmentFiles:
     """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
 
@@ -103,6 +70,30 @@ class FragmentFiles:
                 for name in file.keys():  # noqa: SIM118, not a dict
                     if name not in self.dtypes and file.get_slice(name).get_shape():
                         self.dtypes[name] = file.get_slice(name)[:0].dtype
+
+    def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
+        """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
+
+        Args:
+            section: entry of `read_header`'s dict with the fragments to join: "fragments" for trained parameters, "frozen" for
+                frozen parameters.
+            suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
+            excluded: names of parameters to leave out.
+
+        Returns:
+            A dict that maps the name of each parameter to an fp32 CPU tensor.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+        """
+        whole = {
+            name: torch.empty(place[1])
+            for header in self.headers.values()
+            for name, place in header[section].items()
+            if name not in excluded
+        }
+        self.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
+        return whole
 
     @torch.no_grad()
     def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
@@ -153,15 +144,14 @@ class FragmentFiles:
         found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
         for path, header in self.headers.items():
             with open_safetensors(path, self._where) as file:
-                names: dict[str, list[str]] = {}
-                for stored in file.keys():  # noqa: SIM118, not a dict
-                    names.setdefault(stored.rpartition("/")[0], []).append(stored)
+                keys: dict[str, list[str]] = {}
+                for key in file.keys():  # noqa: SIM118, not a dict
+                    keys.setdefault(key.rpartition("/")[0], []).append(key)
                 for name in ranges.keys() & header["fragments"].keys():
                     start, (first, last) = header["fragments"][name][0], ranges[name]
                     numel = file.get_slice(f"{name}/master").get_shape()[0]
                     if start < last and first < start + numel:
-                        tensors = {stored.rpartition("/")[2]: stored for stored in names[name]}
-                        del tensors["master"]
-                        values = {key: file.get_tensor(stored).clone() for key, stored in tensors.items()}
+                        states = [key for key in keys[name] if key != f"{name}/master"]
+                        values = {key.rpartition("/")[2]: file.get_tensor(key).clone() for key in states}
                         found[name].append((start, values))
         return found

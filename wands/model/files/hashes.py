@@ -5,11 +5,12 @@ The hashes find damage, not forgery.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+
+import xxhash
 
 from wands.errors import CheckpointError, one_line
 from wands.model.files.tensor_files import hash_file
@@ -56,28 +57,31 @@ def find_changed_files(
             if (value := _hub_sha256(folder, path))
         }
     names = [name for name in sorted(expected) if parts is None or name.split("/")[0] in parts]
-    problems = []
-    for name in names[share[0] :: share[1]]:
-        if problem := compare_hash(folder / name, expected[name], "its hash is not the stored hash"):
-            problems.append(f"{folder / name} is damaged ({problem})")
-    return len(names), problems
+    problems = find_damaged_files(
+        folder, {name: expected[name] for name in names}, share, "its hash is not the stored hash"
+    )
+    return len(names), [f"{folder / problem}" for problem in problems]
 
 
-def compare_hash(path: Path, expected: str, difference: str) -> str:
-    """Read a file and compare its hash with the expected hash. Return "" if the hashes are equal.
-
-    If the file cannot be read, return the reason.
+def find_damaged_files(
+    folder: Path, hashes: Mapping[str, str], share: tuple[int, int], difference: str
+) -> Iterator[str]:
+    """Read files and compare them with their hashes. Yield a text "NAME is damaged (REASON)" for each damaged file.
 
     Args:
-        path: the file.
-        expected: expected hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
-        difference: text to return if the hashes differ.
+        folder: folder of the files.
+        hashes: maps the name of each file to its hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
+        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
+        difference: reason for a file whose hash differs.
     """
-    try:
-        found = _sha256(path) if len(expected) == 64 else hash_file(path)
-    except OSError as error:
-        return one_line(error)
-    return "" if found == expected else difference
+    for name in sorted(hashes)[share[0] :: share[1]]:
+        try:
+            found = hash_file(folder / name, "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128)
+        except OSError as error:
+            yield f"{name} is damaged ({one_line(error)})"
+            continue
+        if found != hashes[name]:
+            yield f"{name} is damaged ({difference})"
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:
@@ -103,8 +107,3 @@ def _hub_sha256(folder: Path, path: Path) -> str | None:
         record = folder / ".cache/huggingface/download" / f"{path.relative_to(folder)}.metadata"
         texts = [record.read_text(encoding="utf-8")] if record.is_file() else []
     return next((found[0] for text in texts if (found := _SHA256.search(text))), None)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

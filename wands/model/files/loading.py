@@ -287,12 +287,13 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iter
             "random weights with model.init=random."
         )
     with TensorFiles(paths, where) as files:
-        shapes = files.shapes
+        ignored = model._keys_to_ignore_on_load_unexpected or ()
+        shapes = {name: x for name, x in files.shapes.items() if not any(part in name for part in ignored)}
         rename = DIT.to_diffusers if "head.head.weight" in shapes else str
         stored_names = rename_all(shapes, rename, where)
         stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
         expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        check_fit(stored, expected, where, model._keys_to_ignore_on_load_unexpected or ())
+        check_fit(stored, expected, where)
         yield lambda name: files.read(stored_names[name])
 
 

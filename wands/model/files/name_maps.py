@@ -262,10 +262,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
 
 
 def check_fit(
-    found: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
-    where: str,
-    ignored: Iterable[str] = (),
+    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
     """Check that the tensors in files have the names and shapes of a model's parameters.
 
@@ -273,16 +270,10 @@ def check_fit(
         found: maps a tensor name in the files to its shape.
         wanted: maps a parameter name of the model to its shape.
         where: name of the files for error messages.
-        ignored: texts. A tensor whose name contains one of these texts is not checked.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
     """
-    ignored = tuple(ignored)
-    found, wanted = (
-        {name: shape for name, shape in shapes.items() if not any(part in name for part in ignored)}
-        for shapes in (found, wanted)
-    )
     problems = {
         "missing": wanted.keys() - found.keys(),
         "unexpected": found.keys() - wanted.keys(),

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import xxhash
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -24,20 +25,7 @@ from torch import Tensor
 from wands.errors import CheckpointError, one_line
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
-_CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_CODES = {dtype: code for code, dtype in safetensors.torch._TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -89,20 +77,19 @@ class TensorFiles:
         self.where = where
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, LazyTensor] = {}
+        self._stored: dict[str, Path | Tensor] = {}
 
     def __enter__(self) -> TensorFiles:
         for file in self.files:
-            if file.suffix in PICKLES:
-                state = self._open_pickle(file)
-                self.tensors |= {name: LazyTensor.of(name, value) for name, value in state.items()}
-                continue
-            for name, value in self._open_safetensors(file).items():
-                read = partial(self._read_safetensors, file, name)
+            is_pickle = file.suffix in PICKLES
+            for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
+                read = partial(self.read, name)
                 self.tensors[name] = LazyTensor(name, tuple(value.shape), value.dtype, read)
+                self._stored[name] = value if is_pickle else file
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self.tensors = {}
+        self.tensors, self._stored = {}, {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -111,10 +98,10 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor by its name in the file, and return it on the CPU."""
-        return self.tensors[name].read()
-
-    def _read_safetensors(self, path: Path, name: str) -> Tensor:
-        with open_safetensors(path, self.where) as file:
+        stored = self._stored[name]
+        if isinstance(stored, Tensor):
+            return stored
+        with open_safetensors(stored, self.where) as file:
             value: Tensor = file.get_tensor(name).clone()
         return value
 
@@ -300,10 +287,10 @@ def _checked_bytes(tensor: LazyTensor) -> memoryview:
     return memoryview(as_bytes(value).numpy())
 
 
-def hash_file(path: Path) -> str:
-    """Return the XXH3 hash (128 bits, 32 hexadecimal digits) of a file. The hash finds damage, not forgery."""
+def hash_file(path: Path, digest: Any = xxhash.xxh3_128) -> str:
+    """Return the hash of a file. The default is XXH3 (128 bits, 32 hexadecimal digits), which finds damage, not forgery."""
     with path.open("rb") as stream:
-        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
+        return hashlib.file_digest(stream, digest).hexdigest()
 
 
 def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command: str) -> None:
