@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import CommitInfo, CommitOperationAdd, constants, metadata_load
 
 from wands import __version__
 from wands.commands.plots import save_loss_plot
@@ -78,8 +79,6 @@ def push(options: PushOptions, token: str | None = None) -> str:
         WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. Also if the repository's
             name, the token or the server cannot be used, a link leads out of the folder, or a file contains a secret.
     """
-    from huggingface_hub import CommitInfo, CommitOperationAdd
-
     directory = options.directory
     exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
     if not exported and ((directory / "checkpoints").is_dir() or (directory / _STATE_FILE).is_file()):
@@ -203,8 +202,6 @@ def _license_of(base: str, hub: Hub) -> str:
         base: folder or Hub id of the base model.
         hub: connection to the Hub.
     """
-    from huggingface_hub import metadata_load
-
     license_id = None
     try:
         if base and (Path(base) / "README.md").is_file():
@@ -286,8 +283,6 @@ def _check_path(path: Path, directory: Path) -> None:
         WandsError: if the path leads out of the folder to push, is a link to a folder that contains the link, cannot be
             read, or is a text file that contains a secret.
     """
-    from huggingface_hub import constants
-
     real = Path(os.path.realpath(path))
     if path.is_symlink() and path.is_dir() and path.parent.resolve().is_relative_to(real):
         raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from wands import __version__
 from wands.errors import WandsError, one_line
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,8 +60,6 @@ class Hub:
         Raises:
             WandsError: if the server refuses the request, or every attempt fails.
         """
-        from huggingface_hub.errors import HfHubHTTPError
-
         # The base class belongs to the HTTP client of the installed huggingface_hub.
         network_errors = (ConnectionError, TimeoutError, HfHubHTTPError.__bases__[0])
         for wait in (*waits, None):
@@ -118,9 +117,6 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
     Raises:
         WandsError: if the name, the address or the token is invalid, there is no token, or offline mode is set.
     """
-    from huggingface_hub import HfApi, constants, get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
     try:
         validate_repo_id(repo_id)
     except HFValidationError:
@@ -161,29 +157,18 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
     Returns:
         A copy of `hub` whose `repo_id` is the full ``owner/name``.
     """
-    from huggingface_hub import ModelInfo
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     if "/" not in hub.repo_id:
         owner = hub.call("looking up your account", hub.api.whoami, FIRST_CONTACT_WAITS)["name"]
         hub = replace(hub, repo_id=f"{owner}/{hub.repo_id}")
     api, repo_id = hub.api, hub.repo_id
-
-    def existing() -> ModelInfo | None:
-        try:
-            return api.model_info(repo_id)
-        except RepositoryNotFoundError:
-            return None
-
-    info = hub.call("looking up the repository", existing, FIRST_CONTACT_WAITS)
-    visibility = "public" if public else "private"
-    if info is None:
+    exists, info = partial(api.repo_exists, repo_id), partial(api.model_info, repo_id)
+    visibility, other = ("public", "private") if public else ("private", "public")
+    if not hub.call("looking up the repository", exists, FIRST_CONTACT_WAITS):
         create = partial(api.create_repo, repo_id, private=not public, exist_ok=True)
         hub.call("creating the repository", create, FIRST_CONTACT_WAITS)
         log.info("created the %s repository %s", visibility, repo_id)
-    elif info.private == public:
-        current = "private" if info.private else "public"
-        log.warning("%s is %s, not %s; wands does not change the visibility", repo_id, current, visibility)
+    elif hub.call("looking up the repository", info, FIRST_CONTACT_WAITS).private == public:
+        log.warning("%s is %s, not %s; wands does not change the visibility", repo_id, other, visibility)
     if revision and revision != "main" and not revision.startswith("refs/"):
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
         hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)

@@ -363,14 +363,7 @@ class SelfAttentionProcessor:
         self.self_attention = self_attention
 
     def __call__(
-        self,
-        attn: WanAttention,
-        hidden_states: Tensor,
-        _encoder_hidden_states: None,
-        _attention_mask: None,
-        _rotary_emb: None,
-        rotation: Tensor,
-        meta: PackedMeta,
+        self, attn: WanAttention, hidden_states: Tensor, *_: None, rotation: Tensor, meta: PackedMeta
     ) -> Tensor:
         """Run self-attention on hidden states [local tokens, width], and return a tensor of the same shape."""
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
@@ -394,8 +387,7 @@ class CrossAttentionProcessor:
         attn: WanAttention,
         hidden_states: Tensor,
         encoder_hidden_states: Tensor,
-        _attention_mask: None,
-        _rotary_emb: None,
+        *_: None,
         image: Tensor | None,
         cross_segments: CrossSegments,
     ) -> Tensor:
@@ -405,8 +397,7 @@ class CrossAttentionProcessor:
             attn: attention module of the block.
             hidden_states: [L, D], L video tokens of width D.
             encoder_hidden_states: [T + 1, D], embeddings of T text tokens. The last row is the padding.
-            _attention_mask: not used.
-            _rotary_emb: not used.
+            _: attention mask and rotary embedding of diffusers, not used.
             image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
             cross_segments: segments of the cross-attention.
 

@@ -263,9 +263,7 @@ class ModelConversion:
         """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
-        for root in (self.root, self.rest):
-            if root is None or not root.is_dir():
-                continue
+        for root in filter(None, (self.root, self.rest)):
             for path in (path for pattern in _OFFICIAL_REST for path in sorted(root.glob(pattern))):
                 if not any(self.out.glob(f"{path.stem}*")):
                     copy_path(path, self.out / path.name)

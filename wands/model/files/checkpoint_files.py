@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -269,19 +269,12 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
             average.
     """
     checkpoint = find_checkpoint(where)
-    if not ema:
-        return _load_trained(checkpoint, part)
-    check_average(*checkpoint)
-    average, model = load_average(checkpoint.folder / part), checkpoint.state.recipe["model"]
-    if not (model.get("trainable") or model.get("freeze")):
-        return average
-    return average | _load_trained(checkpoint, part, excluded=average)
-
-
-def _load_trained(checkpoint: Checkpoint, part: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
-    """Read the fp32 weights of the DiT `part` from a checkpoint, except weights whose names are in `excluded`."""
-    files = FragmentFiles(checkpoint.folder / part, "state_rank_*", STATE_METADATA)
-    return files.join("fragments", "/master", excluded) | files.join("frozen", "/frozen", excluded)
+    folder, average = checkpoint.folder / part, dict[str, Tensor]()
+    if ema:
+        check_average(*checkpoint)
+        average = load_average(folder)
+    files = FragmentFiles(folder, "state_rank_*", STATE_METADATA)
+    return average | files.join("fragments", "/master", average) | files.join("frozen", "/frozen", average)
 
 
 def lora_of(state: TrainState) -> LoraConfig | None:
