@@ -148,9 +148,8 @@ def norm_rotate_backward(
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
     dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
-    return dx.to(x.dtype, copy=True), (dunit * unit).sum(0).to(
-        weight.dtype
-    ) if needs_weight else dunit.new_empty(0)
+    dweight = (dunit * unit).sum(0).to(weight.dtype) if needs_weight else dunit.new_empty(0)
+    return dx.to(x.dtype, copy=True), dweight
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:

@@ -339,16 +339,13 @@ def load_full_weights(
     ]
     in_base = MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0)))
     trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        return trained(name, in_base(name, weight))
+
     init = "pretrained" if base else state.recipe["model"]["init"]
     key, seed = base_key if base else "model.path", state.recipe["train"]["seed"]
-    return load_weights(
-        base or state.base,
-        part,
-        init=init,
-        seed=seed,
-        key=key,
-        merge=lambda name, weight: trained(name, in_base(name, weight)),
-    )
+    return load_weights(base or state.base, part, init=init, seed=seed, key=key, merge=merge)
 
 
 # ---- moving average
