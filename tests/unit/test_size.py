@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_627
+TOTAL = 21_595
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,14 +19,14 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4511,
+    "commands": 4507,
     "config": 1239,
     "data": 4471,
     "distributed": 387,
     "encoders": 349,
-    "export": 391,
+    "export": 381,
     "flow": 210,
-    "model": 2425,
+    "model": 2407,
     "planning": 727,
     "recipes": 0,
     "report": 264,
