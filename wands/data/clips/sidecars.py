@@ -161,11 +161,10 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
-    stem, caption = PurePosixPath(file).stem, _sidecar_of(siblings, extensions)
+    caption = _sidecar_of(siblings, extensions)
     # A camera writes CLIP.MP4, CLIP.JPG and CLIP.TXT, all in upper case.
-    if caption and not PurePosixPath(caption).suffix.islower():
-        return next((name for name in siblings if name.lower().endswith(VIDEO_EXTENSIONS)), None)
-    return next((stem + extension for extension in VIDEO_EXTENSIONS if stem + extension in siblings), None)
+    spell = str.lower if caption and not PurePosixPath(caption).suffix.islower() else str
+    return next((name for name in siblings if spell(name).endswith(VIDEO_EXTENSIONS)), None)
 
 
 def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
@@ -174,12 +173,11 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     If there are several caption files, lower-case extensions are preferred to upper-case extensions, and then the
     first of `extensions` is used.
     """
-    endings = [PurePosixPath(name).suffix for name in siblings]
-    for written in (endings, [ending.lower() for ending in endings]):
-        for ending in extensions:
-            if ending in written:
-                return siblings[written.index(ending)]
-    return None
+    exact = {PurePosixPath(name).suffix: name for name in reversed(siblings)}
+    folded = {ending.lower(): name for ending, name in exact.items()}
+    return next(
+        (names[ending] for names in (exact, folded) for ending in extensions if ending in names), None
+    )
 
 
 def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:

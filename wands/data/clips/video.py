@@ -9,11 +9,11 @@ need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, islice, repeat, tee
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,18 +66,18 @@ class DecodedClip:
     token_weights: np.ndarray | None = None
 
 
-def _choose(
-    reader: VideoReader, frames: Iterator[VideoFrame], times: Iterable[float]
-) -> Iterator[VideoFrame]:
+def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]:
     """Yield for each time the last frame that starts at or before this time. Stop at the end of the stream.
 
     Raises:
         DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
     """
+    start = next(times)
+    frames = reader.frames(start)
     current, following = next(frames, None), next(frames, None)
     if current is None:
         return
-    for time in times:
+    for time in chain([start], times):
         while following is not None and following.time <= time + TIME_SLACK:
             if following.time < current.time - TIME_SLACK:
                 raise reader.error(
@@ -175,8 +175,7 @@ def _read_mask(
     crop: Crop | None,
     sizes: Mapping[str, FrameSize],
     side: int,
-    start: float,
-    times: Iterable[float],
+    times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield for each time the mean brightness of the mask in each token, from 0 to 1, [rows, columns], for each frame size.
 
@@ -186,7 +185,6 @@ def _read_mask(
         crop: part of the clip's frames to use; None for the whole frame.
         sizes: maps the suffix of each sample's key to its frame size.
         side: width and height of a token in pixels.
-        start: time of the first frame.
         times: times of all frames of all windows.
     """
     with open_video(mask) as reader:
@@ -207,17 +205,21 @@ def _read_mask(
             x, y, w, h = (int(value * factor) for value, factor in zip(crop, scale, strict=True))
             cropper = _Cropper(reader, (x, y, w, h))
         renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
-        chosen = repeat(reader.first) if is_image else _choose(reader, reader.frames(start), times)
-        latest, weights = None, dict[str, np.ndarray]()
+        chosen = repeat(reader.first) if is_image else _choose(reader, times)
+        latest = None
         for found in chain(chosen, repeat(None)):
             frame = found or latest or reader.first  # after the end of the mask, its last frame
             if frame is not latest:
-                for suffix, render in renders.items():
-                    levels = _MASK_LEVELS[render(frame.image)]
-                    blocks = levels.reshape(render.size[0] // side, side, -1, side * 3)
-                    weights[suffix] = blocks.mean(axis=(1, 3))
+                weights = {
+                    suffix: _mean_levels(render(frame.image), side) for suffix, render in renders.items()
+                }
             latest = frame
-            yield dict(weights)
+            yield weights
+
+
+def _mean_levels(image: np.ndarray, side: int) -> np.ndarray:
+    """Return the mean brightness of an image of a mask in each token of `side` x `side` pixels, from 0 to 1."""
+    return _MASK_LEVELS[image].reshape(len(image) // side, side, -1, side * 3).mean(axis=(1, 3))
 
 
 def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
@@ -268,8 +270,7 @@ def decode_clip(
             raise reader.error(f"lasts {duration:.3f} s, less than end={end:g}", "correct the end in the row")
         begin, finish = max(start or 0.0, reader.first.time), min(end or duration, duration)
         windows = partial(plan_windows, spec, begin, finish)
-        first = next(windows(), None)
-        if first is None:
+        if next(windows(), None) is None:
             raise reader.error(
                 f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
                 "correct start and end in the row, or remove the row",
@@ -278,11 +279,14 @@ def decode_clip(
         info = cropper.info if cropper else reader.info
         sizes, size_error = plan_sizes(spec, *info.display_size)
         renders = {suffix: _Renderer(reader, size, cropper) for suffix, size in sizes.items()}
-        times, of_mask = tee(t + i / spec.fps for t, length in windows() for i in range(length))
-        chosen = _choose(reader, reader.frames(first[0]), times)
+
+        def times() -> Iterator[float]:
+            return (t + i / spec.fps for t, length in windows() for i in range(length))
+
+        chosen = _choose(reader, times())
         masks: Iterator[Mapping[str, np.ndarray]] = repeat({})
         if mask is not None:
-            masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, first[0], of_mask)
+            masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, times())
         is_black = False
         for index, (window_start, length) in enumerate(windows()):
             # The arrays are filled in place. Stacking a list of frames would halve the speed.
