@@ -210,14 +210,12 @@ def _read_mask(
         for found in chain(chosen, repeat(None)):
             frame = found or latest or reader.first  # after the end of the mask, its last frame
             if frame is not latest:
-                weights = {
-                    suffix: _mean_levels(render(frame.image), side) for suffix, render in renders.items()
-                }
+                weights = {suffix: _levels(render(frame.image), side) for suffix, render in renders.items()}
             latest = frame
             yield weights
 
 
-def _mean_levels(image: np.ndarray, side: int) -> np.ndarray:
+def _levels(image: np.ndarray, side: int) -> np.ndarray:
     """Return the mean brightness of an image of a mask in each token of `side` x `side` pixels, from 0 to 1."""
     return _MASK_LEVELS[image].reshape(len(image) // side, side, -1, side * 3).mean(axis=(1, 3))
 
