@@ -191,11 +191,9 @@ class CheckReport:
 
     def to_json(self) -> str:
         """Return the report as JSON. Thumbnails are left out."""
-        clips = []
-        for clip in self.clips:
-            row = {"verdict": clip.verdict} | asdict(clip)
+        clips = [{"verdict": clip.verdict} | asdict(clip) for clip in self.clips]
+        for row in clips:
             del row["thumbnail"], row["digests"]
-            clips.append(row)
         value = {
             "source": self.source,
             "variant": self.variant,
@@ -293,10 +291,9 @@ def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
     from rich.text import Text
 
     console = Console(width=width or (None if sys.stdout.isatty() else LOG_WIDTH))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, expand=True)
     for name, share in (("clip", 3), ("file", 3), ("samples", 3), ("verdict", 5)):
         table.add_column(name, overflow="fold", ratio=share)
-    table.expand = True
     for clip in clips:
         reasons = [f"REJECTED: {clip.reason}"] if clip.reason else []
         verdict = "; ".join([*reasons, *clip.warnings]) or "fine"

@@ -97,13 +97,11 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
             if names is None:
                 raise DataError(f"SOURCE={table}: line {begin + 1} is no header: {cells}")
             yield begin + 1, cells
-        elif not cells:
-            pass  # an empty line
         elif names is None:
-            names = cells
+            names = cells or None  # an empty line has no cells
         elif len(cells) > len(names):
             yield begin + 1, "row has more cells than the header; put a caption with commas in double quotes"
-        else:
+        elif cells:
             yield begin + 1, dict(itertools.zip_longest(names, cells))
         begin = end
 
@@ -127,11 +125,10 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
     try:
         (cells,) = csv.reader(row, strict=True)
     except (csv.Error, ValueError):
-        fix = "correct the row"
-        if '"' in row[0]:
-            fix = (
-                'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
-            )
+        quotes = (
+            'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
+        )
+        fix = quotes if '"' in row[0] else "correct the row"
         return f"unreadable row ({problem}); {fix}", begin + 1
     return cells, begin + len(row)
 
