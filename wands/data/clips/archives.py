@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import shutil
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -117,18 +118,15 @@ class TarReader:
         return path
 
     def _copy(self, member: tarfile.TarInfo, target: IO[bytes]) -> None:
-        size = 0
         try:
             source = self._tar.extractfile(member)
             assert source is not None, member.name
-            while block := source.read(1 << 20):
-                size += len(block)
-                target.write(block)
+            shutil.copyfileobj(source, target, 1 << 20)
         except (EOFError, tarfile.TarError, ValueError, zlib.error, gzip.BadGzipFile) as error:
             raise DataError(
                 f"{member.name} cannot be read from {self._path.name} ({one_line(error)}); replace the archive"
             ) from None
-        if size != member.size:
+        if (size := target.tell()) != member.size:
             raise DataError(
                 f"{member.name} is cut off in {self._path.name} ({size:,} of {member.size:,} bytes); replace the "
                 "archive"
