@@ -184,6 +184,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     images = FrameWarnings()
     try:
         with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
+            file.seek(0, 2)
+            file.seek(0)
             file.read(1 << 16)
         for clip in decode_clip(file_path, spec, *part):
             frames = clip.frames
