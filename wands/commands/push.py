@@ -337,23 +337,19 @@ def _uploaded_content(path: Path) -> Path | bytes:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     elif path.name == "model_index.json" or path.name.endswith("config.json"):
         content = _read_object(path)
-        if (cleaned := _without_origin(content)) != content:
+        if (cleaned := json.loads(json.dumps(content), object_hook=_without_origin)) != content:
             text = json.dumps(cleaned, indent=2) + "\n"
     return path if text is None else text.encode()
 
 
-def _without_origin(value: Any) -> Any:
-    """Return a copy of a JSON value without the entries that contain a local path from which a component was loaded.
+def _without_origin(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a JSON object, except a local path from which a component was loaded.
 
     diffusers and transformers store this path in a component's config under "_name_or_path" or "name_or_path".
     """
-    if isinstance(value, list):
-        return [_without_origin(item) for item in value]
-    if not isinstance(value, dict):
-        return value
     origins = ("_name_or_path", "name_or_path")
     return {
-        key: _without_origin(item)
-        for key, item in value.items()
-        if not (key in origins and isinstance(item, str) and is_local(item))
+        key: value
+        for key, value in entries.items()
+        if not (key in origins and isinstance(value, str) and is_local(value))
     }

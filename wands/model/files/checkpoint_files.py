@@ -188,8 +188,11 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
         An error message for the first damaged file; None if no file is damaged.
     """
     folder, state = checkpoint
-    damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
-    return next((f"checkpoint={folder}: {text}; use another step_* folder." for text in damaged), None)
+    for name, reason in find_damaged_files(
+        folder, state.hashes, share, f"its hash differs from {STATE_FILE}"
+    ):
+        return f"checkpoint={folder}: {name} is damaged ({reason}); use another step_* folder."
+    return None
 
 
 def find_checkpoint(

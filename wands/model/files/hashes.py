@@ -56,17 +56,15 @@ def find_changed_files(
             for path in folder.rglob("*.safetensors")
             if (value := _hub_sha256(folder, path))
         }
-    names = [name for name in sorted(expected) if parts is None or name.split("/")[0] in parts]
-    problems = find_damaged_files(
-        folder, {name: expected[name] for name in names}, share, "its hash is not the stored hash"
-    )
-    return len(names), [f"{folder / problem}" for problem in problems]
+    hashes = {name: value for name, value in expected.items() if parts is None or name.split("/")[0] in parts}
+    damaged = find_damaged_files(folder, hashes, share, "its hash is not the stored hash")
+    return len(hashes), [f"{folder / name} is damaged ({reason})" for name, reason in damaged]
 
 
 def find_damaged_files(
     folder: Path, hashes: Mapping[str, str], share: tuple[int, int], difference: str
-) -> Iterator[str]:
-    """Read files and compare them with their hashes. Yield a text "NAME is damaged (REASON)" for each damaged file.
+) -> Iterator[tuple[str, str]]:
+    """Read files and compare them with their hashes. Yield the name of each damaged file, and the reason.
 
     Args:
         folder: folder of the files.
@@ -78,10 +76,10 @@ def find_damaged_files(
         try:
             found = hash_file(folder / name, "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128)
         except OSError as error:
-            yield f"{name} is damaged ({one_line(error)})"
+            yield name, one_line(error)
             continue
         if found != hashes[name]:
-            yield f"{name} is damaged ({difference})"
+            yield name, difference
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:
