@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_585
+TOTAL = 21_582
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,14 +19,14 @@ CORE_FILES = (
 FOLDERS = {
     ".": 790,
     "attention": 927,
-    "commands": 4506,
+    "commands": 4502,
     "config": 1239,
     "data": 4462,
     "distributed": 387,
     "encoders": 349,
     "export": 381,
     "flow": 210,
-    "model": 2407,
+    "model": 2408,
     "planning": 727,
     "recipes": 0,
     "report": 264,
