@@ -19,7 +19,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
 from wands.data.mock import MockDataset
-from wands.data.patchify import LatentShapes
+from wands.data.patchify import SampleFacts
 from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference
@@ -50,7 +50,7 @@ class SelectedSource:
     num_left_out: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEFT_OUT, 0))
 
 
-class CombinedDataset(LatentShapes):
+class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
     A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
@@ -89,10 +89,12 @@ class CombinedDataset(LatentShapes):
         rows = self.schedule.sample_of
         names = _settle_names(sources)
         self.keys = [names[i] for i in rows.tolist()]
-        licenses = np.concatenate([source.data.licenses[source.chosen] for source in sources])
-        self.licenses = licenses[rows]
-        self.mask_sums = np.concatenate([part.data.mask_sums[part.chosen] for part in sources])[rows]
-        self.latent_shapes = np.concatenate([part.data.latent_shapes[part.chosen] for part in sources])[rows]
+
+        def of_rows(name: str) -> np.ndarray:
+            return np.concatenate([getattr(part.data, name)[part.chosen] for part in sources])[rows]
+
+        self.licenses, self.mask_sums = of_rows("licenses"), of_rows("mask_sums")
+        self.latent_shapes, self.checksums = of_rows("latent_shapes"), of_rows("checksums")
         self._source_of = np.repeat(np.arange(len(sources)), numbers)[rows]
         self._position_of = np.concatenate([source.chosen for source in sources])[rows]
         places, first_shard = [], 0
@@ -103,11 +105,6 @@ class CombinedDataset(LatentShapes):
                 first_shard += int(stored[:, 0].max(initial=-1)) + 1
         self.places = np.concatenate(places)
 
-    def crc32(self, i: int) -> int:
-        """Return the checksum of the sample of row `i` (one use of a sample in an epoch)."""
-        data, position = self._find(i)
-        return data.crc32(position)
-
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
         """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `keys[i]`.
 
@@ -115,13 +112,10 @@ class CombinedDataset(LatentShapes):
             i: number of the row.
             frames: (first, end) of the needed latent frames. The other frames are zero. Default: all frames.
         """
-        data, position = self._find(i)
-        config = self.sources[self._source_of[i]].config
+        source = self.sources[self._source_of[i]]
+        config, sample = source.config, source.data.read(int(self._position_of[i]), frames)
         of_source = {"loss_weight": config.loss_weight, "caption_dropout": config.caption_dropout}
-        return replace(data.read(position, frames), sample_id=self.keys[i], **of_source)
-
-    def _find(self, i: int) -> tuple[Data, int]:
-        return self.sources[self._source_of[i]].data, int(self._position_of[i])
+        return replace(sample, sample_id=self.keys[i], **of_source)
 
 
 Dataset = Data | CombinedDataset

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from wands.config.recipe import MockConfig
 from wands.data.collate import Sample
-from wands.data.patchify import LatentShapes, blank_other_frames
+from wands.data.patchify import SampleFacts, blank_other_frames
 from wands.errors import DataError
 from wands.flow.rng import philox
 from wands.variants import DiTShape
 
 
 @dataclass(eq=False)
-class MockDataset(LatentShapes):
+class MockDataset(SampleFacts):
     """Data set of artificial samples, whose latents and text embeddings are standard normal numbers.
 
     The numbers depend only on the seed and the sample key.
@@ -52,6 +52,7 @@ class MockDataset(LatentShapes):
         self.licenses = np.full(len(self.keys), "", object)
         self.mask_sums = np.zeros((len(self.keys), 2))
         self.latent_shapes = np.resize(self.mock.shapes, (len(self.keys), 3))
+        self.checksums = np.zeros(len(self.keys), np.uint32)  # the seed and the key determine a sample
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
 
     @property
@@ -60,10 +61,6 @@ class MockDataset(LatentShapes):
         samples.
         """
         return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
-
-    def crc32(self, index: int) -> int:
-        """Return 0. Mock data needs no checksum, because the seed and the key determine the sample."""
-        return 0
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
         """Return a sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and

@@ -56,14 +56,16 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
     return f // pt, h // ph, w // pw
 
 
-class LatentShapes:
-    """Shapes of the samples of a cache, of mock data, or of a combination of sources.
+class SampleFacts:
+    """Shapes and checksums of the samples of a cache, of mock data, or of a combination of sources.
 
     Attributes:
         latent_shapes: int [N, 3], latent (frames, rows, columns) of each sample.
+        checksums: uint32 [N], CRC-32 of all arrays of each sample. Zeros for mock data.
     """
 
     latent_shapes: np.ndarray
+    checksums: np.ndarray
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
         """Return the number of video tokens of every sample, int64 [N]."""
@@ -75,6 +77,10 @@ class LatentShapes:
         """Return the latent (frames, height, width) of sample `i`. The latents are not read."""
         f, h, w = self.latent_shapes[i].tolist()
         return f, h, w
+
+    def crc32(self, i: int) -> int:
+        """Return the checksum of sample `i`."""
+        return int(self.checksums[i])
 
 
 def frames_of_tokens(

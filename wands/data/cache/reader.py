@@ -32,7 +32,7 @@ from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import damage_named, open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
-from wands.data.patchify import LatentShapes, blank_other_frames, grid_size
+from wands.data.patchify import SampleFacts, blank_other_frames, grid_size
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -47,7 +47,7 @@ LATENTS = {"latents", "image_latents"}
 FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where MODEL is the model to train."
 
 
-class LatentCache(LatentShapes):
+class LatentCache(SampleFacts):
     """Random access to the samples of a finished cache.
 
     Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method.
@@ -90,7 +90,7 @@ class LatentCache(LatentShapes):
         self.keys = list(self.index.keys)
         self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
         self.mask_sums = self.index.mask_sums
-        self.latent_shapes = self.index.latent_shapes[:, 1:]
+        self.latent_shapes, self.checksums = self.index.latent_shapes[:, 1:], self.index.crc32
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)
@@ -133,10 +133,6 @@ class LatentCache(LatentShapes):
         raise CacheError(
             f"key={key} is not in cache={self.path} ({len(self)} samples); use, for example, {near}."
         )
-
-    def crc32(self, i: int) -> int:
-        """Return the checksum of sample `i` in the index."""
-        return int(self.index.crc32[i])
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
         """Read a sample in bf16: latents, text embeddings without padding, and the arrays that `conditions` need. `Sample`
