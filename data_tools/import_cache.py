@@ -236,11 +236,15 @@ def _musubi_item(path: Path) -> EncodedClip:
             f"{path} is not named like a file of musubi-tuner (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove the file."
         )
     text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
-    latent_bytes, text_bytes = _read_file(path), _read_file(text_path)
     try:
+        latent_bytes, text_bytes = path.read_bytes(), text_path.read_bytes()
         latents = _tensor(latent_bytes, r"latents_\d+x\d+x\d+_\w+")
         text = _tensor(text_bytes, r"varlen_t5_(?!preservation)\w+")
         caption = _header(text_bytes).get("caption1")
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read ({reason(error)}); cache the clip again with musubi-tuner."
+        ) from None
     except (ValueError, SafetensorError) as error:
         raise DataError(
             f"{path} or {text_path.name} is damaged or of another model ({reason(error)}); "
@@ -254,15 +258,6 @@ def _musubi_item(path: Path) -> EncodedClip:
         "content": hashlib.blake2b(latent_bytes + text_bytes, digest_size=16).hexdigest(),
     }
     return Sample(path.name.removesuffix("_wan.safetensors"), latents, text), meta
-
-
-def _read_file(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read ({reason(error)}); cache the clip again with musubi-tuner."
-        ) from None
 
 
 def _tensor(content: bytes, pattern: str) -> Tensor:

@@ -14,6 +14,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -187,52 +188,47 @@ def _check_shard(
     """
     fix = f"delete {path.name} and run the same `wands preprocess` command again. The command encodes the missing samples."
     problem, affected = partial(Problem, path.name, fix=fix), f"which affects {len(rows)} samples"
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        yield problem(f"the file cannot be read ({reason(error)}), {affected}")
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            plain_file = stack.enter_context(path.open("rb"))
+        except OSError as error:
+            yield problem(f"the file cannot be read ({reason(error)}), {affected}")
+            return
         if index and path.name in index.shard_names:
             size = int(index.shard_bytes[index.shard_names.index(path.name)])
-            if (found := os.fstat(descriptor).st_size) != size:
+            if (found := path.stat().st_size) != size:
                 yield problem(f"the file has {found:,} bytes, but the index says {size:,}")
         try:
-            file = h5py.File(path, "r", locking=False)
+            file = stack.enter_context(h5py.File(path, "r", locking=False))
         except DAMAGE as error:
             yield problem(f"the file is damaged ({reason(error)}), {affected}")
             return
-        with file:
+        try:
+            carried = file.attrs["fingerprint"]
+            if fingerprint is not None and carried != fingerprint:
+                yield problem(f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}")
+            ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
+            if ids.get(path.name) not in (None, file.attrs.get("id")):
+                yield problem("the file is not the shard from which the index was made")
+            present = {int(name) for name in file["samples"]}
+        except DAMAGE as error:
+            yield problem(f"the file has damaged structures ({reason(error)})")
+            present = set()
+        for row in sorted(present | rows.keys()):
+            i = rows.get(row)
+            name = f"{path.name} ({index.keys[i]})" if index and i is not None else f"{path.name} row {row}"
             try:
-                carried = file.attrs["fingerprint"]
-                if fingerprint is not None and carried != fingerprint:
-                    yield problem(f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}")
-                ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
-                if ids.get(path.name) not in (None, file.attrs.get("id")):
-                    yield problem("the file is not the shard from which the index was made")
-                present = {int(name) for name in file["samples"]}
+                entry, computed, num_bytes = _read_sample(file, row, path.name, plain_file.fileno())
             except DAMAGE as error:
-                yield problem(f"the file has damaged structures ({reason(error)})")
-                present = set()
-            for row in sorted(present | rows.keys()):
-                i = rows.get(row)
-                name = (
-                    f"{path.name} ({index.keys[i]})" if index and i is not None else f"{path.name} row {row}"
-                )
-                try:
-                    entry, computed, num_bytes = _read_sample(file, row, path.name, descriptor)
-                except DAMAGE as error:
-                    yield Problem(name, f"the sample cannot be read ({reason(error)})", fix)
-                    continue
-                report.num_samples += 1
-                report.num_bytes += num_bytes
-                if entry.crc32 != computed:
-                    what = f"the sample has a wrong checksum of latents and text ({computed:08x}, "
-                    yield Problem(name, f"{what}not {entry.crc32:08x})", fix)
-                elif index and i is not None:
-                    yield from _compare(name, index, i, entry)
-    finally:
-        os.close(descriptor)
+                yield Problem(name, f"the sample cannot be read ({reason(error)})", fix)
+                continue
+            report.num_samples += 1
+            report.num_bytes += num_bytes
+            if entry.crc32 != computed:
+                what = f"the sample has a wrong checksum of latents and text ({computed:08x}, "
+                yield Problem(name, f"{what}not {entry.crc32:08x})", fix)
+            elif index and i is not None:
+                yield from _compare(name, index, i, entry)
 
 
 def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tuple[IndexEntry, int, int]:

@@ -276,10 +276,14 @@ class PackingCollator:
         )
         for sample in samples:
             self._check(sample, f"sample={sample.sample_id}")
-        tokens = [patchify(sample.latents, self.shape.patch_size).to(torch.float32) for sample in samples]
+        has_last, patch_size = "last_image" in self.conditions, self.shape.patch_size
+        tokens = [patchify(sample.latents, patch_size).to(torch.float32) for sample in samples]
         texts = [self._text_of(sample, key) for sample, key in zip(samples, keys, strict=True)]
-        grids = [grid_size(tuple(sample.latents.shape[1:]), self.shape.patch_size) for sample in samples]
+        grids = [grid_size(tuple(sample.latents.shape[1:]), patch_size) for sample in samples]
+        latents = (sample.image_latents for sample in samples if sample.image_latents is not None)
+        channels = [condition_channels(frames, has_last, patch_size) for frames in latents]
         images = [sample.image_embeds for sample in samples if sample.image_embeds is not None]
+        words = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
         return PackedBatch(
             tokens=torch.cat(tokens),
             cu_seqlens=_cu_seqlens([len(rows) for rows in tokens]),
@@ -290,9 +294,9 @@ class PackingCollator:
             weights=torch.tensor([sample.loss_weight for sample in samples]),
             token_weights=torch.cat([*map(_token_weights, samples, grids)]),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
-            condition_channels=self._condition_channels(samples),
+            condition_channels=torch.cat(channels) if channels else None,
             image_embeds=torch.stack(images) if images else None,
-            dropout_keys=self._dropout_keys(keys),
+            dropout_keys=tuple(int(word) - 2**63 for word in words) if self.has_dropout else (),
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
@@ -307,19 +311,6 @@ class PackingCollator:
             return 0
         is_conditioned = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
         return grid[1] * grid[2] if is_conditioned else 0
-
-    def _dropout_keys(self, keys: Sequence[SampleKey]) -> tuple[int, ...]:
-        if not self.has_dropout:
-            return ()
-        words = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
-        return tuple(int(word) - 2**63 for word in words)
-
-    def _condition_channels(self, samples: Sequence[Sample]) -> Tensor | None:
-        if "image" not in self.conditions:
-            return None
-        last, patch_size = "last_image" in self.conditions, self.shape.patch_size
-        latents = [sample.image_latents for sample in samples if sample.image_latents is not None]
-        return torch.cat([condition_channels(x, last, patch_size) for x in latents])
 
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
         """Return the embedding of a sample's caption or, with the probability of caption dropout, of the empty caption.
