@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
+from operator import xor
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,9 @@ def crc32c(data: bytes) -> int:
         blocks = np.zeros(columns.shape[1], np.uint32)
         for column in columns:
             blocks = _TABLE[(blocks ^ column) & 0xFF] ^ (blocks >> 8)
-        first, second, third, fourth = _skip_tables().tolist()
+        tables = list(enumerate(_skip_tables().tolist()))
         for block in blocks.tolist():
-            crc = (
-                first[crc & 0xFF]
-                ^ second[crc >> 8 & 0xFF]
-                ^ third[crc >> 16 & 0xFF]
-                ^ fourth[crc >> 24]
-                ^ block
-            )
+            crc = reduce(xor, (table[crc >> 8 * byte & 0xFF] for byte, table in tables), block)
     return crc_update(crc ^ 0xFFFFFFFF, data[size:])
 
 

@@ -115,7 +115,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     reason = "a log is incomplete"
     with progress("clips", len(todo)) as advance:
         shares = {slot: batches[slot :: pool.size] for slot in range(pool.size)}
-        for event in pool.run(caption_clips, settings, shares) if batches else ():  # type: ignore[arg-type]
+        for event in pool.run(caption_clips, settings, shares) if batches else ():
             reason = event.reason if isinstance(event, Lost) else reason
             advance()
     done = _read_logs(settings.work)

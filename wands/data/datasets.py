@@ -302,9 +302,7 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
     """Return the entries of a cache's fingerprint that must be equal in all caches of a run: the encoders that the
     model variant uses.
     """
-    ignored = ["settings"] + (
-        ["image_encoder", "image_processor"] if "clip" not in variant.conditions else []
-    )
+    ignored = ["settings", *(["image_encoder", "image_processor"] * ("clip" not in variant.conditions))]
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 

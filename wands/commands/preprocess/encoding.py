@@ -151,11 +151,11 @@ class _ClipEncoder:
         self.in_encoder = settings.work / f"encoding-{slot}"
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
-        self.num_windows = 0
+        self.times = WorkerTimes()
         self.reasons: dict[str, str] = {}
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
-        times, began = WorkerTimes(), time.monotonic()
+        began = time.monotonic()
         batch: list[Window | ClipEnd] = []
         with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
@@ -168,7 +168,7 @@ class _ClipEncoder:
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
-                times.waited += time.monotonic() - ready
+                self.times.waited += time.monotonic() - ready
                 if piece is not None:
                     batch.append(piece)
                     num_windows = sum(isinstance(item, Window) and item.frames is not None for item in batch)
@@ -181,8 +181,8 @@ class _ClipEncoder:
         self._write(self._move_to_shard)
         while self.writes:
             self.writes.popleft().result()
-        times.worked, times.num_windows = time.monotonic() - began - times.waited, self.num_windows
-        yield times
+        self.times.worked = time.monotonic() - began - self.times.waited
+        yield self.times
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
         """Encode and store windows (ranges of frames), and yield an event for each clip that ends.
@@ -241,7 +241,7 @@ class _ClipEncoder:
             return NO_MEMORY
         if not all(tensor.isfinite().all() for tensor in window.encoded.values()):
             return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
-        self.num_windows += 1
+        self.times.num_windows += 1
         self._write(self._append, window, window.encoded)
         return None
 

@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from wands.commands.preprocess.decoding import EncodeSettings
 from wands.commands.preprocess.encoding import Devices, Done, WorkerTimes
 from wands.data.clips.isolated import Crash, IsolatedWorker, run_in_threads
 from wands.errors import CacheError, ConfigError, WandsError, one_line
@@ -30,7 +29,9 @@ log = logging.getLogger(__name__)
 _LAUNCHER_TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 scans; launchers end all ranks when one fails
 _SHARED_DISK_SECONDS = 120.0
 
-Task = Callable[[EncodeSettings, int, Devices, Sequence[Any]], Iterator[Any]]
+Task = Callable[[Any, int, Devices, Sequence[Any]], Iterator[Any]]
+"""Function that a worker runs, with the arguments (settings, number of the worker, devices, share of the items), and that
+yields events. The settings are any object with the attribute `work`, the folder of the run's files."""
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,14 @@ class WorkerPool:
             self.size = max(1, min(self.size, num_items))
             self.slots = list(range(self.size))
 
-    def run(
-        self, task: Task, settings: EncodeSettings, shares: Mapping[int, Sequence[Any]]
-    ) -> Iterator[Event]:
+    def run(self, task: Task, settings: Any, shares: Mapping[int, Sequence[Any]]) -> Iterator[Event]:
         """Run a task on the share of every worker, and yield the events of all workers.
 
         Events are yielded when they happen. Under a launcher, the events of ranks other than rank 0 are yielded at the end.
 
         Args:
-            task: `encode_captions` or `encode_clips`.
-            settings: settings of the run.
+            task: function such as `encode_captions` or `encode_clips`.
+            settings: first argument of the task.
             shares: maps the number of each worker to its share, a list of captions or clips.
 
         Raises:
@@ -155,7 +154,7 @@ class WorkerPool:
                 runs.append(_with_losses(slot, worker.run(_run_in_subprocess, *arguments)))
             yield from run_in_threads(runs)
 
-    def _run_own_share(self, task: Task, settings: EncodeSettings, share: Sequence[Any]) -> Iterator[Event]:
+    def _run_own_share(self, task: Task, settings: Any, share: Sequence[Any]) -> Iterator[Event]:
         def events() -> Iterator[Event]:
             if share:
                 _wait_for_shared_disk(self.rank, settings)
@@ -197,7 +196,7 @@ def _run_in_subprocess(
     level: int,
     num_workers: int,
     task: Task,
-    settings: EncodeSettings,
+    settings: Any,
     slot: int,
     devices: Devices,
     share: Any,
@@ -224,7 +223,7 @@ def _with_losses(slot: int, events: Iterator[Event]) -> Iterator[Event]:
         yield Lost(slot, f"worker {slot} ended early ({str(error).rstrip('.')})", error)
 
 
-def _wait_for_shared_disk(rank: int, settings: EncodeSettings) -> None:
+def _wait_for_shared_disk(rank: int, settings: Any) -> None:
     """Wait until this process can see the work folder that rank 0 created, because network file systems show new files late.
 
     Args:
