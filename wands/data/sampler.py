@@ -7,9 +7,8 @@ a resumed run also needs the plan of the epoch, which the checkpoint contains (`
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -76,21 +75,6 @@ class StepPlan:
         return {"sample": self.num_samples, "token": self.num_tokens}
 
 
-class EarlierEpoch(NamedTuple):
-    """Plan of an epoch that is not computed from the present data. It is the rest of an epoch that started before the data
-    changed, or it comes from the file in `packing.plan`.
-
-    Attributes:
-        epoch: pass over the data, from 0.
-        first_step: global step at which the epoch started.
-        plan: plan of the epoch. Its row numbers are those of the present data, and samples that were removed are left out.
-    """
-
-    epoch: int
-    first_step: int
-    plan: EpochPlan
-
-
 @dataclass(eq=False)
 class PlanSampler:
     """All optimizer steps of a training run. Every epoch has new bins (packed batches) in a new order.
@@ -115,9 +99,10 @@ class PlanSampler:
         excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
             samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
-        earlier: plan of the epoch before `start`. None if the run needs no step of the earlier epoch.
-        given: plan of an epoch that was read from the file in `packing.plan`. It has as many steps as the plan that it
-            replaces.
+        given: maps the numbers of epochs to plans that are not computed from the present data. If the data changed, this
+            is the plan of the epoch before `start`, which a resumed run finishes. Its row numbers are those of the present
+            data, and samples that were removed are left out. A plan from the file in `packing.plan` has as many steps as the
+            plan that it replaces.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
@@ -141,8 +126,7 @@ class PlanSampler:
     places: np.ndarray | None = None
     excluded: Collection[str] = ()
     start: tuple[int, int] = (0, 0)
-    earlier: EarlierEpoch | None = None
-    given: EarlierEpoch | None = None
+    given: Mapping[int, EpochPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert len(self.seq_lens) == len(self.keys)
@@ -158,17 +142,17 @@ class PlanSampler:
         self._counted: dict[tuple[int, ...], int] = {}
         # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
         self._first_epoch, self._first_steps = self.start[0], [self.start[1]]
-        if self.earlier is not None:
-            self._first_epoch = self.earlier.epoch
-            self._first_steps.insert(0, self.earlier.first_step)
+        if (earlier := self.given.get(self.start[0] - 1)) is not None:
+            self._first_epoch -= 1
+            self._first_steps.insert(0, self.start[1] - earlier.num_steps)
         self._plan = (self.start[0], self._plan_epoch(self.start[0]))
         self.steps_per_epoch = self._plan[1].num_steps
         self.total_steps = self.max_steps if self.max_steps is not None else self.first_step(self.epochs)
 
     def num_steps(self, epoch: int) -> int:
         """Return the number of optimizer steps of an epoch."""
-        if self.earlier is not None and epoch == self.earlier.epoch:
-            return self.earlier.plan.num_steps
+        if epoch in self.given:
+            return self.given[epoch].num_steps
         if self.schedule is None:
             return self.steps_per_epoch
         phase = self.schedule.phase(epoch)
@@ -224,8 +208,8 @@ class PlanSampler:
         """Return the indices of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
         sample.
         """
-        if (plan := self._given_plan(epoch)) is not None:
-            return np.array([i for step in plan.steps for bin in step for i in bin], np.int64)
+        if epoch in self.given:
+            return np.array([i for step in self.given[epoch].steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)
 
     def iterate(self, start_step: int = 0) -> Iterator[StepPlan]:
@@ -248,12 +232,9 @@ class PlanSampler:
         used[rows] = True
         return [window for window in (window[used[window]] for window in windows) if len(window)]
 
-    def _given_plan(self, epoch: int) -> EpochPlan | None:
-        return next((item.plan for item in (self.earlier, self.given) if item and item.epoch == epoch), None)
-
     def _plan_epoch(self, epoch: int) -> EpochPlan:
-        if (plan := self._given_plan(epoch)) is not None:
-            return plan
+        if epoch in self.given:
+            return self.given[epoch]
         return plan_epoch(
             self.seq_lens,
             max_tokens=self.max_tokens,

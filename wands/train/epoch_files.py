@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.data.packing import EpochPlan
-from wands.data.sampler import EarlierEpoch, StepPlan
+from wands.data.sampler import StepPlan
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.train.run import TrainingRun
 
@@ -57,8 +57,7 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
         raise ConfigError(
             f"packing.plan={path} has a bin with more than packing.max_tokens={sampler.max_tokens} tokens; {fix}."
         )
-    given = EarlierEpoch(epoch, sampler.first_step(epoch), plan)
-    return replace(run, sampler=replace(sampler, given=given))
+    return replace(run, sampler=replace(sampler, given={epoch: plan}))
 
 
 def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     )
     plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
     start = (values["epoch"] + 1, values["first_step"] + len(steps))
-    earlier = EarlierEpoch(values["epoch"], values["first_step"], plan) if state.step < start[1] else None
+    given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
     before, after = {*values["unused"], *(key for key, *_ in samples)}, set(run.data.keys)
     change = (
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
@@ -126,4 +125,4 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     )
     change = "data: a change that was made before the checkpoint takes effect" if is_same else change
     change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
-    return replace(run, sampler=replace(sampler, start=start, earlier=earlier), data_change=change)
+    return replace(run, sampler=replace(sampler, start=start, given=given), data_change=change)
