@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_556
+TOTAL = 21_555
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -21,7 +21,7 @@ FOLDERS = {
     "attention": 927,
     "commands": 4499,
     "config": 1239,
-    "data": 4440,
+    "data": 4439,
     "distributed": 387,
     "encoders": 349,
     "export": 381,

@@ -49,8 +49,7 @@ class RepeatSchedule:
         sources = zip(firsts, num_samples, copies, strict=False)
         rows = [np.tile(np.arange(first, first + num), times) for first, num, times in sources]
         self.sample_of = np.concatenate(rows)
-        ends = np.cumsum([num * times for num, times in zip(num_samples, copies, strict=True)]).tolist()
-        self._first_rows = [0, *ends]
+        self._first_rows = np.cumsum([0, *map(len, rows)]).tolist()
         self._orders = [permutation(num, seed, "visits", number) for number, num in enumerate(num_samples)]
         self.min_samples = sum(floor(r * num) for r, num in zip(self.repeats, self.num_samples, strict=True))
         if not self.min_samples:
@@ -65,7 +64,7 @@ class RepeatSchedule:
         """Whether every epoch uses every row (use of a sample). This is the case if all repeats are integers."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
-    def phase(self, epoch: int) -> tuple[int, ...]:
+    def phase(self, epoch: int) -> tuple[tuple[int, int], ...]:
         """Return numbers that identify the rows (uses of samples) of an epoch. Two epochs with equal numbers use the
         same rows.
 
@@ -73,23 +72,23 @@ class RepeatSchedule:
         extra samples follow each other in a random order of the source's samples, which the seed determines.
 
         Returns:
-            One flat tuple with two numbers for each source: the position of the first extra sample in the random order,
-            and the number of extra samples. The second number is 0 if `repeat` is an integer.
+            Two numbers for each source: the position of the first extra sample in the random order, and the number of extra
+            samples. The second number is 0 if `repeat` is an integer.
         """
-        shares: list[int] = []
+        shares: list[tuple[int, int]] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
             share = (repeat - floor(repeat)) * num
             begin = floor(epoch * share)
-            shares += (begin % num if num else 0, floor((epoch + 1) * share) - begin)
+            shares.append((begin % num if num else 0, floor((epoch + 1) * share) - begin))
         return tuple(shares)
 
     def rows(self, epoch: int) -> np.ndarray:
         """Return the row numbers of an epoch, int64, in ascending order. A row is one use of a sample."""
-        phase, rows = self.phase(epoch), []
-        for number, (repeat, num) in enumerate(zip(self.repeats, self.num_samples, strict=True)):
-            first, whole = self._first_rows[number], floor(repeat) * num
-            begin, count = phase[2 * number : 2 * number + 2]
-            chosen = self._orders[number][np.arange(begin, begin + count) % max(1, num)]
+        rows: list[np.ndarray] = []
+        sources = zip(self._first_rows, self.repeats, self._orders, self.phase(epoch), strict=False)
+        for first, repeat, order, (begin, count) in sources:
+            whole = floor(repeat) * len(order)
+            chosen = order[np.arange(begin, begin + count) % max(1, len(order))]
             rows += [np.arange(first, first + whole), first + whole + np.sort(chosen)]
         return np.concatenate(rows)
 

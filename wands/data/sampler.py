@@ -139,7 +139,7 @@ class PlanSampler:
             assert self.places is not None
             self._windows = storage_windows(self.places, self.buffer_size, self.seed)
         self.repeat_index_of = count_earlier(self.keys)
-        self._counted: dict[tuple[int, ...], int] = {}
+        self._counted: dict[tuple[tuple[int, int], ...], int] = {}
         # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
         self._first_epoch, self._first_steps = self.start[0], [self.start[1]]
         if (earlier := self.given.get(self.start[0] - 1)) is not None:
