@@ -152,12 +152,12 @@ class InspectArguments(Options):
 
 
 def _run(options: InspectArguments) -> int:
-    cache = LatentCache(options.cache, verify=True)
     if options.decode is None:
-        print(safe_lines(describe(cache, options.rows)))
+        print(safe_lines(describe(LatentCache(options.cache, verify=True), options.rows)))
         return 0
     if not (options.model and options.out):
         raise ConfigError("--decode needs --model and --out; add both options.")
+    cache = LatentCache(options.cache, verify=True)
     frames, height, width, _ = decode(cache, options.decode, options.model, options.out)
     print(f"{options.out}: {frames} frames of {width}x{height}")
     return 0
