@@ -36,7 +36,7 @@ from wands.distributed.bootstrap import accelerator_type, init_process_group, st
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError, one_line
-from wands.files import atomic_path
+from wands.files import atomic_path, write_text
 from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
 from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
@@ -106,21 +106,25 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
-    plan = _plan(options, more_requests)
-    source, dims = plan.source, plan.dims
-    label = source.dits["transformer"].label
-    log.info("sampling %d videos on %s with %s", len(plan.requests), plan.device, label)
     with start_together():
-        pipeline = load_pipeline(source, dtype=plan.dtype, device=plan.device, offload=options.offload)
+        source, requests, images, dims, device = _check(options, more_requests)
+    is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
+    origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
+    if dims.world_size > 1:
+        check_ranks(source, origin, requests, images, dims)
+    log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
+    with start_together():
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
     apply_options(pipeline, options)
     guidance: Any = "batched" if options.guidance_mode == "batched" else None
     if dims.world_size > 1:
         guidance = share_pipeline(pipeline, dims, options.attention_backend) or guidance
     else:
-        set_attention(pipeline, torch.device(plan.device), ProcessGroups(dims), options.attention_backend)
+        set_attention(pipeline, torch.device(device), ProcessGroups(dims), options.attention_backend)
     number = _next_number(options.out_dir)
     results, rows = [], []
-    for i, (request, request_images) in enumerate(zip(plan.requests, plan.images, strict=True)):
+    for i, (request, request_images) in enumerate(zip(requests, images, strict=True)):
         view = pipeline_for(pipeline, request, request_images)
         view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
         times = [time.perf_counter()]
@@ -143,8 +147,8 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
             seconds=times[-1] - times[0],
         )
-        _write(result, frames, latents, plan.origin)
-        values = i + 1, len(plan.requests), result.seconds, *np.diff(times), result.video
+        _write(result, frames, latents, origin)
+        values = i + 1, len(requests), result.seconds, *np.diff(times), result.video
         log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
         results.append(result)
         rows.append(SheetRow(_label(request), [pick_frames(frames, SHEET_FRAMES)]))
@@ -153,51 +157,25 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
     return results
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Checked inputs of `infer`. They are collected before any weight is loaded, so that errors are reported early.
-
-    Attributes:
-        source: files from which the pipeline is loaded, with the DiTs and LoRAs that the options add.
-        requests: requests to sample.
-        images: first and last image of each request.
-        dims: number of ranks that divide the attention heads and the tokens among themselves, and the position of this rank.
-        device: device to sample on.
-        dtype: dtype of the DiTs and the text encoder.
-        origin: facts about the model and its weights, which are written to `samples.jsonl`.
-    """
-
-    source: PipelineSource
-    requests: list[SampleRequest]
-    images: list[ConditionImages]
-    dims: ParallelDims
-    device: str
-    dtype: torch.dtype
-    origin: dict[str, Any]
-
-
-def _plan(options: InferOptions, more_requests: Sequence[SampleRequest]) -> _Plan:
-    with start_together():
-        source = find_source(options)
-        prompts: list[str | SampleRequest] = list(options.prompts)
-        prompts += read_prompts(options.prompts_file) if options.prompts_file else []
-        fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
-        requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
-        split = options.guidance_mode == "auto" and all(r.guidance_scale > 1 for r in requests)
-        dims, degree_problems = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree, split)
-        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if dims.world_size > 1:
-            device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        images, image_problems = read_images([] if problems else requests)
-        problems += [*degree_problems, *_option_problems(options, device, dims), *image_problems]
-        if problems:
-            raise ConfigError(problems)
-    is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
-    origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
+def _check(
+    options: InferOptions, more_requests: Sequence[SampleRequest]
+) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], ParallelDims, str]:
+    """Return (pipeline, requests, images of each request, parallel dimensions, device) after all checks that need no weights."""
+    source = find_source(options)
+    prompts: list[str | SampleRequest] = list(options.prompts)
+    prompts += read_prompts(options.prompts_file) if options.prompts_file else []
+    fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
+    requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
+    split = options.guidance_mode == "auto" and all(r.guidance_scale > 1 for r in requests)
+    dims = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree, split)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dims.world_size > 1:
-        check_ranks(source, origin, requests, images, dims)
-    dtype = torch.bfloat16 if is_bf16 else torch.float32
-    return _Plan(source, requests, images, dims, device, dtype, origin)
+        device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    images, image_problems = read_images([] if problems else requests)
+    problems += [*_option_problems(options, device, dims), *image_problems]
+    if problems:
+        raise ConfigError(problems)
+    return source, requests, images, dims, device
 
 
 def find_source(options: InferOptions) -> PipelineSource:
@@ -339,8 +317,7 @@ def check_ranks(
     for i, (request, given) in enumerate(zip(requests, images, strict=True), start=1):
         command[f"prompt {i}"] = request.model_dump() | {
             f"contents of {key}": hashlib.sha256(image.tobytes()).hexdigest()[:16]
-            for key, image in vars(given).items()
-            if image is not None
+            for key, image in given.items()
         }
     software = {"wands": __version__} | {
         name: version(name) for name in ("torch", "diffusers", "transformers")
@@ -365,8 +342,7 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
     }
     path = result.video.parent / RECORD_FILE
     earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
-    with atomic_path(path) as temporary:
-        temporary.write_text(earlier + json.dumps(record, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, earlier + json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def _next_number(out_dir: Path) -> int:

@@ -117,13 +117,12 @@ def what_fits(
     for gpus in counts:
         machines = [MACHINES[name] for name in memories]
         header = [f"{gpus} GPU{'s' * (gpus > 1)} of", *(f"{m.memory / 1e9:.0f} GB" for m in machines)]
-        rows = [header]
+        rows = [header, ["---"] * len(header)]
         for name in ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b", "wan2.1-t2v-14b", "wan2.2-t2v-a14b"):
             for kind, label in (("lora", "LoRA"), ("finetune", "full")):
                 cells = [_best_setting(name, kind, machine, gpus) for machine in machines]
                 rows.append([f"{name.rsplit('-', 1)[1].upper()} {label}", *cells])
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        tables.append("\n".join([lines[0], "|---" * len(header) + "|", *lines[1:]]))
+        tables.append("\n".join(f"| {' | '.join(row)} |" for row in rows))
     return "\n\n".join(tables)
 
 
@@ -153,11 +152,9 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
         ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
         if candidates := search(Task(workload, lens, machine, ds_configs)):
             best = candidates[0].workload
-            words = [candidates[0].ds_name]
-            words += [f"cp {best.cp_size}"] if best.cp_size > 1 else []
-            words += [best.recipe.model.checkpointing]
-            words += [quantize] if quantize != "none" else []
-            return ", ".join(words)
+            cp = f"cp {best.cp_size}" if best.cp_size > 1 else ""
+            words = candidates[0].ds_name, cp, best.recipe.model.checkpointing, quantize.replace("none", "")
+            return ", ".join(filter(None, words))
     return "–"
 
 

@@ -19,6 +19,26 @@ from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
 
 
+def check_embedding(model: UMT5EncoderModel, label: str) -> None:
+    """Check that the encoder uses the trained token embedding `shared`.
+
+    transformers releases of late 2025 give the encoder a random embedding, so that every caption becomes noise. Sampled videos
+    are then sharp, but ignore the prompt.
+
+    Args:
+        model: loaded encoder.
+        label: name of the model in the error message.
+
+    Raises:
+        ConfigError: if the values of the two embeddings differ.
+    """
+    if not torch.equal(model.encoder.embed_tokens.weight, model.shared.weight):
+        raise ConfigError(
+            f"{label}: the installed package transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
+            "transformers."
+        )
+
+
 class TextEncoder:
     """UMT5 encoder with its tokenizer. It encodes one caption at a time, without padding.
 
@@ -33,12 +53,7 @@ class TextEncoder:
         Raises:
             ConfigError: if the token embedding has random values, because of a faulty transformers release.
         """
-        if model.encoder.embed_tokens.weight.data_ptr() != model.shared.weight.data_ptr():
-            # Releases of late 2025 have this bug: every caption becomes noise, without an error.
-            raise ConfigError(
-                "text_encoder: this release of transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). "
-                "Upgrade transformers."
-            )
+        check_embedding(model, "text_encoder")
         self.tokenizer = tokenizer
         self.model = model.eval().requires_grad_(False)
 
@@ -68,13 +83,7 @@ class TextEncoder:
         Returns:
             bf16 [L, D] on the CPU, for L >= 1 tokens and width D of the encoder.
         """
-        tokens = self.tokenizer(
-            clean_caption(caption),
-            max_length=TEXT_LEN,
-            truncation=True,
-            add_special_tokens=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        ).to(self.model.device)
+        options = {"max_length": TEXT_LEN, "truncation": True, "return_tensors": "pt"}
+        tokens = self.tokenizer(clean_caption(caption), **options).to(self.model.device)
         states = self.model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         return states[0].to("cpu", torch.bfloat16)

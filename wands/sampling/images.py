@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -16,16 +16,11 @@ from wands.data.clips.video import decode_clip, probe
 from wands.errors import DataError
 from wands.sampling.requests import SampleRequest, flag_of
 
-
-@dataclass(frozen=True)
-class ConditionImages:
-    """First and last image of a video to sample, in RGB and in the size of the video.
-
-    An image that the user did not give is None.
-    """
-
-    image: Image.Image | None = None
-    last_image: Image.Image | None = None
+ConditionImages: TypeAlias = Mapping[str, Image.Image]
+"""First and last image of a video to sample, in RGB and in the size of the video. The keys "image" and "last_image" are arguments
+of diffusers' pipelines. An image that the user did not give is missing.
+"""
+NO_IMAGES: ConditionImages = {}
 
 
 def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages], list[str]]:
@@ -38,7 +33,7 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
         (images of each request, error texts). There is one error text for each file that cannot be used.
     """
     read = functools.cache(read_image)  # many prompts may share an image
-    images, problems = [], []
+    images, problems = list[ConditionImages](), []
     for request in requests:
         given: dict[str, Image.Image] = {}
         for key in ("image", "last_image"):
@@ -48,7 +43,7 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
                 given[key] = read(Path(path), request.height, request.width, last=key == "last_image")
             except DataError as error:
                 problems.append(f"{flag_of(key)}={path} cannot be used: {error}")
-        images.append(ConditionImages(**given))
+        images.append(given)
     return images, list(dict.fromkeys(problems))
 
 

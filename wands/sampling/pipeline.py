@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 
 from wands.config.options import InferOptions
 from wands.encoders.components import WEIGHT_STEMS, quiet_loading
+from wands.encoders.text import check_embedding
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.files import read_json_object
 from wands.model.files.hub import fetch_model
@@ -242,8 +243,8 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
         ConfigError: if the weights in a diffusers folder are missing, are damaged, or do not fit the folder's config.
         CheckpointError: if the weights of a checkpoint do not fit their config.
     """
-    if source.load is not None and source.config is not None:
-        return _load_trained(source.label, source.config, source.load(), dtype)
+    if source.load is not None:
+        return _load_trained(source, source.load(), dtype)
     try:
         transformer, info = WanTransformer3DModel.from_pretrained(
             source.folder,
@@ -267,20 +268,20 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
 
 
 def _load_trained(
-    label: str, config: Mapping[str, Any], state: dict[str, torch.Tensor], dtype: torch.dtype
+    source: DiTSource, state: dict[str, torch.Tensor], dtype: torch.dtype
 ) -> WanTransformer3DModel:
     from accelerate import init_empty_weights
 
     # The weights are assigned below, so the parameters need no memory yet. The buffers of RoPE are computed here.
     with init_empty_weights(include_buffers=False):
-        transformer = WanTransformer3DModel.from_config(config)
+        transformer = WanTransformer3DModel.from_config(source.config)
     for name in state:
         state[name] = state[name].to(stock_dtype(name, dtype))  # as in from_pretrained
     try:
         transformer.load_state_dict(state, assign=True)
     except RuntimeError as error:
         raise CheckpointError(
-            f"{label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another checkpoint."
+            f"{source.label}: the tensors of the checkpoint do not fit its config ({one_line(error)}). Use another checkpoint."
         ) from None
     return transformer.eval()
 
@@ -305,13 +306,7 @@ def load_components(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
-    encoder = pipeline.text_encoder
-    if not torch.equal(encoder.encoder.embed_tokens.weight, encoder.shared.weight):
-        # With transformers releases of late 2025 the embedding is random, and sharp videos ignore the prompt.
-        raise ConfigError(
-            f"{label}: the installed package transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
-            "transformers."
-        )
+    check_embedding(pipeline.text_encoder, label)
     scheduler = pipeline.scheduler.config
     if not (scheduler.get("use_flow_sigmas") or "shift" in scheduler):
         raise ConfigError(

@@ -10,24 +10,17 @@ import diffusers
 import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers import WanPipeline
 
 from wands.errors import WandsError
 from wands.sampling.guidance import predict_together
-from wands.sampling.images import ConditionImages
+from wands.sampling.images import NO_IMAGES, ConditionImages
 from wands.sampling.pipeline import AnyPipeline
 from wands.sampling.requests import SampleRequest
 from wands.sampling.schedulers import with_shift
 from wands.variants import TEXT_LEN
 
-NO_IMAGES = ConditionImages()
 Texts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. None without guidance."""
-
-
-def takes_images(pipeline: AnyPipeline) -> bool:
-    """Return whether a pipeline is a `WanImageToVideoPipeline`, the diffusers class for sampling from images."""
-    return not isinstance(pipeline, WanPipeline)
 
 
 def pipeline_for(
@@ -44,7 +37,7 @@ def pipeline_for(
         images: images of the request, which decide the class of the result.
     """
     # Imported only if used, because the class for images requires torchvision.
-    name = "WanPipeline" if images.image is None else "WanImageToVideoPipeline"
+    name = "WanImageToVideoPipeline" if "image" in images else "WanPipeline"
     pipeline_class: Any = getattr(diffusers, name)
     parameters = inspect.signature(pipeline_class.__init__).parameters
     parts = {key: part for key, part in pipeline.components.items() if key in parameters}
@@ -94,7 +87,6 @@ def sample_latents(
     """
     others = {"seed", "flow_shift", "image", "last_image", "prompt", "negative_prompt"}
     options = request.model_dump(exclude=others, exclude_none=True)
-    options |= {key: image for key, image in vars(images).items() if image is not None}
     prompt, negative = texts or encode_texts(pipeline, request)
     together = guidance is not None and negative is not None
     with predict_together(pipeline, (prompt, negative), guidance) if together else nullcontext():
@@ -105,6 +97,7 @@ def sample_latents(
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="latent",
             **options,
+            **images,
         ).frames[0]
     if not torch.isfinite(latents).all():
         raise WandsError(
@@ -130,11 +123,9 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor, *, tiled: bool 
     vae = pipeline.vae
     latents = latents[None].to(pipeline._execution_device, vae.dtype)
     mean, std = (
-        torch.tensor(values).view(1, -1, 1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
+        torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(latents).view(2, -1, 1, 1, 1)
     )
-    inverse_std = 1.0 / std.to(latents.device, latents.dtype)
-    latents = latents / inverse_std + mean.to(latents.device, latents.dtype)
+    latents = latents / (1.0 / std) + mean
     vae.use_tiling = tiled
     video = vae.decode(latents.to(vae.post_quant_conv.weight.dtype), return_dict=False)[0].float()
     vae.use_tiling = False  # images are encoded without tiles

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -35,7 +36,6 @@ from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
 from wands.sampling.pipeline import AnyPipeline
-from wands.sampling.sample import takes_images
 from wands.variants import TEXT_LEN, Variant
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 def plan_ranks(
     variant: Variant, ulysses_degree: int | None = None, ring_degree: int | None = None, split: bool = False
-) -> tuple[ParallelDims, list[str]]:
+) -> ParallelDims:
     """Choose the Ulysses degree and the ring degree for sampling. All ranks of a launcher sample each video together.
 
     Without a launcher, there is one rank.
@@ -57,11 +57,12 @@ def plan_ranks(
             half the predictions for the negative prompt. The ranks are not divided if the given degrees need all ranks.
 
     Returns:
-        (parallel dimensions of this rank, error texts). The list of error texts has at most one text, and is empty if
-        the degrees are valid.
+        The parallel dimensions of this rank.
+
+    Raises:
+        ConfigError: if the degrees do not fit the model or the number of ranks.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    dims = ParallelDims(world_size, rank)
     options = {"--ulysses-degree": ulysses_degree, "--ring-degree": ring_degree}
     given = {flag: value for flag, value in options.items() if value is not None}
     product = (ulysses_degree or 1) * (ring_degree or 1)
@@ -69,10 +70,10 @@ def plan_ranks(
     size = world_size // 2 if split and world_size % (2 * product) == 0 else world_size
     if size % product or (len(given) == 2 and product != size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
-        return dims, [
+        raise ConfigError(
             f"{text}: the product of the degrees must be world_size={world_size}, because all processes share each video. Start "
             f"{product} processes with a launcher, or leave the options out."
-        ]
+        )
     parallel = ParallelConfig(cp_size=size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)
     try:
         degrees = choose_degrees(
@@ -82,8 +83,8 @@ def plan_ranks(
         text = str(error).replace(f"parallel.cp_size={size}", f"world_size={world_size}")
         for flag in options:
             text = text.replace(f"parallel.{flag[2:].replace('-', '_')}", flag)
-        return dims, [text]
-    return ParallelDims(world_size, rank, *degrees), []
+        raise ConfigError(text) from None
+    return ParallelDims(world_size, rank, *degrees)
 
 
 def share_pipeline(
@@ -145,11 +146,7 @@ def set_attention(
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes.
-
-    The VAE's weights are checked only if the pipeline can take images. All ranks encode the images with the VAE, but
-    only one rank decodes the video.
-    """
+    """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes."""
     config = pipeline.config
     parts: dict[str, Any] = {
         "pipeline": {
@@ -158,10 +155,7 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
             "expand_timesteps": config.expand_timesteps,
         }
     }
-    names = ["text_encoder", "image_encoder", "transformer", "transformer_2"]
-    if config.expand_timesteps or takes_images(pipeline):
-        names.append("vae")
-    for name in names:
+    for name in ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae"):
         if (module := getattr(pipeline, name, None)) is not None:
             parts[name] = _checksums(module, device)
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
@@ -209,28 +203,34 @@ def shard_transformer(
         dims: parallel dimensions of this rank, with the degrees that `self_attention` uses.
         group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
     """
-    cut = _Cut(transformer.config.patch_size, dims, group)
-    transformer.rope.register_forward_hook(cut.angles)
-    transformer.condition_embedder.register_forward_pre_hook(cut.timesteps, with_kwargs=True)
-    transformer.blocks[0].register_forward_pre_hook(cut.tokens)
-    transformer.proj_out.register_forward_hook(cut.join)
+    processor = ShardedAttentionProcessor(self_attention, transformer.config.patch_size, dims, group)
+    transformer.rope.register_forward_hook(processor.angles)
+    transformer.condition_embedder.register_forward_pre_hook(processor.timesteps, with_kwargs=True)
+    transformer.blocks[0].register_forward_pre_hook(processor.tokens)
+    transformer.proj_out.register_forward_hook(processor.join)
     for block in transformer.blocks:
-        block.attn1.set_processor(ShardedAttentionProcessor(self_attention, cut))
+        block.attn1.set_processor(processor)
 
 
+@dataclass(eq=False)
 class ShardedAttentionProcessor:
-    """Attention processor of diffusers that computes self-attention over the tokens of all ranks.
+    """Attention processor of diffusers that computes self-attention over the tokens of all ranks, and hooks of the DiT.
 
-    The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself is
-    computed by `self_attention`.
+    The hooks select this rank's tokens before the blocks, and gather the outputs of all ranks after the head. The projections,
+    norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself is computed by
+    `self_attention`.
 
-    Args:
+    Attributes:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
-        cut: hooks of the DiT, which also store the metadata of this rank's tokens for `self_attention`.
+        patch_size: size of one token in latent (frames, rows, columns).
+        dims: parallel dimensions of this rank.
+        group: ranks that share a sample; None for one rank.
     """
 
-    def __init__(self, self_attention: SelfAttention, cut: _Cut) -> None:
-        self.self_attention, self.cut = self_attention, cut
+    self_attention: SelfAttention
+    patch_size: tuple[int, int, int]
+    dims: ParallelDims
+    group: dist.ProcessGroup | None
 
     def __call__(
         self,
@@ -245,20 +245,10 @@ class ShardedAttentionProcessor:
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
         samples = zip(q, k, v, strict=True)
-        out = torch.stack([self.self_attention(*sample, self.cut.meta) for sample in samples])
+        out = torch.stack([self.self_attention(*sample, self.meta) for sample in samples])
         for module in attn.to_out:
             out = module(out if out.dim() == 3 else out.flatten(2))
         return out
-
-
-class _Cut:
-    """Hooks of one DiT: select this rank's tokens before the blocks, and gather all ranks' outputs after the head."""
-
-    def __init__(self, patch_size: tuple[int, int, int], dims: ParallelDims, group: dist.ProcessGroup | None):
-        self.patch_size, self.dims, self.group = patch_size, dims, group
-        self.meta: PackedMeta
-        self._mine: Tensor
-        self._order: Tensor
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Select the rotary angles of this rank's tokens from `output`, the angles of all tokens of a sample.

@@ -138,7 +138,7 @@ def _read_or_encode(run: TrainingRun, device: torch.device) -> dict[str, Tensor]
     # As for wands infer, so that both give the same video.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     facts = repr((dtype, run.samples, fingerprint_pipeline(run.recipe.model.path))).encode()
-    pixels = [image.tobytes() for given in images for image in vars(given).values() if image]
+    pixels = [image.tobytes() for given in images for image in given.values()]
     fingerprint = hashlib.sha256(b"".join([facts, *pixels])).hexdigest()
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:  # missing or damaged
         if (file.metadata() or {}).get("fingerprint") == fingerprint:
@@ -160,7 +160,7 @@ def _encode(
     for i, (request, given) in enumerate(zip(requests, images, strict=True)):
         view = pipeline_for(pipeline, request, given)
         tensors[f"{i}.prompt_embeds"], tensors[f"{i}.negative_prompt_embeds"] = encode_texts(view, request)
-        if not (both := [image for image in vars(given).values() if image]):
+        if not (both := list(given.values())):
             continue
         if getattr(view, "image_encoder", None) is not None:
             tensors[f"{i}.image_embeds"] = view.encode_image(both)
@@ -355,7 +355,7 @@ class RunSamples:
         device, blank = self._trainer.device, Image.new("RGB", (request.width, request.height))
         stored = [self._tensors.get(f"{number}.{name}") for name in _NAMES]
         *texts, embeds, latents = [x if x is None else x.to(device) for x in stored]
-        images = ConditionImages(blank if request.image else None, blank if request.last_image else None)
+        images = {key: blank for key in ("image", "last_image") if getattr(request, key)}
         view: Any = pipeline_for(self._pipeline, request, images)
         view.set_progress_bar_config(disable=True)
         view.encode_prompt, view.encode_image = lambda *_, **__: texts, lambda *_: embeds

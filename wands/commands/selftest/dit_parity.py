@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
-from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, judge_error, relative_error
+from wands.commands.selftest.parity_setup import Result, Setup, Skipped, judge_error, relative_error
 from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator
@@ -96,7 +96,7 @@ class Comparison(NamedTuple):
     origin: str
 
 
-def check_output(found: Comparison) -> Outcome:
+def check_output(found: Comparison) -> Result:
     """Compare the velocity that the tested model predicts for each sample with the expected velocity.
 
     Args:
@@ -111,7 +111,7 @@ def check_output(found: Comparison) -> Outcome:
     return _judge(found, names, OUTPUT_BOUND)
 
 
-def check_gradients(found: Comparison) -> Outcome:
+def check_gradients(found: Comparison) -> Result:
     """Compare the gradient of each parameter in `PARAMETERS` with the gradient of the reference model.
 
     Args:
@@ -120,7 +120,7 @@ def check_gradients(found: Comparison) -> Outcome:
     return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
 
 
-def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
+def _judge(found: Comparison, names: Collection[str], bound: float) -> Result:
     assert found.tested.keys() == found.expected.keys()
     tested, rounded = (
         max(relative_error(answer[name], found.expected[name]) for name in names)
@@ -129,8 +129,7 @@ def _judge(found: Comparison, names: Collection[str], bound: float) -> Outcome:
     why = "fp32 sums in a different order"
     if found.rounded is not found.expected:
         bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
-    passed, number, text = judge_error(tested, bound, why)
-    return Outcome(passed, f"{number} to {found.origin}", text)
+    return judge_error(tested, bound, why, found.origin)
 
 
 class PackedSamples:
@@ -293,9 +292,7 @@ def compare_to_one_process(setup: Setup) -> Comparison:
             f"variable DS_ACCELERATOR={setup.device.type}.",
             agreed=True,
         )
-    dims, problems = plan_ranks(setup.variant)
-    if problems:
-        raise ConfigError(problems)
+    dims = plan_ranks(setup.variant)
     groups = ProcessGroups.build(dims, device)
     bin, dtype = PackedSamples(setup, i2v_ratio=1.0), setup.dtype
     # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
@@ -344,7 +341,7 @@ def _choose_trained(model: torch.nn.Module) -> None:
         parameter.requires_grad_(name in PARAMETERS)
 
 
-def check_names(setup: Setup) -> Outcome:
+def check_names(setup: Setup) -> Result:
     """Convert the DiT's parameter names from diffusers' names to official Wan's names and back, and compare the names.
 
     The check passes if every parameter name is unchanged after both conversions.
@@ -354,6 +351,6 @@ def check_names(setup: Setup) -> Outcome:
         official = rename_all(names, DIT.to_official, "diffusers")
         back = rename_all(official, DIT.to_diffusers, "official")
     except CheckpointError as error:
-        return Outcome(False, str(error), "one to one")
+        return Result.of(False, str(error), "one to one")
     same = sum(official[stored] == name for name, stored in back.items())
-    return Outcome(same == len(names), f"{same} of {len(names)} names are unchanged", "all")
+    return Result.of(same == len(names), f"{same} of {len(names)} names are unchanged", "all")

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanVideoToVideo
 from PIL import Image
 from torch import Tensor
 
-from wands.commands.selftest.parity_setup import Outcome, Setup, Skipped, judge, judge_error, relative_error
+from wands.commands.selftest.parity_setup import Result, Setup, Skipped, judge, judge_error, relative_error
 from wands.commands.selftest.stock import OFFICIAL_TEXT_LEN
 from wands.data.clips.video import to_pixels
 from wands.data.conditions import condition_channels
@@ -86,25 +86,25 @@ class VaePart:
         return condition[0].cpu()
 
 
-def check_pixels(part: VaePart) -> Outcome:
+def check_pixels(part: VaePart) -> Result:
     """Check that `wands preprocess` gives the VAE the same pixels in [-1, 1] as the stock pipeline of diffusers."""
     pixels = to_pixels(part.setup.frames)
     low, high = pixels.aminmax()
     error = float((pixels - part.pixels).abs().max())
     number = f"pixels in [{low:.3f}, {high:.3f}], largest difference {error:.2g} from the stock pipeline"
-    return Outcome(error <= 1e-6, number, "[-1, 1], <= 1e-06")
+    return Result.of(error <= 1e-6, number, "[-1, 1], <= 1e-06")
 
 
-def check_latents(part: VaePart) -> Outcome:
+def check_latents(part: VaePart) -> Result:
     """Compare the normalised latents of `wands preprocess` with the latents of diffusers' stock pipeline."""
     latents, variant = part.encoder.encode(part.pixels), part.setup.variant
     shape = [variant.dit.out_channels, *variant.latent_size(*part.pixels.shape[1:])]
     if list(latents.shape) != shape:
-        return Outcome(False, f"latents {list(latents.shape)}", f"{shape}, the shape of {variant.name}")
+        return Result.of(False, f"latents {list(latents.shape)}", f"{shape}, the shape of {variant.name}")
     return judge(latents, part.latents)
 
 
-def check_statistics(part: VaePart) -> Outcome:
+def check_statistics(part: VaePart) -> Result:
     """Check the statistics (mean and standard deviation) in the VAE's config, with which latents are normalised.
 
     If the model has the shape of a published Wan model, compare the config with the published statistics. If the user
@@ -122,7 +122,7 @@ def check_statistics(part: VaePart) -> Outcome:
         low, high = STD_BAND
         passed = passed is not False and abs(mean) <= MEAN_BAND and low <= std <= high
         bounds.append(f"mean within {MEAN_BAND}, std {low} to {high}")
-    return Outcome(passed, number, ", ".join(bounds) or "no bound for a synthetic clip; add --clip")
+    return Result.of(passed, number, ", ".join(bounds) or "no bound for a synthetic clip; add --clip")
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
@@ -134,7 +134,7 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
     return float("inf")
 
 
-def check_roundtrip(part: VaePart) -> Outcome:
+def check_roundtrip(part: VaePart) -> Result:
     """Encode and decode the clip with the VAE, and measure the PSNR of the decoded clip relative to the original clip.
 
     The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB.
@@ -142,18 +142,18 @@ def check_roundtrip(part: VaePart) -> Outcome:
     decoded = part.encoder.decode(part.latents)
     psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))
     if not part.setup.is_published:
-        return Outcome(None, f"PSNR {psnr:.1f} dB", "no bound for a VAE that was never published")
-    return Outcome(psnr >= PSNR_FLOOR, f"PSNR {psnr:.1f} dB", f">= {PSNR_FLOOR:g} dB")
+        return Result.of(None, f"PSNR {psnr:.1f} dB", "no bound for a VAE that was never published")
+    return Result.of(psnr >= PSNR_FLOOR, f"PSNR {psnr:.1f} dB", f">= {PSNR_FLOOR:g} dB")
 
 
-def check_condition(part: VaePart) -> Outcome:
+def check_condition(part: VaePart) -> Result:
     """Compare the image condition (mask and latents) of an image-to-video model with diffusers' stock pipeline."""
     patch = part.setup.variant.dit.patch_size
     latents = part.encoder.encode(given_frames(part.pixels, part.has_last))
     return judge(condition_channels(latents, part.has_last, patch), patchify(part.stock_condition(), patch))
 
 
-def check_first_frame(part: VaePart) -> Outcome:
+def check_first_frame(part: VaePart) -> Result:
     """Compare the first latent frame of a whole clip with the latents of the clip's first frame alone.
 
     `wands preprocess` encodes the whole clip. For the model TI2V (text and image to video), diffusers' stock pipeline
@@ -186,7 +186,7 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
 
 
 @torch.no_grad()
-def check_image_embeds(setup: Setup) -> Outcome:
+def check_image_embeds(setup: Setup) -> Result:
     """Compare the image embeddings of `wands preprocess` with the image embeddings of diffusers' stock pipeline.
 
     The image embeddings are the hidden states before CLIP's last layer.
@@ -239,7 +239,7 @@ class TextPart:
         return embeds[0].float().cpu()
 
 
-def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Outcome:
+def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Result:
     """Compare text embeddings of `wands preprocess` with text embeddings of diffusers' stock pipeline.
 
     The embeddings of `wands preprocess` are padded with zeros to 512 tokens for the comparison.
@@ -258,16 +258,16 @@ def check_embeds(part: TextPart, captions: tuple[str, ...] = CAPTIONS) -> Outcom
     return judge_error(max(errors), 0.1, "computed in bf16, padded and unpadded")
 
 
-def check_tied(part: TextPart) -> Outcome:
+def check_tied(part: TextPart) -> Result:
     """Check that the encoder of UMT5 uses the trained token embedding `shared.weight` itself, and not a separate tensor."""
     used, trained = part.model.encoder.embed_tokens.weight, part.model.shared.weight
     error = float((used - trained).abs().max())
     same = used.data_ptr() == trained.data_ptr()
     number = f"encoder.embed_tokens is {'' if same else 'not '}shared.weight, largest difference {error:.2g}"
-    return Outcome(same and error == 0, number, "the same tensor")
+    return Result.of(same and error == 0, number, "the same tensor")
 
 
-def check_pads(part: TextPart) -> Outcome:
+def check_pads(part: TextPart) -> Result:
     """Check that a text embedding of diffusers' stock pipeline has 512 rows and is zero after the caption's last token.
 
     The row of the last token itself must not be zero.
@@ -278,10 +278,10 @@ def check_pads(part: TextPart) -> Outcome:
     ends = min(float(rows[length - 1].abs().max()) for rows, length in zip(stock, lens, strict=True))
     number = f"captions of {', '.join(map(str, lens))} tokens, the largest value after a caption is {pads:g}"
     whole = all(len(rows) == OFFICIAL_TEXT_LEN for rows in stock)
-    return Outcome(pads == 0 < ends and whole, number, "0 up to row 512")
+    return Result.of(pads == 0 < ends and whole, number, "0 up to row 512")
 
 
-def check_length(part: TextPart) -> Outcome:
+def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens. Compare its embeddings of two long captions with
     the embeddings of diffusers' stock pipeline.
 
@@ -290,7 +290,8 @@ def check_length(part: TextPart) -> Outcome:
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))
     short, long = (len(part.encode(caption)) for caption in captions)
-    compared = check_embeds(part, captions)
-    passed = bool(compared.passed) and 226 < short < long == OFFICIAL_TEXT_LEN
-    number = f"long captions keep {short} and {long} tokens, {compared.number}"
-    return Outcome(passed, number, f"226 < n < 512 and 512, {compared.bound}")
+    embeds = check_embeds(part, captions)
+    passed = embeds.status == "pass" and 226 < short < long == OFFICIAL_TEXT_LEN
+    return Result.of(
+        passed, f"long captions keep {short} and {long} tokens, {embeds.text}", "226 < n < 512 and 512"
+    )

@@ -5,7 +5,6 @@ The checks compare two DiTs for the same timestep: the DiT that diffusers' stock
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,10 +12,10 @@ from unittest.mock import MagicMock
 import diffusers
 import torch
 
-from wands.commands.selftest.parity_setup import Outcome, Setup
+from wands.commands.selftest.parity_setup import Result, Setup
 from wands.config.recipe import FlowConfig
 from wands.flow.rng import philox
-from wands.flow.sigmas import sample_sigma
+from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.model.files.loading import load_index
 from wands.model.files.name_maps import EXPERTS
 
@@ -24,30 +23,29 @@ SHIFTS = (1.0, 3.0, 5.0, 8.0, 12.0)
 NUM_DRAWS = 1000
 
 
-def check_boundary(setup: Setup) -> Outcome:
+def check_boundary(setup: Setup) -> Result:
     """Compare the DiT that the stock pipeline uses with the DiT that wands trains, at three timesteps.
 
     The timesteps are above, at and below the boundary between the timesteps of the two experts (DiTs).
     """
-    ratio, num_timesteps = _read_boundary(setup)
-    offsets = (1.0, 0.0, -1.0)
-    timesteps = [offset + ratio * num_timesteps for offset in offsets]
+    boundary, offsets = _boundary(setup), (1.0, 0.0, -1.0)
+    timesteps = [offset + boundary * NUM_TRAIN_TIMESTEPS for offset in offsets]
     texts, is_equal = [], True
     for offset, t, used in zip(offsets, timesteps, _ask_pipeline(setup, timesteps), strict=True):
-        sigma = ratio + offset / num_timesteps
+        sigma = boundary + offset / NUM_TRAIN_TIMESTEPS
         ranges = {expert.subfolder: expert.sigma_range for expert in setup.variant.experts}
         trained = next((name for name, (low, high) in ranges.items() if low <= sigma < high), "none")
         is_equal &= trained == used
         texts.append(f"t={t:g} {used}" + ("" if trained == used else f" (trained: {trained})"))
-    return Outcome(is_equal, ", ".join(texts), "equal for sampling and training")
+    return Result.of(is_equal, ", ".join(texts), "equal for sampling and training")
 
 
-def check_draws(setup: Setup) -> Outcome:
+def check_draws(setup: Setup) -> Result:
     """Check the noise levels that training draws for each expert (DiT for a range of timesteps).
 
     At each drawn noise level, diffusers' stock pipeline must use the expert for which training drew the noise level.
     """
-    ratio, num_timesteps = _read_boundary(setup)
+    boundary = _boundary(setup) * NUM_TRAIN_TIMESTEPS
     wrong = count = 0
     for shift in SHIFTS:
         flow = FlowConfig(flow_shift=shift)
@@ -55,25 +53,17 @@ def check_draws(setup: Setup) -> Outcome:
             ends = [SimpleNamespace(random=lambda end=end: end) for end in (0.0, 1.0 - 2.0**-53)]
             generators: list[Any] = [*ends, *[philox("selftest", expert.name, str(shift))] * (NUM_DRAWS + 1)]
             sigmas = [sample_sigma(generator, flow, *expert.sigma_range) for generator in generators]
-            timesteps = torch.tensor(sigmas, dtype=torch.float32) * num_timesteps
-            is_high = timesteps.double() >= ratio * num_timesteps
+            timesteps = torch.tensor(sigmas, dtype=torch.float32) * NUM_TRAIN_TIMESTEPS
+            is_high = timesteps.double() >= boundary
             wrong += int((is_high != (expert.subfolder == EXPERTS[0])).sum())
             count += len(sigmas)
     shifts = ", ".join(f"{shift:g}" for shift in SHIFTS)
-    return Outcome(wrong == 0, f"{wrong} of {count} noise levels of the other expert, shifts {shifts}", "0")
+    return Result.of(wrong == 0, f"{wrong} of {count} noise levels of the other expert, shifts {shifts}", "0")
 
 
-def _read_boundary(setup: Setup) -> tuple[float, int]:
-    """Read the boundary between the timesteps of the two experts.
-
-    Returns:
-        (boundary, num_timesteps). The high-noise expert is used at timesteps t >= boundary * num_timesteps. The
-        scheduler of the model has num_timesteps training timesteps.
-    """
-    file = setup.folder / "scheduler" / "scheduler_config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    assert setup.variant.boundary_ratio is not None
-    return setup.variant.boundary_ratio, int(config.get("num_train_timesteps", 1000))
+def _boundary(setup: Setup) -> float:
+    assert setup.variant.boundary_ratio is not None  # the model has two experts
+    return setup.variant.boundary_ratio
 
 
 def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
@@ -85,7 +75,6 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         setup: setup with the model.
         timesteps: timesteps in descending order.
     """
-    ratio, num_timesteps = _read_boundary(setup)
     latents, called = torch.zeros(1, 16, 1, 2, 2), []
 
     def stand_in(name: str) -> MagicMock:
@@ -97,7 +86,7 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         return MagicMock(config=config, dtype=torch.float32, side_effect=call)
 
     scheduler = MagicMock(order=1, timesteps=torch.tensor(timesteps, dtype=torch.float64))
-    scheduler.config.num_train_timesteps = num_timesteps
+    scheduler.config.num_train_timesteps = NUM_TRAIN_TIMESTEPS
     scheduler.step.return_value = (latents,)
     vae_config = SimpleNamespace(z_dim=16, scale_factor_temporal=4, scale_factor_spatial=8)
     class_name = load_index(setup.folder, key="--model")["_class_name"]
@@ -106,7 +95,7 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         text_encoder=None,
         vae=MagicMock(config=vae_config),
         scheduler=scheduler,
-        boundary_ratio=ratio,
+        boundary_ratio=_boundary(setup),
         **{name: stand_in(name) for name in EXPERTS},
     )
     pipeline.set_progress_bar_config(disable=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,33 +33,31 @@ class Skipped(Exception):
     """Exception that a check raises if it does not apply to the model. The text is the reason."""
 
 
-class Outcome(NamedTuple):
-    """Outcome of one check of `wands selftest`: the measured value, its bound, and whether the check passed.
-
-    Attributes:
-        passed: whether the measured value is within its bound; None if the value has no bound.
-        number: measured value as text.
-        bound: bound of the measured value as text, in some cases with the reason for this bound.
-    """
-
-    passed: bool | None
-    number: str
-    bound: str
-
-
 @dataclass(frozen=True)
 class Result:
     """Result of one check of `wands selftest`, printed as one line of the report.
 
     Attributes:
-        name: name of the check. If the model has two DiTs, the name of the tested DiT follows.
         status: "pass", "fail" or "skipped".
         text: measured value and its bound, the error that stopped the check, or the reason why the check was skipped.
+        name: name of the check. If the model has two DiTs, the name of the tested DiT follows.
     """
 
-    name: str
     status: str
     text: str
+    name: str = ""
+
+    @classmethod
+    def of(cls, passed: bool | None, measured: str, bound: str) -> Result:
+        """Return the result of a check, without the name of the check.
+
+        Args:
+            passed: whether the measured value is within its bound; None if the value has no bound.
+            measured: measured value as text.
+            bound: bound of the measured value as text, in some cases with the reason for this bound.
+        """
+        status = "skipped" if passed is None else "pass" if passed else "fail"
+        return cls(status, f"{measured} ({bound})")
 
     def __str__(self) -> str:
         return f"{self.name:<32} {self.status:<8} {self.text}"
@@ -177,20 +174,21 @@ def _make_frames() -> np.ndarray:
     return (127.5 + 127.5 * waves).round().astype(np.uint8)
 
 
-def judge(measured: Tensor, expected: Tensor) -> Outcome:
-    """Compare a tensor with the tensor of the reference computation in fp32, and return the outcome of the check."""
+def judge(measured: Tensor, expected: Tensor) -> Result:
+    """Compare a tensor with the tensor of the reference computation in fp32, and return the result of the check."""
     return judge_error(relative_error(measured, expected), 1e-5, "fp32 sums in a different order")
 
 
-def judge_error(error: float, bound: float, why: str) -> Outcome:
-    """Return the outcome of a check that measured a relative error.
+def judge_error(error: float, bound: float, why: str, origin: str = "the stock pipeline") -> Result:
+    """Return the result of a check that measured a relative error.
 
     Args:
         error: relative error.
         bound: largest relative error at which the check passes.
         why: reason for the bound, for the report.
+        origin: name of the reference computation, for the report.
     """
-    return Outcome(error <= bound, f"relative error {error:.2g}", f"<= {bound:.2g}, {why}")
+    return Result.of(error <= bound, f"relative error {error:.2g} to {origin}", f"<= {bound:.2g}, {why}")
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:

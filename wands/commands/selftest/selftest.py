@@ -15,7 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from wands.commands.selftest import dit_parity as dit
 from wands.commands.selftest import encoder_parity as encoders
 from wands.commands.selftest import expert_ranges as experts
-from wands.commands.selftest.parity_setup import Outcome, Result, Setup, Skipped, load_setup
+from wands.commands.selftest.parity_setup import Result, Setup, Skipped, load_setup
 from wands.config.options import SelftestOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
@@ -29,13 +29,14 @@ class Check(NamedTuple):
     Attributes:
         name: name of the check.
         load: loads the part of the model that the check needs; None if the check loads nothing in advance.
-        run: runs the check and returns its outcome. The argument is the loaded part, or the setup if `load` is None.
+        run: runs the check and returns its result, without the name of the check. The argument is the loaded part, or the
+            setup if `load` is None.
         condition: condition, such as "image", that the model must take; empty if the check applies to every model.
     """
 
     name: str
     load: Callable[[Setup], Any] | None
-    run: Callable[[Any], Outcome]
+    run: Callable[[Any], Result]
     condition: str = ""
 
 
@@ -121,18 +122,16 @@ def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
                     problem = "the part of the model that this check needs could not be loaded, see the failed check above"
                     part = load(setup) if load else setup
                     problem = ""
-                passed, number, bound = check.run(part)
+                result = check.run(part)
             except Skipped as reason:
-                yield Result(check.name, "skipped", str(reason))
+                result = Result("skipped", str(reason))
             except WandsError:
                 raise
             except Exception as error:
                 # An error of a library or GPU, or missing memory, fails only this check.
                 log.debug("%s", check.name, exc_info=error)
-                yield Result(check.name, "fail", f"{type(error).__name__}: {one_line(error, 300)}")
-            else:
-                status = "skipped" if passed is None else "pass" if passed else "fail"
-                yield Result(check.name, status, f"{number} ({bound})")
+                result = Result("fail", f"{type(error).__name__}: {one_line(error, 300)}")
+            yield replace(result, name=check.name)
         del part
         clear_device_cache(garbage_collection=True)
 
