@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from wands.config.options import InferOptions, Spelling
-from wands.errors import ConfigError, one_line, suggest
+from wands.data.clips.tables import NumberedRow, read_lines, read_table
+from wands.errors import ConfigError, DataError, suggest
 from wands.variants import SamplingDefaults, Variant
 
 CAPTION_NAMES = ("prompt", "caption", "text", "cap")
@@ -101,19 +101,20 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         raise ConfigError(
             f"{label} must end in .txt (one prompt per line) or .jsonl. Rename or convert the file."
         )
+    rows: list[NumberedRow]
     try:
-        # Editors on Windows write a BOM first. splitlines would also split at U+2028, which JSON strings may contain.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = one_line(error) if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{label} cannot be read ({reason}). Use a .txt or .jsonl file.") from None
+        if path.suffix == ".txt":
+            rows = [
+                (number, {"prompt": line}) for number, line in enumerate(read_lines(path), start=1) if line
+            ]
+        else:
+            rows = read_table(path)
+    except DataError as error:
+        raise ConfigError(str(error).replace(f"SOURCE={path}", label)) from None
     requests, problems = [], []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    for number, row in rows:
         try:
-            row = {"prompt": line.strip()} if path.suffix == ".txt" else _parse_row(line, path.parent)
-            requests.append(SampleRequest(**row))
+            requests.append(SampleRequest(**_fields(row, path.parent)))
         except ValidationError as error:
             rules = " ".join(f"{key}={value} {rule}" for key, value, rule in _rules(error))
             problems.append(f"{path}:{number}: {rules}")
@@ -126,15 +127,9 @@ def read_prompts(path: Path) -> list[SampleRequest]:
     return requests
 
 
-def _parse_row(line: str, folder: Path) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON ({error.msg}, column {error.colno}). Fix the line.") from None
-    if not isinstance(row, dict):
-        raise ValueError(
-            f'the line must be a JSON object such as {{"prompt": "a cat"}}, not {type(row).__name__}. Fix the line.'
-        )
+def _fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
+    if isinstance(row, str):  # the reason why the line is unreadable
+        raise ValueError(f"{row}.")
     names = [name for name in CAPTION_NAMES if name in row]
     if len(names) != 1:
         raise ValueError(

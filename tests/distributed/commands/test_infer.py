@@ -957,9 +957,9 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
     for line, (number, words) in zip(
         report[1:],
         [
-            (2, "the line is not JSON"),
+            (2, "unreadable line (Expecting property name enclosed in double quotes"),
             (3, "heigth=3 is not an option of a prompt; did you mean height?"),
-            (5, "the line must be a JSON object"),
+            (5, "line is not a JSON object; write a JSON object on the line."),
             (6, "the line has no prompt. Write exactly one of"),
             (7, "prompt=3 is invalid: input should be a valid string."),
             (8, "the line has prompt and text. Write exactly one of"),
@@ -974,10 +974,14 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("gone.txt", None, "cannot be read (No such file or directory)"),
+        ("gone.txt", None, "cannot be read: No such file or directory; check the path"),
         ("empty.txt", b"\n \n", "contains no prompt"),
         ("prompts.csv", b"a,b", "must end in .txt"),
-        ("latin.txt", b"caf\xe9", "cannot be read (not UTF-8 text)"),
+        (
+            "latin.txt",
+            b"caf\xe9",
+            "can't decode byte 0xe9 in position 3: unexpected end of data; save the file as UTF-8 text",
+        ),
     ],
 )
 def test_unusable_prompt_file(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:

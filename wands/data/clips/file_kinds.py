@@ -10,7 +10,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from wands.errors import DataError
+from wands.errors import DataError, one_line
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
@@ -69,5 +69,7 @@ def explain_error(error: Exception) -> str:
         return "brackets are nested too deeply; remove the nested values"
     if isinstance(error, UnicodeError):
         return f"{error}; save the file as UTF-8 text"
+    if isinstance(error, OSError):
+        return f"{one_line(error)}; check the path"
     fix = "correct the JSON" if isinstance(error, json.JSONDecodeError) else "correct the file"
     return f"{error}; {fix}"
