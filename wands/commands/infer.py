@@ -61,13 +61,12 @@ class InferResult:
     """Result of one sample request: the files of the video, and the facts about the sampling.
 
     Attributes:
-        request: prompt and options of the video.
+        request: prompt and options of the video. Its `flow_shift` is the shift of the scheduler that sampled the video.
         video: the mp4 file.
         latents: safetensors file with the tensor `latents`, normalised as in a training cache. The tensor is fp32
             [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
         contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
-        flow_shift: flow shift of the scheduler that sampled the video.
         seconds: time for sampling and decoding, in seconds.
     """
 
@@ -76,7 +75,6 @@ class InferResult:
     latents: Path | None
     contact_sheet: Path
     fps: int
-    flow_shift: float
     seconds: float
 
 
@@ -139,12 +137,13 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         times.append(time.perf_counter())
         stem = f"{number + i:03d}_{_slug(request.prompt)}"
         result = InferResult(
-            request=request,
+            request=request.model_copy(
+                update={"flow_shift": view.scheduler.config[shift_key(view.scheduler)]}
+            ),
             video=options.out_dir / f"{stem}.mp4",
             latents=options.out_dir / f"{stem}.safetensors" if options.save_latents else None,
             contact_sheet=options.out_dir / f"contact_sheet_{number:03d}.png",
             fps=options.fps or source.variant.fps,
-            flow_shift=float(view.scheduler.config[shift_key(view.scheduler)]),
             seconds=times[-1] - times[0],
         )
         _write(result, frames, latents, origin)
@@ -261,8 +260,6 @@ def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> 
 def _out_problems(out_dir: Path) -> list[str]:
     """Return error texts if `out_dir` is not writable, otherwise []. The check leaves no file and no folder."""
     try:
-        if out_dir.exists() and not out_dir.is_dir():
-            return [f"--out={out_dir} is a file; choose a folder."]
         nearest = next(folder for folder in (out_dir, *out_dir.absolute().parents) if os.path.lexists(folder))
         with tempfile.TemporaryFile(dir=nearest):
             return []
@@ -333,7 +330,6 @@ def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origi
             temporary.write_bytes(save({"latents": latents.contiguous()}))
     save_video(result.video, frames, result.fps)
     record = result.request.model_dump() | {
-        "flow_shift": result.flow_shift,
         "fps": result.fps,
         "file": result.video.name,
         "latents": result.latents.name if result.latents else None,

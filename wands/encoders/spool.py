@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from wands.data.cache.format import from_bits, to_bits
-from wands.data.cache.write_ahead_log import LogRecord, WriteAheadLog, read_records
+from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 
 
 def caption_name(caption: str) -> str:
@@ -39,9 +39,7 @@ class TextSpool:
 
     def __init__(self, logs: Iterable[Path]) -> None:
         """Index the text embeddings that the logs contain now. Embeddings that are appended later are not found."""
-        self._records: dict[str, LogRecord] = {}
-        for log in logs:
-            self._records.update((record.name, record) for record in read_records(log))
+        self._records = {record.name: record for log in logs for record in read_records(log)}
 
     def __contains__(self, caption: str) -> bool:
         return caption_name(caption) in self._records

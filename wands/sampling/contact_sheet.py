@@ -51,7 +51,6 @@ def pick_frames(frames: np.ndarray, count: int) -> np.ndarray:
     Returns:
         The chosen frames, uint8 [chosen frames, rows, columns, 3].
     """
-    assert count > 0, count
     return frames[np.linspace(0, len(frames) - 1, min(len(frames), count)).round().astype(int)]
 
 
@@ -74,7 +73,6 @@ def save_contact_sheet(
     Raises:
         WandsError: if the file cannot be written.
     """
-    assert rows, "a contact sheet needs a row"
     strips = [[_strip(video, frames_per_row) for video in row.videos] for row in rows]
     columns = list(zip_longest(*strips, fillvalue=_NOTHING))
     widths = [max(strip.width for strip in column) for column in columns]
@@ -121,8 +119,6 @@ def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], w
 def _strip(frames: np.ndarray | None, count: int) -> Image.Image:
     if frames is None:
         return _NOTHING
-    assert frames.dtype == np.uint8, frames.dtype
-    assert frames.shape[3:] == (3,), frames.shape
     cells = [
         ImageOps.contain(Image.fromarray(frame), CELL, Image.Resampling.LANCZOS)
         for frame in pick_frames(frames, count)

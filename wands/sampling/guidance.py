@@ -8,9 +8,10 @@ for the negative prompt. The pipelines of diffusers stay unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,7 @@ def predict_together(
         waiting.append(both[1])
         return (both[0],)
 
-    forwards = {model: model.forward for model in (pipeline.transformer, pipeline.transformer_2) if model}
-    for model, own_forward in forwards.items():
-        vars(model)["forward"] = partial(forward, own_forward)
-    try:
+    with ExitStack() as patches:
+        for model in filter(None, (pipeline.transformer, pipeline.transformer_2)):
+            patches.enter_context(patch.object(model, "forward", partial(forward, model.forward)))
         yield
-    finally:
-        for model, own_forward in forwards.items():
-            vars(model)["forward"] = own_forward

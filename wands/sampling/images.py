@@ -36,11 +36,10 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
     images, problems = list[ConditionImages](), []
     for request in requests:
         given: dict[str, Image.Image] = {}
-        for key in ("image", "last_image"):
-            if (path := getattr(request, key)) is None:
-                continue
+        for key, path in (("image", request.image), ("last_image", request.last_image)):
             try:
-                given[key] = read(Path(path), request.height, request.width, last=key == "last_image")
+                if path is not None:
+                    given[key] = read(Path(path), request.height, request.width, last=key == "last_image")
             except DataError as error:
                 problems.append(f"{flag_of(key)}={path} cannot be used: {error}")
         images.append(given)

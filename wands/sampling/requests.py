@@ -101,14 +101,12 @@ def read_prompts(path: Path) -> list[SampleRequest]:
         raise ConfigError(
             f"{label} must end in .txt (one prompt per line) or .jsonl. Rename or convert the file."
         )
-    rows: list[NumberedRow]
+    rows: list[NumberedRow] = []
     try:
         if path.suffix == ".txt":
-            rows = [
-                (number, {"prompt": line}) for number, line in enumerate(read_lines(path), start=1) if line
-            ]
+            rows += [(i, {"prompt": line}) for i, line in enumerate(read_lines(path), start=1) if line]
         else:
-            rows = read_table(path)
+            rows += read_table(path)
     except DataError as error:
         raise ConfigError(str(error).replace(f"SOURCE={path}", label)) from None
     requests, problems = [], []

@@ -66,7 +66,6 @@ def plan_ranks(
     options = {"--ulysses-degree": ulysses_degree, "--ring-degree": ring_degree}
     given = {flag: value for flag, value in options.items() if value is not None}
     product = (ulysses_degree or 1) * (ring_degree or 1)
-    assert product > 0, options
     size = world_size // 2 if split and world_size % (2 * product) == 0 else world_size
     if size % product or (len(given) == 2 and product != size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
@@ -106,7 +105,6 @@ def share_pipeline(
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.
     """
-    assert dims.dp_size <= 2, f"{dims.dp_size} groups, but guidance has only two predictions"
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
     groups = ProcessGroups.build(dims, device)

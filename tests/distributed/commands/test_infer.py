@@ -714,7 +714,7 @@ def test_all_mistakes_in_one_report_before_weights_are_read(
         "--steps has 2 values for 3 prompts. Give one value or 3 values.",
         "--guidance=-1.0 is invalid: input should be greater than or equal to 0.",
         "--seed=-2 of prompt 2 is invalid: input should be greater than or equal to 0.",
-        "/file is a file; choose a folder.",
+        "/file cannot be written (Not a directory); choose another folder.",
         "--offload=model needs an accelerator, and sampling runs on the CPU; use --offload=none.",
         "--fps=-3 must be above 0; leave --fps out for the model's frame rate.",
     ):
@@ -932,7 +932,7 @@ def test_prompt_file_of_objects_overrides_the_command(tiny_pipeline: Path, tmp_p
     assert [(r.height, r.width, r.num_frames) for r in requests] == [(48, 48, 5), (32, 48, 9), (32, 48, 5)]
     assert [r.seed for r in requests] == [9, 21, 22]
     assert [r.negative_prompt for r in requests] == ["ugly", "", ""]
-    assert [r.flow_shift for r in results] == [3.0, 3.0, 2.0]
+    assert [r.flow_shift for r in requests] == [3.0, 3.0, 2.0]
     assert [(r.guidance_scale, r.num_inference_steps) for r in requests] == [(5.0, 2), (5.0, 2), (1.0, 1)]
 
 

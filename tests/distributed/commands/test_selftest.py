@@ -469,7 +469,7 @@ def test_mistakes_of_the_user(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "selftest downloads nothing; download it first: hf download no/such" in refusal("no/such")
     assert "set --model to the folder" in refusal(tmp_path / "gone")
-    assert "is not a Wan pipeline in diffusers layout" in refusal(tmp_path)
+    assert "has no transformer folder. Use a complete Wan pipeline in diffusers layout" in refusal(tmp_path)
     assert "--only=vae.pixel is not a check; use one of vae.pixels, vae.latents" in refusal(
         only=("vae.pixel",)
     )

@@ -75,16 +75,10 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         setup: setup with the model.
         timesteps: timesteps in descending order.
     """
-    latents, called = torch.zeros(1, 16, 1, 2, 2), []
-
-    def stand_in(name: str) -> MagicMock:
-        def call(**_: Any) -> tuple[torch.Tensor]:
-            called.append(name)
-            return (latents,)
-
+    latents, dits = torch.zeros(1, 16, 1, 2, 2), MagicMock()
+    for name in EXPERTS:
         config = SimpleNamespace(in_channels=16, image_dim=None, patch_size=(1, 2, 2))
-        return MagicMock(config=config, dtype=torch.float32, side_effect=call)
-
+        getattr(dits, name).configure_mock(config=config, dtype=torch.float32, return_value=(latents,))
     scheduler = MagicMock(order=1, timesteps=torch.tensor(timesteps, dtype=torch.float64))
     scheduler.config.num_train_timesteps = NUM_TRAIN_TIMESTEPS
     scheduler.step.return_value = (latents,)
@@ -96,7 +90,7 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         vae=MagicMock(config=vae_config),
         scheduler=scheduler,
         boundary_ratio=_boundary(setup),
-        **{name: stand_in(name) for name in EXPERTS},
+        **{name: getattr(dits, name) for name in EXPERTS},
     )
     pipeline.set_progress_bar_config(disable=True)
     takes_image = class_name == "WanImageToVideoPipeline"
@@ -108,4 +102,4 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
         guidance_scale=1.0,
         output_type="latent",
     )
-    return called
+    return [name for name, _, _ in dits.mock_calls if name in EXPERTS]

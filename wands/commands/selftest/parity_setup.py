@@ -17,8 +17,6 @@ from wands.data.clips.video import decode_clip
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.model.files.hub import is_hub_id
-from wands.model.files.loading import load_index
-from wands.sampling.pipeline import CLASSES
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
@@ -109,11 +107,6 @@ def load_setup(options: SelftestOptions) -> Setup:
         DataError: if the clip cannot be used.
     """
     folder = find_folder(options.model)
-    if (name := load_index(folder, key="--model").get("_class_name")) not in CLASSES:
-        raise ConfigError(
-            f"--model={options.model} is not a Wan pipeline in diffusers layout (model_index.json names the class {name}); set "
-            "--model to the folder of a Wan pipeline, or make a pipeline with wands convert."
-        )
     variant = read_variant(folder)
     has_gpu = torch.cuda.is_available()
     if options.device == "cuda" and not has_gpu:
