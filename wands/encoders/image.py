@@ -135,6 +135,5 @@ class WindowEncoder:
         if self.clip is not None:
             kept = [0, -1] if last_image else [0]
             encoded["image_embeds"] = torch.stack([self.clip.encode([*f[kept].numpy()]) for f in windows])
-        names = encoded.keys()
-        rows = zip(*(tensor.to(torch.bfloat16) for tensor in encoded.values()), strict=True)
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        rows = range(len(windows))
+        return [{name: tensor[i].to(torch.bfloat16) for name, tensor in encoded.items()} for i in rows]
