@@ -119,6 +119,8 @@ def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], w
 def _strip(frames: np.ndarray | None, count: int) -> Image.Image:
     if frames is None:
         return _NOTHING
+    assert frames.dtype == np.uint8, frames.dtype
+    assert frames.shape[3:] == (3,), frames.shape
     cells = [
         ImageOps.contain(Image.fromarray(frame), CELL, Image.Resampling.LANCZOS)
         for frame in pick_frames(frames, count)
