@@ -41,7 +41,7 @@ def varlen_attention(
     Returns:
         [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
     """
-    return _VarlenAttention.apply(q, k, v, segments, backend, _scale(q, scale))
+    return _VarlenAttention.apply(segments, None, backend, _scale(q, scale), False, q, k, v)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def padded_attention(
     Returns:
         [Tq, H, D] in q's dtype.
     """
-    return _PaddedAttention.apply(q, k, v, pad_k, pad_v, padded, backend, _scale(q, scale), compiled)
+    options = padded.segments, padded.log_num_pads, backend, _scale(q, scale), compiled
+    return _VarlenAttention.apply(*options, q, k, v, pad_k, pad_v)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -118,50 +119,37 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 class _VarlenAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend, scale: float
-    ) -> Tensor:
-        out, lse = backend.forward(q, k, v, segments, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.segments, ctx.backend, ctx.scale = segments, backend, scale
-        return out
+    """Attention inside segments. `pads` is empty, or (pad_k, pad_v) for segments with padding keys."""
 
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grads = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, ctx.segments, ctx.scale)
-        return *grads, None, None, None
-
-
-class _PaddedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        pad_k: Tensor,
-        pad_v: Tensor,
-        padded: PaddedSegments,
+        segments: Segments,
+        log_num_pads: Tensor | None,
         backend: Backend,
         scale: float,
         compiled: bool,
+        *tensors: Tensor,
     ) -> Tensor:
-        out, lse = backend.forward(q, k, v, padded.segments, scale)
-        merge = _MERGE_PADS if compiled else merge_pads
-        out, lse = merge(out, lse, q, pad_k, pad_v, padded.log_num_pads, scale)
-        ctx.save_for_backward(q, k, v, pad_k, pad_v, out, lse)
-        ctx.padded, ctx.backend, ctx.scale, ctx.compiled = padded, backend, scale, compiled
+        q, k, v, *pads = tensors
+        out, lse = backend.forward(q, k, v, segments, scale)
+        if pads:
+            merge = _MERGE_PADS if compiled else merge_pads
+            out, lse = merge(out, lse, q, *pads, log_num_pads, scale)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.options = segments, log_num_pads, backend, scale, compiled
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, pad_k, pad_v, out, lse = ctx.saved_tensors
-        dq, dk, dv = backward_in_pieces(ctx.backend, dout, q, k, v, out, lse, ctx.padded.segments, ctx.scale)
-        merge = _MERGE_PADS_BACKWARD if ctx.compiled else merge_pads_backward
-        dq, dpad_k, dpad_v = merge(dout, dq, q, pad_k, pad_v, out, lse, ctx.padded.log_num_pads, ctx.scale)
-        return dq, dk, dv, dpad_k, dpad_v, None, None, None, None
+        out, lse, q, k, v, *pads = ctx.saved_tensors
+        segments, log_num_pads, backend, scale, compiled = ctx.options
+        dq, *grads = backward_in_pieces(backend, dout, q, k, v, out, lse, segments, scale)
+        if pads:
+            merge = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
+            dq, *pad_grads = merge(dout, dq, q, *pads, out, lse, log_num_pads, scale)
+            grads += pad_grads
+        return *(None for _ in ctx.options), dq, *grads
 
 
 def merge_pads(

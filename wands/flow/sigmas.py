@@ -8,6 +8,7 @@ that the model gets is 1000 * sigma. The functions on single values of sigma com
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from statistics import NormalDist
 
 import numpy as np
@@ -103,12 +104,12 @@ def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: fl
         base = _mass(flow, base_low, shift_sigma(sigma, 1.0 / flow.flow_shift))
         return flow.mix_uniform * (sigma - low) + (1.0 - flow.mix_uniform) * base
 
-    whole, left, right = mass(high), low, high
-    for _ in range(60):
-        middle = 0.5 * (left + right)
-        share = mass(middle) / whole if whole > 0.0 else (middle - low) / (high - low)
-        left, right = (middle, right) if share < quantile else (left, middle)
-    return _to_fp32_inside(left, low, high)
+    whole = mass(high)
+
+    def is_below(sigma: float) -> bool:
+        return (mass(sigma) / whole if whole > 0.0 else (sigma - low) / (high - low)) < quantile
+
+    return _to_fp32_inside(_bisect(is_below, low, high)[0], low, high)
 
 
 def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
@@ -198,14 +199,15 @@ def _mode(uniform: float, scale: float) -> float:
 
 def _mode_inverse(value: float, scale: float) -> float:
     """Invert `_mode` by bisection, because the inverse has no closed form."""
-    left, right = 0.0, 1.0
+    left, right = _bisect(lambda uniform: _mode(uniform, scale) > value, 0.0, 1.0)
+    return 0.5 * (left + right)
+
+
+def _bisect(is_below: Callable[[float], bool], left: float, right: float) -> tuple[float, float]:
     for _ in range(60):
         middle = 0.5 * (left + right)
-        if _mode(middle, scale) > value:
-            left = middle
-        else:
-            right = middle
-    return 0.5 * (left + right)
+        left, right = (middle, right) if is_below(middle) else (left, middle)
+    return left, right
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:

@@ -1,7 +1,7 @@
 """Predict the time of an optimizer step from FLOPs, bytes and bandwidths; nothing is measured.
 
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
-the balance and the communicated bytes of a bin (the clips of one forward pass). `choose_degrees` gives the degrees.
+the balance and the communicated bytes of a bin (the clips of one forward pass).
 The packer lets ranks wait for the slowest rank only up to a limit, `LEVEL`. The prediction assumes this limit.
 
 - Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
@@ -29,9 +29,7 @@ from dataclasses import dataclass
 
 from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
-from wands.config.recipe import ParallelConfig
 from wands.data.step_groups import LEVEL
-from wands.distributed.dims import choose_degrees
 from wands.distributed.layout import ContextPlan
 from wands.planning.activations import BF16, FP32
 from wands.planning.hardware import Machine
@@ -101,7 +99,7 @@ class Prediction:
     @property
     def cp(self) -> int:
         """Number of ranks in a context-parallel group. The ranks of a group share each bin."""
-        return self.plan.ulysses_degree * self.plan.ring_degree
+        return self.workload.cp_size
 
     @property
     def dp(self) -> int:
@@ -135,10 +133,8 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
         lens: number of tokens of each clip in a bin.
     """
     shape, cp, checkpointing = workload.shape, workload.cp_size, workload.recipe.model.checkpointing
-    layers, in_node = shape.num_layers, min(workload.world_size, machine.ranks_per_node)
-    parallel = ParallelConfig(cp_size=cp)
-    degrees = choose_degrees(parallel, num_heads=shape.num_heads, ranks_per_node=in_node, model="")
-    plan = ContextPlan.build(lens, ulysses_degree=degrees.ulysses, ring_degree=degrees.ring)
+    layers, ulysses, ring = shape.num_layers, workload.ulysses_degree, workload.ring_degree
+    plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
     share = min(workload.trained, shape.num_params) / shape.num_params
 
     pairs = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
@@ -176,8 +172,8 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
         moved = 2 * FP32 * shape.dim * layers * again * sum(lens) / cp / machine.host_bandwidth
         zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
-    all_to_all, ring = Traffic(exchanged, exchanged), ring_forward + ring_backward
-    return Prediction(workload, machine, plan, flops, forward + backward, all_to_all, ring, zero, once)
+    all_to_all, transfers = Traffic(exchanged, exchanged), ring_forward + ring_backward
+    return Prediction(workload, machine, plan, flops, forward + backward, all_to_all, transfers, zero, once)
 
 
 def _zero_traffic(

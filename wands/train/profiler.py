@@ -27,7 +27,7 @@ from wands.train.trainer import Trainer
 
 T = TypeVar("T")
 SCOPES = {name: name for name in ("projections", "ffn", "norm", "copies", "optimizer", "data wait")} | {
-    "attention": "wands::ring_|_PaddedAttention|_VarlenAttention",
+    "attention": "wands::ring_|_VarlenAttention",
     "exchange": "wands::to_|c10d::alltoall",
     "ring hop": "ring hop|c10d::(send|recv)",
     "modulation": "_ScaledAdd",

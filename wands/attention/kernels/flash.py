@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +105,7 @@ def _flash2_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) 
     from flash_attn import flash_attn_interface as flash2
 
     out, lse, *_ = flash2._flash_attn_varlen_forward(
-        *(q, k, v, s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k),
-        dropout_p=0.0,
-        softmax_scale=scale,
-        causal=False,
+        *(q, k, v), **_options(s, scale), dropout_p=0.0, causal=False
     )
     return out, lse
 
@@ -120,15 +118,13 @@ def _flash2_backward(
     dq, dk, dv = _empty_grads(q, k, v)
     flash2._flash_attn_varlen_backward(
         *(dout, q, k, v, out, lse, dq, dk, dv),
-        *(s.cu_seqlens_q, s.cu_seqlens_k, s.max_seqlen_q, s.max_seqlen_k),
+        **_backward_options(s, scale),
         dropout_p=0.0,
-        softmax_scale=scale,
         causal=False,
         window_size_left=-1,
         window_size_right=-1,
         softcap=0.0,
         alibi_slopes=None,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return dq, dk, dv
 
@@ -136,7 +132,7 @@ def _flash2_backward(
 def _flash3_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
     import flash_attn_interface as flash3
 
-    out, lse, *_ = flash3._flash_attn_forward(q, k, v, **_seqlens(s), softmax_scale=scale)
+    out, lse, *_ = flash3._flash_attn_forward(q, k, v, **_options(s, scale))
     return out, lse
 
 
@@ -147,13 +143,7 @@ def _flash3_backward(
 
     dq, dk, dv = _empty_grads(q, k, v)
     flash3._flash_attn_backward(
-        *(dout, q, k, v, out, lse),
-        **_seqlens(s),
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        softmax_scale=scale,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        *(dout, q, k, v, out, lse), **_backward_options(s, scale), dq=dq, dk=dk, dv=dv
     )
     return dq, dk, dv
 
@@ -161,7 +151,7 @@ def _flash3_backward(
 def _flash4_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
     from flash_attn.cute import interface as flash4
 
-    out, lse, *_ = flash4._flash_attn_fwd(q, k, v, **_seqlens(s), softmax_scale=scale, return_lse=True)
+    out, lse, *_ = flash4._flash_attn_fwd(q, k, v, **_options(s, scale), return_lse=True)
     return out, lse
 
 
@@ -170,22 +160,19 @@ def _flash4_backward(
 ) -> Grads:
     from flash_attn.cute import interface as flash4
 
-    dq, dk, dv, *_ = flash4._flash_attn_bwd(
-        *(q, k, v, out, dout, lse),  # unlike the other packages, dout comes after out
-        softmax_scale=scale,
-        **_seqlens(s),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    # Unlike the other packages, dout comes after out.
+    dq, dk, dv, *_ = flash4._flash_attn_bwd(q, k, v, out, dout, lse, **_backward_options(s, scale))
     return dq, dk, dv
 
 
-def _seqlens(s: Segments) -> dict[str, Tensor | int]:
-    return {
-        "cu_seqlens_q": s.cu_seqlens_q,
-        "cu_seqlens_k": s.cu_seqlens_k,
-        "max_seqlen_q": s.max_seqlen_q,
-        "max_seqlen_k": s.max_seqlen_k,
-    }
+def _options(s: Segments, scale: float) -> dict[str, Any]:
+    """Return the keyword arguments of the forward pass that the flash-attn packages 2, 3 and 4 have in common."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    return {name: getattr(s, name) for name in names} | {"softmax_scale": scale}
+
+
+def _backward_options(s: Segments, scale: float) -> dict[str, Any]:
+    return _options(s, scale) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
 
 
 def _empty_grads(q: Tensor, k: Tensor, v: Tensor) -> Grads:
