@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn
 
 from wands.errors import WandsError
 
@@ -46,7 +45,7 @@ def set_environment(local_rank: int | None) -> None:
         logging.getLogger(__name__).debug("%s=%s", name, os.environ[name])
 
 
-def exit_with_error(error: WandsError, print_line: Callable[[str], object]) -> NoReturn:
+def exit_with_error(error: WandsError, print_line: Callable[[str], object]) -> None:
     """Print an error, and exit with the error's `exit_code`.
 
     If all ranks of a node or of the process group raise the same error, only one of these ranks prints it.
@@ -63,24 +62,20 @@ def exit_with_error(error: WandsError, print_line: Callable[[str], object]) -> N
         rank = os.environ.get("RANK")
         origin = f" [rank {rank}]" if rank not in (None, "0") else ""
         print_line(f"wands{origin}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
     if printing_rank != "0":
         # A launcher stops all ranks when one exits: let the printing rank finish first.
         time.sleep(1.0)
-    if formed:
-        # The other ranks may wait in a collective: exit without destroying the process group.
-        os._exit(error.exit_code)
-    sys.exit(error.exit_code)
+    exit_rank(error.exit_code)
 
 
 def exit_rank(code: int = 0) -> None:
     """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
 
-    A process of a distributed run exits without the shutdown of the Python interpreter. During this shutdown, threads of the
-    communication library gloo can abort a process that has finished its work.
+    A process with a process group exits without the shutdown of the Python interpreter. During this shutdown, threads of the
+    communication library gloo can abort a process that has finished its work. After an error, the other ranks may wait in a
+    collective, so the process group cannot be destroyed.
     """
-    if os.environ.get("WORLD_SIZE", "1") != "1" and _process_group_formed():
+    if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.profiler import record_function
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from wands.attention.kernels.contract import fp32_or_wider, new_lse
 from wands.attention.kernels.registry import Backend, get_backend
 from wands.attention.packed import ChunkLens, PackedMeta, Segments
 from wands.distributed.layout import ring_rounds
@@ -135,8 +136,8 @@ def ring_forward(
         return out.contiguous(), lse.contiguous()  # some kernels return tensors with the memory layout of q
     ring = _resolve_process_group(group)
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
-    out = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
-    lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_fp32_or_wider(q))
+    out = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
+    lse = new_lse(q)
     block = torch.stack([k, v])
     for step in range(rounds):
         transfer = _RingTransfer(block, ring) if step + 1 < rounds else None  # runs parallel to the kernel
@@ -177,7 +178,7 @@ def ring_backward(
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     ring, grad_ring = _resolve_process_group(group), _resolve_process_group(grad_group)
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
-    dq = torch.zeros_like(q, dtype=_fp32_or_wider(q), memory_format=torch.contiguous_format)
+    dq = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
     own_dblock: Tensor | None = None  # this rank's summand of the gradient of this rank's block; never sent
     grad_transfer: _RingTransfer | None = None
@@ -186,7 +187,7 @@ def ring_backward(
         segments = _segments(chunk_lens[rank], chunk_lens[(rank - step) % degree], q.device)
         dq_part, *dkv_part = kernel.backward(dout, q, block[0], block[1], out, lse, segments, scale)
         dq += dq_part
-        dblock = torch.stack(dkv_part).to(_fp32_or_wider(q))
+        dblock = torch.stack(dkv_part).to(fp32_or_wider(q))
         if step == 0:
             own_dblock = dblock
         else:
@@ -240,10 +241,6 @@ def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     torch.logaddexp(lse, block_lse, out=lse)
 
 
-def _fp32_or_wider(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 @lru_cache(maxsize=256)
 def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
     num_samples = len(lens) // degree
@@ -258,8 +255,7 @@ def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.de
 
 @ring_forward.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=_fp32_or_wider(q))
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+    return torch.empty_like(q, memory_format=torch.contiguous_format), new_lse(q)
 
 
 @ring_backward.register_fake

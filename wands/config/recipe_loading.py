@@ -195,67 +195,61 @@ def _cross_checks(recipe: Recipe) -> list[str]:
     valid.
     """
     level_bins, bins_per_step = recipe.packing.level_bins, recipe.train.bins_per_step
-    rules: dict[str, object] = {
+    rules = {
         f"model.{name} is for full finetunes, but the recipe has a lora section; remove model.{name}, and use "
         "lora.targets.": recipe.lora and getattr(recipe.model, name)
         for name in ("trainable", "freeze")
     }
-    problems = failed_rules(rules)
-    problems += _check_checkpointing(recipe) + _check_data(recipe.data) + _check_parallel(recipe.parallel)
-    if level_bins and bins_per_step % level_bins:
-        problems.append(
-            f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set packing.level_bins to "
-            "dp_size (number of ranks / cp_size), or remove the key."
-        )
-    return problems
+    rules |= _checkpointing_rules(recipe) | _data_rules(recipe.data) | _parallel_rules(recipe.parallel)
+    rules |= {
+        f"packing.level_bins={level_bins} does not divide train.bins_per_step={bins_per_step}; set packing.level_bins to "
+        "dp_size (number of ranks / cp_size), or remove the key.": level_bins and bins_per_step % level_bins
+    }
+    return failed_rules(rules)
 
 
-def _check_parallel(parallel: ParallelConfig) -> list[str]:
+def _parallel_rules(parallel: ParallelConfig) -> dict[str, object]:
     names = ("ulysses_degree", "ring_degree")
     degrees = {name: value for name in names if (value := getattr(parallel, name))}
-    product, both = math.prod(degrees.values()), len(degrees) == 2
-    if not parallel.cp_size or not (parallel.cp_size != product if both else parallel.cp_size % product):
-        return []
     factors = " x ".join(f"parallel.{name}={value}" for name, value in degrees.items())
-    rule = "equal" if both else "be a multiple of"
-    return [f"parallel.cp_size={parallel.cp_size} must {rule} {factors}; remove one of these keys."]
+    size, product, both = parallel.cp_size, math.prod(degrees.values()), len(degrees) == 2
+    message = f"parallel.cp_size={size} must {'equal' if both else 'be a multiple of'} {factors}; remove one of these keys."
+    return {message: size and (size != product if both else size % product)}
 
 
-def _check_checkpointing(recipe: Recipe) -> list[str]:
+def _checkpointing_rules(recipe: Recipe) -> dict[str, object]:
     model, mode = recipe.model, recipe.model.checkpointing
-    problems = []
+    rules: dict[str, object] = {}
     for key, modes in (("saved_tensors", ("selective", "offload")), ("offloaded_tensors", ("offload",))):
         names = getattr(model, key)
         if names is None:
             continue
         setting = f"model.{key}=[{', '.join(names)}]"
         other_modes = "full" if mode == "selective" else "selective or full"
-        rules: dict[str, object] = {
+        rules |= {
             f"{setting} has no effect with model.checkpointing={mode}; remove the key, or set model.checkpointing to "
             f"{' or '.join(modes)}.": mode not in modes,
             f"{setting} is empty, but model.checkpointing={mode} needs a tensor; add a tensor, or set model.checkpointing "
             f"to {other_modes}.": not names and mode == modes[0],
             f"{setting} contains a name twice; remove the second.": len(set(names)) < len(names),
         }
-        problems += failed_rules(rules)
     both = sorted(set(model.saved_tensors or ()) & set(model.offloaded_tensors or ()))
     kept = {*model.kept_on_device, *model.kept_on_host}
-    rules = {
+    return rules | {
         f"model.saved_tensors and model.offloaded_tensors both contain {', '.join(both)}, but a tensor can be in only one "
         "list; remove the name from one list.": both,
         "parallel.fused_all_to_all=false does not allow attn_input in model.saved_tensors or model.offloaded_tensors; "
         "remove attn_input, or set "
         "parallel.fused_all_to_all=true.": "attn_input" in kept and not recipe.parallel.fused_all_to_all,
     }
-    return problems + failed_rules(rules)
 
 
-def _check_data(data: DataConfig) -> list[str]:
+def _data_rules(data: DataConfig) -> dict[str, object]:
     sources = data.sources or []
     weighted = [bool(source.weight) for source in sources]
     other = f"data.cache={data.cache}" if data.cache else "data.mock"
     missing = f"data.sources.{weighted.index(False)}" if False in weighted else ""
-    rules: dict[str, object] = {
+    return {
         f"data.cache={data.cache} and data.mock are both set; keep one of them.": data.cache and data.mock,
         f"data.sources and {other} are both set; keep one of them.": sources and (data.cache or data.mock),
         "data.split=holdout needs held-out clips, but data.holdout=0; set for example "
@@ -268,4 +262,3 @@ def _check_data(data: DataConfig) -> list[str]:
             for number, source in enumerate(sources)
         },
     }
-    return failed_rules(rules)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wands.distributed.bootstrap import gather_objects
 from wands.errors import ConfigError, DataError
 from wands.files import differences
 
@@ -51,8 +52,7 @@ def check_agreement(
     table = all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device))
     if bool((table == table[0]).all()):
         return
-    rank_parts: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(rank_parts, dict(parts))
+    rank_parts = gather_objects(dict(parts))
     # Maps a grouping of the ranks to the names of the texts that are equal inside each group.
     by_groups: dict[str, list[str]] = {}
     for name in dict.fromkeys(chain(*rank_parts)):

@@ -40,7 +40,11 @@ class Activations:
         shape, tokens = self.shape, self.tokens
         block = self._block()
         # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
-        working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim) + self._decoded()
+        working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim)
+        if (
+            self._quantized
+        ):  # the largest weight of the base model after decoding, and the buffer for decoding
+            working += 2.0 * FP32 * shape.dim * shape.ffn_dim
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
         # Norm and modulation before the head, with their gradients. Tensors are saved for them only if the tables are trained.
         head = tokens * FP32 * shape.dim * (4 if self._table_learns() else 2)
@@ -144,10 +148,3 @@ class Activations:
             return 0.0
         linear_params = (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
         return float(BF16 * linear_params)
-
-    def _decoded(self) -> float:
-        """Return the bytes of a quantised base model's largest weight after decoding, plus the buffer for decoding.
-
-        Return 0 if the base model is not quantised.
-        """
-        return 2.0 * FP32 * self.shape.dim * self.shape.ffn_dim if self._quantized else 0.0

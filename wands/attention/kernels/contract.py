@@ -118,7 +118,7 @@ class Backend:
             have out 0 and lse -inf.
         """
         if _has_no_pairs(segments):
-            return torch.zeros_like(q), _new_lse(q)
+            return torch.zeros_like(q), new_lse(q)
         out, lse = self.run_forward(q, k, v, segments, scale)
         for rows in segments.idle_q(len(q)):  # kernels return any `out` here, and lse 0, +inf or any value
             out[rows] = 0
@@ -173,15 +173,15 @@ def _has_no_pairs(segments: Segments) -> bool:
     return next(segments.pairs(), None) is None
 
 
-def _new_lse(q: Tensor) -> Tensor:
-    """Return a log-sum-exp tensor of -inf values, [heads, rows], for q [rows, heads, head dim]."""
-    return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=_score_dtype(q))
+def new_lse(q: Tensor) -> Tensor:
+    """Return a log-sum-exp tensor of -inf values in fp32 or wider, [heads, rows], for q [rows, heads, head dim]."""
+    return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=fp32_or_wider(q))
 
 
 def _reference_forward(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = torch.zeros_like(q), _new_lse(q)
+    out, lse = torch.zeros_like(q), new_lse(q)
     with torch.autocast(q.device.type, enabled=False):  # autocast would compute the scores in bf16
         for rows_q, rows_k in segments.pairs():
             scores = _heads_first(q[rows_q]) @ _heads_first(k[rows_k]).mT * scale
@@ -209,13 +209,14 @@ def _reference_backward(
     return dq, dk, dv
 
 
-def _score_dtype(x: Tensor) -> torch.dtype:
+def fp32_or_wider(x: Tensor) -> torch.dtype:
+    """Return the dtype of scores and sums: fp64 for fp64 tensors, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _heads_first(x: Tensor) -> Tensor:
     """Transpose x [rows, heads, head dim] to [heads, rows, head dim], and cast the result to at least fp32."""
-    return x.transpose(0, 1).to(_score_dtype(x))
+    return x.transpose(0, 1).to(fp32_or_wider(x))
 
 
 REFERENCE = Backend("reference", _reference_forward, _reference_backward)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.attention.kernels.contract import Backend, Grads
+from wands.attention.kernels.contract import Backend, Grads, new_lse
 from wands.attention.packed import Segments
 
 Lens = tuple[int, ...]
@@ -24,8 +24,7 @@ aten = torch.ops.aten
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, s: Segments, scale: float) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q)
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = torch.empty_like(q), new_lse(q)
     for rows_q, rows_k in s.pairs():  # an empty operand crashes the process
         part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
             _batched(q[rows_q]), _batched(k[rows_k]), _batched(v[rows_k]), 0.0, False, scale=scale
