@@ -56,9 +56,9 @@ class DiTShape:
     head_dim: int
     num_layers: int
     ffn_dim: int
-    in_channels: int
-    out_channels: int
-    text_dim: int
+    in_channels: int = 16
+    out_channels: int = 16
+    text_dim: int = 4096
     freq_dim: int = 256
     patch_size: tuple[int, int, int] = (1, 2, 2)
     image_dim: int | None = None
@@ -278,14 +278,10 @@ class Variant:
         return math.prod(side // patch for side, patch in sides)
 
 
-def _shape(num_heads: int, num_layers: int, ffn_dim: int, **more: Any) -> DiTShape:
-    sizes: dict[str, Any] = {"in_channels": 16, "out_channels": 16, "text_dim": 4096} | more
-    return DiTShape(num_heads, 128, num_layers, ffn_dim, **sizes)
-
-
-_14B = (40, 40, 13824)
-_CLIP = {"in_channels": 36, "image_dim": 1280, "image_len": IMAGE_LEN}
-_CLIP_2 = {"in_channels": 36, "image_dim": 1280, "image_len": 2 * IMAGE_LEN, "image_positions": 2 * IMAGE_LEN}
+_14B = DiTShape(num_heads=40, head_dim=128, num_layers=40, ffn_dim=13824)
+_14B_I2V = replace(_14B, in_channels=36)
+_14B_CLIP = replace(_14B_I2V, image_dim=1280, image_len=IMAGE_LEN)
+_14B_CLIP_2 = replace(_14B_CLIP, image_len=2 * IMAGE_LEN, image_positions=2 * IMAGE_LEN)
 _I2V = ("text", "image")
 _FIRST_LAST = (*_I2V, "last_image", "clip")
 _480P = SamplingDefaults(negative_prompt=_NEGATIVE_PROMPT)
@@ -296,21 +292,15 @@ _FLF2V = replace(_720P, flow_shift=16.0, scheduler_shift=16.0, negative_prompt=_
 _I2V_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_scale_2=3.5)
 _T2V_A14B = replace(_I2V_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0)
 _ROWS = (
-    Variant("wan2.1-t2v-1.3b", _shape(12, 30, 8960), sampling=_480P_SMALL),
-    Variant("wan2.1-t2v-14b", _shape(*_14B), sampling=_720P),
-    Variant("wan2.1-i2v-14b", _shape(*_14B, **_CLIP), sampling=_480P_I2V, conditions=(*_I2V, "clip")),
-    Variant("wan2.1-flf2v-14b", _shape(*_14B, **_CLIP_2), sampling=_FLF2V, conditions=_FIRST_LAST),
-    Variant("wan2.2-t2v-a14b", _shape(*_14B), sampling=_T2V_A14B, boundary_ratio=0.875),
-    Variant(
-        "wan2.2-i2v-a14b",
-        _shape(*_14B, in_channels=36),
-        sampling=_I2V_A14B,
-        boundary_ratio=0.9,
-        conditions=_I2V,
-    ),
+    Variant("wan2.1-t2v-1.3b", DiTShape(12, 128, 30, 8960), sampling=_480P_SMALL),
+    Variant("wan2.1-t2v-14b", _14B, sampling=_720P),
+    Variant("wan2.1-i2v-14b", _14B_CLIP, sampling=_480P_I2V, conditions=(*_I2V, "clip")),
+    Variant("wan2.1-flf2v-14b", _14B_CLIP_2, sampling=_FLF2V, conditions=_FIRST_LAST),
+    Variant("wan2.2-t2v-a14b", _14B, sampling=_T2V_A14B, boundary_ratio=0.875),
+    Variant("wan2.2-i2v-a14b", _14B_I2V, sampling=_I2V_A14B, boundary_ratio=0.9, conditions=_I2V),
     Variant(
         "wan2.2-ti2v-5b",
-        _shape(24, 30, 14336, in_channels=48, out_channels=48),
+        DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48),
         vae_stride=(4, 16, 16),
         fps=24,
         sampling=replace(_720P, height=704, num_frames=121, scheduler_shift=5.0),

@@ -7,7 +7,7 @@ Letters: T rows, H heads, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -134,7 +134,7 @@ class _VarlenAttention(torch.autograd.Function):
         q, k, v, *pads = tensors
         out, lse = backend.forward(q, k, v, segments, scale)
         if pads:
-            merge = _MERGE_PADS if compiled else merge_pads
+            merge: Callable[..., Any] = _MERGE_PADS if compiled else merge_pads
             out, lse = merge(out, lse, q, *pads, log_num_pads, scale)
         ctx.save_for_backward(out, lse, *tensors)
         ctx.options = segments, log_num_pads, backend, scale, compiled
@@ -146,7 +146,7 @@ class _VarlenAttention(torch.autograd.Function):
         segments, log_num_pads, backend, scale, compiled = ctx.options
         dq, *grads = backward_in_pieces(backend, dout, q, k, v, out, lse, segments, scale)
         if pads:
-            merge = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
+            merge: Callable[..., Any] = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
             dq, *pad_grads = merge(dout, dq, q, *pads, out, lse, log_num_pads, scale)
             grads += pad_grads
         return *(None for _ in ctx.options), dq, *grads

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from wands.errors import ConfigError, RankError, WandsError
 
@@ -55,7 +55,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     if "RANK" not in os.environ:  # plain `wands train`
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(_free_port()))
+        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
     if accelerator_type() == "cuda":
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -112,22 +112,20 @@ def start_together() -> Iterator[None]:
         yield
         return
     check_gpus()  # a rank without a GPU cannot join the exchange
-    failure: Exception | None = None
+    failure: WandsError | None = None
+    crash: Exception | None = None
     try:
         yield
-    except Exception as error:
+    except WandsError as error:
         failure = error
+    except Exception as error:
+        crash, failure = error, RankError(f"{type(error).__name__}: {error}")
     init_process_group()
-    message: tuple[type[WandsError], str] | None = None
-    if isinstance(failure, WandsError):
-        message = type(failure), str(failure)
-    elif failure is not None:
-        message = RankError, f"{type(failure).__name__}: {failure}"
-    messages = gather_objects(message)
-    if failure is not None and not isinstance(failure, WandsError):
-        raise failure
+    messages = gather_objects((type(failure), str(failure)) if failure else None)
+    if crash:
+        raise crash
     for rank, message in enumerate(messages):
-        if message is not None:
+        if message:
             error_class, text = message
             prefix = "" if rank == 0 else f"[rank {rank}] "
             raise error_class(prefix + text, agreed=True) from failure
@@ -144,9 +142,3 @@ def gather_objects(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])

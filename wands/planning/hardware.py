@@ -124,8 +124,8 @@ def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], *
     """
     peak = (peak_tflops(gpu) or 0.0) * TERA
     attention = {name: (forward * peak, backward * peak) for name, (forward, backward) in fractions.items()}
-    speeds: dict[str, Any] = {"linear_flops": 0.65 * peak, "copy_bandwidth": 0.72 * bandwidth * GB}
-    return Machine(f"{gpu} {memory} GB", memory * GB, peak, attention_flops=attention, **speeds, **numbers)
+    numbers |= {"linear_flops": 0.65 * peak, "copy_bandwidth": 0.72 * bandwidth * GB}
+    return Machine(f"{gpu} {memory} GB", memory * GB, peak, attention_flops=attention, **numbers)
 
 
 MACHINES = {

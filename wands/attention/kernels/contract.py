@@ -200,12 +200,9 @@ def _reference_backward(
             douts, outs = _heads_first(dout[rows_q]), _heads_first(out[rows_q])
             probs = (qs @ ks.mT * scale - lse[:, rows_q, None]).exp()
             dscores = probs * (douts @ vs.mT - (douts * outs).sum(-1, keepdim=True)) * scale
-            for grad, rows, value in (
-                (dq, rows_q, dscores @ ks),
-                (dk, rows_k, dscores.mT @ qs),
-                (dv, rows_k, probs.mT @ douts),
-            ):
-                grad[rows] = value.transpose(0, 1).to(grad.dtype)
+            dq[rows_q] = (dscores @ ks).transpose(0, 1).to(q.dtype)
+            dk[rows_k] = (dscores.mT @ qs).transpose(0, 1).to(k.dtype)
+            dv[rows_k] = (probs.mT @ douts).transpose(0, 1).to(v.dtype)
     return dq, dk, dv
 
 

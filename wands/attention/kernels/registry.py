@@ -108,11 +108,7 @@ def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> t
 def _installed(package: str) -> bool:
     # Look for the distribution, not the module: flash-attn 2 and 4 share the module `flash_attn`, and some releases of
     # flash-attn 2 contain an old copy of flash-attn 4.
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=package))
 
 
 @cache
