@@ -119,14 +119,13 @@ class _States:
         bucket = FP32 * min(float(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), workload.trained)
         self.bucket = bucket * (2 if self.stage < 3 and zero.get("overlap_comm") else 1)
         # Small parameters that ZeRO-3 keeps whole on every rank, and whole weights that ranks have gathered while a block runs.
-        threshold = float(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
-        persistent = sum(w.numel * w.element_size for w in weights if w.numel < threshold)
-        live = float(zero.get("stage3_max_live_parameters", _MAX_LIVE_PARAMETERS))
-        element_size = workload.stored / max(sum(w.numel for w in weights), 1)
-        gathered = min(workload.stored, persistent + element_size * live)
-        self.persistent, self.gathered = (
-            (0.0, 0.0) if world_size == 1 else (float(persistent), float(gathered))
-        )
+        self.persistent = self.gathered = 0.0
+        if self.stage == 3 and world_size > 1:
+            threshold = float(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
+            self.persistent = float(sum(w.numel * w.element_size for w in weights if w.numel < threshold))
+            live = float(zero.get("stage3_max_live_parameters", _MAX_LIVE_PARAMETERS))
+            element_size = workload.stored / max(sum(w.numel for w in weights), 1)
+            self.gathered = float(min(workload.stored, self.persistent + element_size * live))
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
@@ -141,11 +140,9 @@ class _States:
         if workload.micro_steps > 1 or self.stage == 3 or (self.stage == 2 and done):
             done = 1.0
         held["gradients"] += done * self.gradients
-        held["buffers"] += self.bucket if self.stage in (1, 2) else 0.0
-        if self.stage == 3:
-            held["gathered weights"] = self.gathered
-            if workload.world_size > 1:
-                held["buffers"] += self.bucket  # a second buffer while gradients are partitioned
+        held["gathered weights"] = self.gathered
+        if self.stage in (1, 2) or (self.stage == 3 and workload.world_size > 1):
+            held["buffers"] += self.bucket  # at stage 3, a second buffer while gradients are partitioned
         return held
 
     def during_update(self) -> dict[str, float]:
@@ -154,8 +151,7 @@ class _States:
         held["gradients"] += self.gradients
         if self.stage and not self.optimizer_away:
             held["gradients"] += self.share  # DeepSpeed's flattened copy
-        if self.stage == 3:
-            held["gathered weights"] = self.persistent
+        held["gathered weights"] = self.persistent
         if self.workload.device_type == "cpu" and self.stage and self.kind == "adamw":
             # Temporaries of torch's AdamW on one flat tensor: a root and a quotient.
             held["update"] = 2 * self.share
@@ -169,9 +165,8 @@ class _States:
         Args:
             forward: peak bytes of the DiT's activations in the forward pass.
         """
-        held = self._during_step() | {"gathered weights": self.persistent if self.stage == 3 else 0.0}
-        gathered = {"gathered weights": self.gathered} if self.stage == 3 else {}
-        return [held | gathered | {"samples": forward}, held | {"samples": self.workload.decoding_bytes}]
+        held = self._during_step() | {"gathered weights": self.gathered, "samples": forward}
+        return [held, held | {"gathered weights": self.persistent, "samples": self.workload.decoding_bytes}]
 
     def on_host(self) -> dict[str, float]:
         """Return the bytes of each offloaded component in host memory."""

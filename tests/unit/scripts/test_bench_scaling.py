@@ -125,6 +125,13 @@ def test_a_named_kernel_has_its_own_speed():
     assert machine.attention_speeds("flash9") == machine.attention_speeds("auto")
 
 
+def test_a_prediction_has_the_degrees_of_its_workload():
+    """Heads and nodes allow Ulysses over all four ranks, but the recipe chose a ring."""
+    workload = replace(workload_of(SHAPE, LENS, 16, 4, Setting()), ulysses_degree=1, ring_degree=4)
+    plan = predict(workload, H100, LENS).plan
+    assert (plan.ulysses_degree, plan.ring_degree) == (1, 4)
+
+
 def test_published_speeds_have_a_prediction():
     """The model leaves out what it does not know, so its speeds are above the published speeds, but not by much."""
     rows = bench_scaling.published_errors()

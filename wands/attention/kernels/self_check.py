@@ -7,8 +7,6 @@ Letters: T rows, H heads, D head dim.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
@@ -169,14 +167,11 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
         (rows, segments) for each block. `rows` are the indices of the block's rows in k. `segments` contains the number
         of rows of q and of the block in each segment. The padding rows of k are at the end of both blocks.
     """
-    starts = [0, *accumulate(LENS_K)]
-    rows: tuple[list[int], list[int]] = ([], [])
-    for start, stop, cut in zip(starts, starts[1:], FIRST_BLOCK, strict=False):
-        rows[0].extend(range(start, start + cut))
-        rows[1].extend(range(start + cut, stop))
-    spare = range(starts[-1], starts[-1] + SPARE_ROWS)
-    rest = [length - cut for length, cut in zip(LENS_K, FIRST_BLOCK, strict=True)]
+    lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
+    is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])
+    spare = torch.arange(sum(LENS_K), sum(LENS_K) + SPARE_ROWS)
+    rest = [length - cut for length, cut in lens]
     return [
-        (torch.tensor([*rows[0], *spare]), Segments.build(LENS_Q, FIRST_BLOCK)),
-        (torch.tensor([*rows[1], *spare]), Segments.build(LENS_Q, rest)),
+        (torch.cat([mask.nonzero().squeeze(1), spare]), Segments.build(LENS_Q, block))
+        for mask, block in ((is_first, FIRST_BLOCK), (~is_first, rest))
     ]
