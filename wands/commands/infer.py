@@ -271,9 +271,7 @@ def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str)
     """Return facts about the weights for `samples.jsonl`: the model, the dtype, the replaced DiTs and the LoRAs."""
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
-    if options.ema:
-        origin["ema"] = True
-    origin |= options.model_dump(include=SPEED_OPTIONS, exclude_defaults=True)
+    origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)
     if source.loras:
         origin["loras"] = [lora.record() for lora in source.loras]
     return origin

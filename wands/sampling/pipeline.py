@@ -120,14 +120,12 @@ def find_pipeline(
             raise ConfigError(
                 f"{lora.label} is for the low-noise expert, but {label} has only one expert. {fix}."
             )
-    sources = {part: replaced.get(part) or DiTSource(name, part, label) for part in parts}
-    folders = {part: Path(dit.folder) if part in replaced else root for part, dit in sources.items()}
-    configs = [
-        dit.config or _read_config(folders[part] / dit.subfolder / "config.json", dit.label)
-        for part, dit in sources.items()
-    ]
-    for part, dit in sources.items():
-        find_weights(folders[part] / dit.subfolder, DIT_STEM)  # refuses pickles
+    sources, configs = {}, []
+    for part in parts:
+        dit = sources[part] = replaced.get(part) or DiTSource(name, part, label)
+        folder = (Path(dit.folder) if part in replaced else root) / dit.subfolder
+        configs.append(dit.config or _read_config(folder / "config.json", dit.label))
+        find_weights(folder, DIT_STEM)  # refuses pickles
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
         variant = variant_of(config, index)

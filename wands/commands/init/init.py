@@ -125,7 +125,7 @@ def init(options: InitOptions) -> str:
     steps = max(min(usual, int(3600 * MAX_HOURS / best.seconds)), 1)
     rule = f"{USUAL_STEPS:,} steps, but at least {MIN_PASSES} and at most {MAX_PASSES} passes, and at most {MAX_HOURS} h"
     clips = shlex.join([_absolute(options.source), *_flags(given)])
-    facts = dict(options=options, report=report, clip=clip, sample=sample, lens=lens, held=held, clips=clips)
+    facts = dict(options=options, report=report, clip=clip, sample=sample, held=held, clips=clips)
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
