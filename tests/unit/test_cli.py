@@ -133,7 +133,9 @@ def test_show_timesteps_follows_the_recipe():
 
 
 def test_show_timesteps_of_a_published_model_needs_no_file(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("wands.commands.plan.read_model", lambda recipe: pytest.fail("a file was read"))
+    monkeypatch.setattr(
+        "wands.model.files.loading.fetch_model", lambda *_, **__: pytest.fail("a file was read")
+    )
     both = invoke("train", "wan2.2-t2v-a14b-lora", "--show-timesteps").output
     assert "high-noise expert (transformer)" in both
     assert "low-noise expert (transformer_2)" in both

@@ -26,7 +26,7 @@ from wands.texts import format_seconds
 from wands.train.evaluation_plan import num_forwards
 from wands.train.run import sampling_load
 from wands.train.samples import plan_videos
-from wands.train.weights import choose_experts, list_weights, read_model
+from wands.train.weights import list_weights, read_model
 from wands.variants import VARIANTS, Expert, Variant, legal_frames
 
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
@@ -67,7 +67,7 @@ def plan(options: PlanOptions) -> str:
         return what_fits()
     recipe = load_recipe(options.recipe, options.overrides)
     model = find_model(recipe, options)
-    variant, experts, _ = model
+    _, variant, experts = model
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
     task = build_task(recipe, model, _lengths(recipe, variant, options), options, load)
     candidates = search(task)
@@ -158,8 +158,8 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     return "–"
 
 
-Model = tuple[Variant, tuple[Expert, ...], dict[str, Any]]
-"""Model variant, trained experts (DiTs, each for a range of noise levels), and config of the DiT."""
+Model = tuple[dict[str, Any], Variant, tuple[Expert, ...]]
+"""Config of the DiT, model variant, and trained experts (DiTs, each for a range of noise levels)."""
 
 
 def build_task(
@@ -177,7 +177,7 @@ def build_task(
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
     """
-    machine, (variant, experts, config) = _machine_of(options), model
+    machine, (config, variant, experts) = _machine_of(options), model
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
     weights = list_weights(recipe, config, experts)
     workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
@@ -194,18 +194,14 @@ def find_model(recipe: Recipe, options: PlanOptions) -> Model:
         ConfigError: if the variant is unknown, or the recipe names no model.
     """
     name = options.variant or published_name(recipe.model.path)
-    if name is None:
-        if not recipe.model.path:
-            raise ConfigError(
-                "model.path is not set; add --set model.path=DIR with a pipeline folder, or --variant with the name of a "
-                "published model, for example wan2.1-t2v-14b."
-            )
-        config, variant, experts = read_model(recipe)
-        return variant, experts, config
-    if name not in VARIANTS:
+    if not (name or recipe.model.path):
+        raise ConfigError(
+            "model.path is not set; add --set model.path=DIR with a pipeline folder, or --variant with the name of a "
+            "published model, for example wan2.1-t2v-14b."
+        )
+    if name and name not in VARIANTS:
         raise ConfigError(f"--variant {name} is not a published model; use one of {', '.join(VARIANTS)}.")
-    variant = VARIANTS[name]
-    return variant, choose_experts(variant, recipe.model.experts), variant.dit.to_config()
+    return read_model(recipe, name)
 
 
 def _has_data(data: DataConfig) -> bool:

@@ -38,7 +38,6 @@ from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.terminal import Terminal
 from wands.train.watchdog import Watchdog
-from wands.train.weights import cut_range
 from wands.variants import VARIANTS
 
 _NOT_CHECKED = (
@@ -197,8 +196,7 @@ def _show_timesteps(options: TrainOptions, log: Log) -> None:
     """
     recipe = load_recipe(options.recipe, options.overrides)
     model = PlanOptions(recipe=options.recipe, overrides=options.overrides)
-    experts = find_model(recipe, model)[1] if recipe.model.path else ()
-    experts = tuple(cut_range(expert, recipe.flow) for expert in experts)
+    experts = find_model(recipe, model)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:
             log(f"{expert.name}-noise expert ({expert.subfolder})")

@@ -33,10 +33,6 @@ CAPTIONS = (
     "A man in a dark suit sits in a moving car.",
     "  Two&amp;nbsp;dogs &amp;lt;run&amp;gt;\n\tover   the â€œgreenâ€\x9d hill, 一只猫 ",
 )
-PARTS = (
-    *("tokenizer", "text_encoder", "image_processor", "image_encoder", "vae"),
-    *("scheduler", "transformer", "transformer_2"),
-)
 WORDS = "A long walk on the beach, "
 
 
@@ -177,7 +173,7 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
     Raises:
         ConfigError: if a part is missing or cannot be loaded.
     """
-    unused = dict.fromkeys(set(PARTS).difference(parts))
+    unused = dict.fromkeys(inspect.signature(WanImageToVideoPipeline).parameters.keys() - set(parts))
     with loading_part(setup.folder, label):
         pipeline = WanImageToVideoPipeline.from_pretrained(
             setup.folder, **unused, dtype=dtype, use_safetensors=True, trust_remote_code=False
