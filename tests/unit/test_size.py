@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_403
+TOTAL = 21_389
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 777,
     "attention": 885,
-    "commands": 4462,
+    "commands": 4450,
     "config": 1232,
     "data": 4441,
     "distributed": 381,
@@ -30,7 +30,7 @@ FOLDERS = {
     "planning": 720,
     "recipes": 0,
     "report": 264,
-    "sampling": 954,
+    "sampling": 952,
     "train": 3948,
 }
 """Folder of wands -> its budget; "." is the files next to the folders."""
