@@ -74,7 +74,7 @@ def render(folder: Path, template: str, **values: Any) -> str:
     """Render a template to an HTML page, and return its text. Values are HTML-escaped; secrets and user names are removed.
 
     Args:
-        folder: folder of the template. The template may include files of the folder of this module.
+        folder: folder of the template. The template may include template files of this module's folder.
         template: file name of the Jinja template.
         values: variables of the template.
     """
@@ -114,15 +114,17 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 
 def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Return the ranges, the ticks and the lines of a chart in a rectangle of 1000 x 300 units.
+    """Compute an SVG chart of 1000 x 300 units, for the page's template.
 
     Args:
-        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. low and high are the edges of a
-            band around the curve. Values that are not finite are left out. Outliers of curves with the CSS class "clipped"
-            do not determine the range.
+        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. x, y, low and high are sequences of
+            numbers. low and high are the edges of a band around the curve. Points whose y is not finite are left out. Outliers
+            of curves with the CSS class "clipped" do not determine the range.
 
     Returns:
-        A dict for the template; None if no curve has a finite value.
+        A dict with the keys "start" and "end" (range of x), "steps" (ticks of x), "ticks" (ticks of y) and "lines". A line is
+        a tuple of the curve's name, CSS class, SVG points, SVG points of the band, x values as text, and y values as text.
+        None if no curve has a finite value.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -156,14 +158,18 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
 
 def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Return the table of samples of each run: its steps, its prompts, and a cell for each sample.
+    """Return the contents of the table of sample videos of each run.
 
-    The key of a cell is (number of the prompt, step, "raw" or "ema" weights). Up to `MAX_VIDEO_BYTES`, videos are embedded in
-    the page: first the videos of the last step, then the videos of the other steps in order.
+    Videos are embedded in the page until their sizes add up to `MAX_VIDEO_BYTES`, beginning with the videos of the last step.
 
     Args:
         runs: results of `read_run`.
-        folder: folder of the page. Other videos are linked if they are inside this folder.
+        folder: folder of the page. A video that is not embedded is linked if it is inside this folder.
+
+    Returns:
+        For each run, a dict with the keys "steps" (training steps, one column each), "prompts" (maps the number of a prompt to
+        its text) and "cells" (maps (number of the prompt, step, "raw" or "ema") to a row of samples.jsonl with the keys
+        "image" and "link" added).
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:

@@ -33,8 +33,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         `changes`: maps each recipe key that differs from its default to (value, default).
         `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys whose value is null.
         `steps`: step of each row of `metrics`, int64 [N].
-        `loss_mean`: running mean of the loss without skipped updates, float64 [N].
-        `window`: number of steps over which `loss_mean` is averaged.
+        `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update are left out.
+        `window`: number of steps in the running mean.
         `loss_by_sigma`: mean loss of each step in ten intervals of the noise level sigma, float64 [N, 10]. The intervals are 0
             to 0.1, 0.1 to 0.2 and so on. NaN if a step has no noise level in an interval.
         `evaluations`: maps "raw" and "ema" to the rows of evaluations.jsonl.
@@ -104,8 +104,8 @@ def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Return the running mean over `window` values.
 
-    Each element of the result is the mean of the value at this place and of the `window` - 1 values before it. At the start,
-    there are fewer values to average. Values that are not finite are left out.
+    Each element of the result is the mean of the value at the same index and of the `window` - 1 values before this value. At
+    the start, there are fewer values to average. Values that are not finite are left out.
 
     Args:
         values: one-dimensional float array.
@@ -128,7 +128,7 @@ def smoothing_window(num_values: int) -> int:
 
 
 def thin(items: Sequence[T], most: int = 2000) -> list[T]:
-    """Return at most `most` evenly spaced items, including the first and the last item."""
+    """Return all items if there are at most `most`, else `most` evenly spaced items with the first and the last item."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
@@ -137,8 +137,8 @@ def thin(items: Sequence[T], most: int = 2000) -> list[T]:
 def extremes(values: np.ndarray, most: int) -> np.ndarray:
     """Choose at most `most` points of a curve so that its spikes remain visible, and return their indices in ascending order.
 
-    The curve is divided into sections. The chosen points are the lowest and the highest value of each section, and the first
-    and the last value of the curve.
+    A curve of at most `most` points keeps all points. A longer curve is divided into sections. The chosen points are the lowest
+    and the highest point of each section, and the first and the last point of the curve.
 
     Args:
         values: finite values of the curve, a one-dimensional float array.
@@ -152,15 +152,16 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
-    """Return the middle frames of each prompt's samples at successive training steps, for the model card.
+    """Return, for each prompt, the middle frame of the sample video at each sampled training step. The model card shows them.
 
     Args:
         run: result of `read_run`.
-        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average.
+        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average. At step 0, both are equal.
         last_step: samples of later steps are left out.
 
     Returns:
-        A dict that maps a text with a prompt and its steps to the frames, uint8 [number of steps, rows, columns, 3].
+        A dict from a title such as "a cat (steps 0, 100)" to the frames, uint8 [number of steps, rows, columns, 3]. {} if the
+        run has no samples.
     """
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
@@ -174,7 +175,10 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
 
 
 def is_learning(run: Mapping[str, Any]) -> list[str]:
-    """Return sentences that say whether a run learns: how the loss of its weights on held-out clips has changed since step 0.
+    """Answer in one to three sentences whether a run learns.
+
+    The answer depends on the change of the loss on held-out clips since step 0. Without held-out losses, the answer is one
+    sentence with the reason why the question cannot be answered yet.
 
     Args:
         run: result of `read_run`.

@@ -37,8 +37,9 @@ _STATES = ("state1", "state2", "absmax1", "absmax2")
 class FragmentAdamW8bit(AdamW8bit):
     """8-bit AdamW that updates each fragment of its flat tensors separately.
 
-    A flat tensor contains many flattened parameters. A fragment is the part of one parameter in a flat tensor. The state
-    of a flat tensor contains the step count as "step", and the `States` of each fragment under the name of its parameter.
+    A flat tensor contains many flattened parameters. A fragment is the part of one parameter in a flat tensor. The optimizer
+    state of a flat tensor is a dict: "step" maps to the step count, and the name of each fragment's parameter maps to the
+    `States` of the fragment (Adam's two moments, with the scales of 8-bit moments).
 
     Attributes:
         fragments: maps each flat tensor to its fragments.
@@ -99,9 +100,9 @@ class FragmentAdamW8bit(AdamW8bit):
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load a state dict, and convert each fragment's moments to the format in which this optimizer updates them.
 
-        Moments of large parameters are quantized if they are stored as fp32 values. Moments of small parameters are decoded
-        to fp32. In checkpoints of earlier versions of wands, blocks of 256 values start at the beginning of a
-        flat tensor instead of a parameter. These moments are decoded and quantized again.
+        fp32 moments of large parameters are quantized. 8-bit moments of small parameters are decoded to fp32. 8-bit moments
+        are decoded and quantized again if an earlier version of wands wrote them: its blocks of 256 values start at the
+        beginning of a flat tensor, not at the beginning of a parameter.
         """
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():
@@ -123,13 +124,13 @@ class FragmentAdamW8bit(AdamW8bit):
 
 
 def cut_states(states: States, start: int, first: int, last: int) -> dict[str, Tensor]:
-    """Return views of the optimizer states of the values `first` to `last` of a flattened parameter.
+    """Return views of the optimizer states that belong to the range [`first`, `last`) of a flattened parameter.
 
     Args:
-        states: optimizer states of consecutive values of the flattened parameter.
-        start: index in the flattened parameter of the first value that has states in `states`.
-        first: index in the flattened parameter of the first value to return.
-        last: index after the last value to return.
+        states: optimizer states of a longer range of the flattened parameter: moments, and the scales of 8-bit moments.
+        start: index in the flattened parameter where the range of `states` starts.
+        first: index in the flattened parameter where the result starts.
+        last: index in the flattened parameter after the end of the result.
     """
     values = slice(first - start, last - start)
     blocks = slice(first // BLOCK_8BIT - start // BLOCK_8BIT, -(-last // BLOCK_8BIT) - start // BLOCK_8BIT)
@@ -137,11 +138,12 @@ def cut_states(states: States, start: int, first: int, last: int) -> dict[str, T
 
 
 def dequantize(states: States, start: int) -> States:
-    """Return the moments of a range of a flattened parameter as fp32 values.
+    """Return Adam's moments of a range of a flattened parameter as fp32 values.
 
     Args:
-        states: states of the range. If the moments are already fp32 values, the states are returned unchanged.
-        start: index of the first value of the range in the flattened parameter.
+        states: moments of the range, and the scales of 8-bit moments. fp32 moments are returned unchanged.
+        start: index of the first value of the range in the flattened parameter, where a block of 256 values with one scale
+            starts at each multiple of 256.
     """
     if "absmax1" not in states:
         return states
@@ -154,12 +156,15 @@ def dequantize(states: States, start: int) -> States:
 
 
 def quantize(moments: States, shape: Sequence[int], start: int) -> States:
-    """Return the moments of a range as `FragmentAdamW8bit` stores them: codes and scales, or fp32 for a small parameter.
+    """Return Adam's moments of a range of a flattened parameter in the format that `FragmentAdamW8bit` stores.
+
+    The moments of a large parameter become 8-bit codes with scales. The moments of a small parameter stay fp32.
 
     Args:
         moments: moments of the range as fp32 values.
         shape: shape of the whole parameter.
-        start: index of the first value of the range in the flattened parameter.
+        start: index of the first value of the range in the flattened parameter, where a block of 256 values with one scale
+            starts at each multiple of 256.
     """
     if not _is_quantized(shape):
         return moments

@@ -18,11 +18,11 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def fastest_backend(times: dict[str, dict[int, float]]) -> str:
-    """Return the name of the fastest kernel, for `get_backend`.
+    """Return the name of the fastest attention kernel, or of the fastest combination of cuDNN with another kernel.
 
-    A name such as "cudnn:1024:torch" means two kernels: cuDNN for segments of 1,024 tokens or more, and torch for shorter
-    segments. The result has the smallest sum of times over all lengths. If two choices are equal, the kernel that comes
-    first in `times` wins. cuDNN must be more than 5 % faster, because cuDNN must build a plan for each new length.
+    `get_backend` takes this name. A name such as "cudnn:1024:torch" means two kernels: cuDNN for segments of 1,024 tokens or
+    more, and torch for shorter segments. The result has the smallest sum of times over all lengths. If two sums are equal, the
+    kernel that comes first in `times` wins. cuDNN must be more than 5 % faster, because it builds a plan for each new length.
 
     Args:
         times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is
@@ -67,19 +67,21 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
 
 
 def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Choice:
-    """Return the attention kernel of a run, and the choice to store in a checkpoint. Every rank must call this function.
+    """Choose the attention kernel of a run. Every rank must call this function.
 
     With `attention.backend=auto` in bf16 on a GPU, rank 0 chooses among the kernels that run on all ranks. If the checkpoint
     contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
-    rank 0 measures the kernels.
-
-    With another backend, in fp32 or on a CPU, nothing is measured, and the choice to store is None.
+    rank 0 measures the kernels. With another value of `attention.backend`, in fp32 or on a CPU, nothing is measured.
 
     Args:
         run: the checked training run.
         rank: rank of this process.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
+
+    Returns:
+        (attention kernel, choice to store in checkpoints). The choice is a dict with the keys "backend" (name of the kernel)
+        and "setup" (GPU, torch version and usable kernels). It is None if rank 0 had nothing to choose.
     """
     names, heads, head_dim = [], run.shape.num_heads // run.degrees.ulysses, run.shape.head_dim
     if (run.recipe.attention.backend, run.recipe.precision.compute, device.type) == ("auto", "bf16", "cuda"):

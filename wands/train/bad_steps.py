@@ -54,10 +54,14 @@ class BadSteps:
         self.state |= (saved and saved.bad_steps) or {}
 
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
-        """Return a function for each trained DiT that decides whether to skip the update of the DiT.
+        """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
 
-        The function takes this rank's part of the loss, and the gradient norm. It decides equally on all ranks. None in
-        place of a function means that no update is skipped.
+        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update, with
+        the same result on all ranks. If the step has no samples, because all are excluded, every function returns True.
+        Otherwise, if `train.on_bad_step` is `stop`, the list contains None instead of functions, and no update is skipped.
+
+        Args:
+            plan: packing plan of the step.
         """
         experts, count = self._run.experts, self._run.count(plan)
         if not plan.num_samples or self._config.on_bad_step == "stop":
@@ -77,6 +81,12 @@ class BadSteps:
 
     def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
         """Record a good update for later comparisons, or report a bad update. Every rank must call this function.
+
+        Args:
+            plan: packing plan of the step.
+            expert: the trained DiT.
+            loss: mean loss of the step over all ranks.
+            result: result of the step on this rank.
 
         Raises:
             DataError: on all ranks, if the loss or the gradient norm is not finite and `train.on_bad_step` is `stop`, or

@@ -151,7 +151,12 @@ class CheckpointSaver:
         self._last_save = time.perf_counter()
 
     def finish(self, required: bool = False) -> None:
-        """Complete the started checkpoint, and delete old checkpoints. Every rank must call this method.
+        """Complete the checkpoint that `save` started, and delete old checkpoints. Every rank must call this method.
+
+        Call it only if `is_pending` is true.
+
+        Args:
+            required: whether a failure raises an error. Otherwise the failure is only logged.
 
         Raises:
             CheckpointError: if the checkpoint is required and cannot be written.
@@ -269,7 +274,7 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
 
 
 def _publish(partial: Path, target: Path, state: TrainState) -> None:
-    """Write `wands_state.json`, and give the folder its final name."""
+    """Write `wands_state.json` into the folder `partial`, and rename the folder to `target`."""
     files = {name: (partial / name).stat().st_size for name in sorted(state.hashes)}
     write_text(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
     if target.exists():  # the same step saved again, after a resume from an older checkpoint

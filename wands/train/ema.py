@@ -87,7 +87,9 @@ class WeightAverage:
 
     @torch.no_grad()
     def exchange(self, engine: Any) -> None:
-        """Exchange the moving average and the weights. A second call restores every bit. Every rank must call this function.
+        """Swap the weights of the model with the moving average. A second call swaps them back, bit for bit.
+
+        Every rank must call this method.
 
         Args:
             engine: the engine from which this average was built.
@@ -169,14 +171,14 @@ def own_fragments(engine: Any) -> list[Fragment]:
 
 
 def _own_share(fragment: Fragment) -> Fragment:
-    """Return this rank's share of a whole parameter at ZeRO-0."""
+    """Return the share of a parameter that this rank averages at ZeRO-0, where `fragment` is the whole parameter."""
     rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.read().numel()
     start, end = numel * rank // world_size, numel * (rank + 1) // world_size
     return fragment._replace(start=start, read=lambda: fragment.read()[start:end])
 
 
 def _gather_shares(engine: Any) -> None:
-    """Send each rank's share of every parameter to all ranks, at ZeRO-0."""
+    """Send every rank's share of each parameter to all ranks at ZeRO-0, after the ranks have changed their shares."""
     for fragment in trained_fragments(engine):
         share = _own_share(fragment)
         bits = fragment.read().view(torch.int32)  # a sum with zeros keeps all bits, also those of -0.0

@@ -63,8 +63,8 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
     """Compile the optimizer DeepSpeedCPUAdam on every rank if the run needs this optimizer.
 
     The run needs DeepSpeedCPUAdam if the run offloads Adam's states to the host and does not use torch's Adam. Compiling
-    takes a minute. The compiled library is then cached on the machine. If one rank failed to compile at a later time, the
-    other ranks would wait for this rank.
+    takes a minute. The compiled library is then cached on the machine. DeepSpeed would compile the library later, when a
+    failure on one rank makes the other ranks wait.
 
     Args:
         ds_config: result of `build_ds_config`.
@@ -88,7 +88,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 
 
 def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
-    """Return the attention kernel that a run uses on a device, without a measurement."""
+    """Return the attention kernel that the recipe selects for a device. `auto` is resolved without measuring the kernels."""
     dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
 

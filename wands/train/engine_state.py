@@ -240,8 +240,11 @@ def _optimizer_state(
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
     """Return the flat tensors whose momentum DeepSpeed stores for whole parameters, not only for this rank's fragments.
 
-    Only Muon at ZeRO-1 and ZeRO-2 has such a momentum. The result maps the index of each such flat tensor to its
-    fragments, in the order of the momentum.
+    Only Muon at ZeRO-1 and ZeRO-2 has such a momentum.
+
+    Returns:
+        A dict from the index of each such flat tensor to its fragments, in the order in which the momentum contains the
+        parameters. {} if there is no such flat tensor.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -254,10 +257,10 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Return the states of a flat tensor, with only the values of Muon's momentum that this rank owns.
+    """Cut Muon's momentum in the optimizer states of a flat tensor to the values that this rank owns.
 
-    At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. The
-    returned momentum has the shape of the flat tensor.
+    At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. In the
+    result, the momentum has the shape of the flat tensor. The other states are unchanged.
 
     Args:
         values: states of the flat tensor (a tensor that the optimizer updates).
@@ -272,9 +275,17 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Return the optimizer states in a checkpoint that belong to a whole flat tensor, such as a step count.
+    """Read the optimizer states that belong to a whole flat tensor, such as a step count, from a checkpoint.
 
-    A flat tensor is a tensor that the optimizer updates. The result is for the flat tensor that contained `fragment`.
+    Args:
+        fragment: a fragment of this rank. The result is for the flat tensor (a tensor that the optimizer updates) that
+            contained this fragment when the checkpoint was written.
+        layout: this rank's (fragments, flat sizes), in the format of the keys "fragments" and "flat_sizes" of
+            `engine_tensors`.
+        files: files of the checkpoint.
+
+    Raises:
+        CheckpointError: if the layout has changed, and a state has more than one value.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
@@ -297,10 +308,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Yield the torch optimizer inside an engine's optimizer, with its parameters set.
-
-    Outside an update, ZeRO-3's torch optimizer has no parameters. This function sets the parameters temporarily.
-    """
+    """Yield the torch optimizer that an engine's optimizer wraps. At ZeRO-3, it has parameters only inside the block."""
     optimizer = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:
@@ -317,15 +325,16 @@ def _flats(base: Any) -> list[Tensor]:
 
 
 def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the optimizer states of a flat tensor without nested dicts.
-
-    In the result, the key of a state that belongs to a single parameter contains the name of the parameter and a slash:
-    "blocks.0.attn1.to_q.weight/state1". In earlier versions of wands, bitsandbytes' own optimizer wrapped all states in one
-    dict. The keys of these states do not change.
+    """Return the optimizer states of a flat tensor as one dict without nested dicts.
 
     Args:
-        values: states of the flat tensor.
+        values: states of the flat tensor. A nested dict contains the states of one parameter, under the name of the parameter.
+            With the optimizer of earlier versions of wands, one nested dict contains the states of the whole flat tensor.
         names: names of the parameters in the flat tensor.
+
+    Returns:
+        The states. A state of one parameter has a key such as "blocks.0.attn1.to_q.weight/state1"; the keys of all other
+        states are unchanged.
     """
     result = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for owner, states in values.items():
@@ -365,7 +374,12 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
 
 
 def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
-    """Return (start, number of values) of this rank's partition of a parameter at ZeRO-3, without padding."""
+    """Return (start, number of values) of this rank's part of a parameter at ZeRO-3, without padding.
+
+    Args:
+        parameter: a parameter that ZeRO-3 has partitioned.
+        partition: number of values of each rank's part, with padding.
+    """
     start = partition * dist.get_rank(parameter.ds_process_group)
     return start, max(min(partition, parameter.ds_numel - start), 0)
 

@@ -61,11 +61,16 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
 
 
 def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
-    """Return the contents of `epoch.json`: the plan of an epoch, with a name and a checksum for each sample.
+    """Return the contents of `epoch.json`: the plan of an epoch, with the key and checksum of each sample.
 
     Args:
         run: the checked training run.
         plan: plan of any step of the epoch.
+
+    Returns:
+        A dict with the keys "epoch", "first_step" (number of steps before the epoch), "totals" (numbers of samples and
+        tokens), "steps" and "unused" (sorted keys of the samples that the epoch does not use). A step is a list of bins, and a
+        bin is a list of (key of the sample, repeat index, CRC-32).
     """
     keys, steps = run.data.keys, plan.epoch_plan.steps
     used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}
@@ -82,13 +87,16 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
 
 
 def follow_data(run: TrainingRun) -> TrainingRun:
-    """Let a resumed run finish the epoch of its checkpoint as planned, if its data has changed since the checkpoint.
+    """Let a resumed run finish the current epoch with the plan in its checkpoint, if the data has changed.
+
+    The changed data takes effect with the next epoch. Clips that were removed are left out at once.
 
     Args:
-        run: the checked training run, planned for the changed data.
+        run: the checked training run, whose steps are planned for the data as it is now.
 
     Returns:
-        The run with the checkpoint's plan for the current epoch; `run` itself if the data has not changed.
+        The run with the checkpoint's plan for the current epoch. `run` itself if the data has never changed, or if the
+        checkpoint contains no plan.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.
