@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,14 @@ def to_device(value: Any, device: torch.device | str) -> Any:
 
     CUDA copies without waiting only from pinned host memory. So this function pins tensors that are not pinned.
     """
-    return map_tensors(value, partial(_copy, device=torch.device(device)))
+    target = torch.device(device)
+
+    def copy(tensor: Tensor) -> Tensor:
+        if target.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(target, non_blocking=True)
+
+    return map_tensors(value, copy)
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -28,9 +34,3 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{name: map_tensors(item, change) for name, item in vars(value).items()})
     return value
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -172,17 +172,10 @@ def describe_recipes(options: RecipesOptions) -> str:
     """
     if options.name is not None:
         return shipped_recipe(options.name).rstrip()
-    rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION"), *map(_recipe_row, list_recipes())]
+    rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION")]
+    for name in list_recipes():
+        variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
+        first_comment = shipped_recipe(name).partition("\n")[0].lstrip("# ").rstrip(".")
+        rows.append((name, variant, "LoRA" if load_recipe(name).lora else "full", first_comment))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _recipe_row(name: str) -> tuple[str, str, str, str]:
-    """Return the table row of a shipped recipe.
-
-    Returns:
-        Name, model variant, trained weights ("LoRA" or "full"), and the first comment line of the recipe.
-    """
-    variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
-    description = shipped_recipe(name).partition("\n")[0].lstrip("# ").rstrip(".")
-    return name, variant, "LoRA" if load_recipe(name).lora else "full", description

@@ -370,8 +370,7 @@ def find_cure(task: Task, ds_name: str) -> str:
     for candidate in build_candidates(task, names, max_tokens, sizes, checkpointing):
         if candidate.fits:
             changes = candidate.changes()
-            words = [f"set {' and '.join(changes)}"] if changes else []
-            if candidate.ds_name != ds_name:
-                words.append(f"{'and ' if changes else ''}use --deepspeed {candidate.ds_name}")
-            return " ".join(words)
+            steps = [f"set {' and '.join(changes)}"] if changes else []
+            steps += [f"use --deepspeed {candidate.ds_name}"] if candidate.ds_name != ds_name else []
+            return " and ".join(steps)
     return "no setting fits; use more or larger GPUs, shorter or smaller clips, or a LoRA with lora.quantize"
