@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_389
+TOTAL = 21_387
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,7 +18,7 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 777,
-    "attention": 885,
+    "attention": 884,
     "commands": 4450,
     "config": 1232,
     "data": 4441,
@@ -27,7 +27,7 @@ FOLDERS = {
     "export": 381,
     "flow": 208,
     "model": 2408,
-    "planning": 720,
+    "planning": 719,
     "recipes": 0,
     "report": 264,
     "sampling": 952,
