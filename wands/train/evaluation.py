@@ -58,9 +58,10 @@ class Verdict(NamedTuple):
 class Evaluator:
     """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and the trackers' curves.
 
+    A resumed run appends to the `evaluations.jsonl` of its run folder.
+
     Args:
-        trainer: engines and moving averages of a run with an `eval` section. A resumed run continues the evaluations in its
-            folder.
+        trainer: engines and moving averages of a run with an `eval` section.
         step_log: log of the steps. It shows the newest held-out loss on the terminal.
         watchdog: watchdog of this process, which limits the time of each forward pass.
     """
@@ -99,7 +100,8 @@ class Evaluator:
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether the user's request ends the run now. The evaluation is then left to the resumed run.
+            ends: whether the user has requested to stop the run now. Only the last step of the run is then evaluated. The
+                resumed run makes up for any other evaluation.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
@@ -118,10 +120,12 @@ class Evaluator:
     def evaluate(self, step: int) -> Verdict:
         """Evaluate the weights and their moving average. Every rank must call this method between two steps.
 
-        If a request to stop arrives meanwhile, the evaluation ends without a result.
-
         Args:
             step: number of optimizer steps that the run has made.
+
+        Returns:
+            The verdict. If a request to stop arrives during the evaluation, no results are written, and both fields of the
+            verdict are False.
         """
         trainer, rows, proceed = self._trainer, list[Row](), partial(self._proceed, step)
         engines, groups, device = trainer.engines, trainer.groups, trainer.device
@@ -188,8 +192,8 @@ def measure(
 ) -> list[float] | None:
     """Return the loss of each sample of an evaluation. Every rank must call this function, and gets all losses.
 
-    The loss is the mean squared error over the trained tokens, weighted by the mask of the clip if it has one. Loss weights
-    of sources and noise levels, caption dropout and dropout are not used.
+    The loss is the mean squared error over the trained tokens, weighted by the mask of the clip if it has one. Unlike in
+    training, there is no dropout and no caption dropout. The loss weights of data sources and of noise levels are not applied.
 
     Args:
         models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
@@ -197,7 +201,10 @@ def measure(
         samples: result of `EvaluationPlan.samples`.
         groups: process groups of this rank.
         device: device of this rank.
-        proceed: function that is called before each forward pass. If it returns False, the result is None.
+        proceed: function that is called before each forward pass, and returns whether to continue.
+
+    Returns:
+        Loss of each sample, in the order of `samples`; None if `proceed` returned False.
     """
     seed = run.recipe.train.seed
     losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
@@ -262,6 +269,15 @@ def summarize(
         samples: result of `EvaluationPlan.samples`.
         losses: result of `measure`.
         base: loss of each clip in the first evaluation, with which the losses are compared. None for the first evaluation.
+
+    Returns:
+        A dict with these keys. A mean loss is None if there is no loss to average.
+        `held_out`, `train`: mean loss of the held-out clips and of the training clips.
+        `gap`: `held_out` - `train`.
+        `change`, `train_change`: results of `paired_change` for held-out and training clips; None in the first evaluation.
+        `by`: maps "sigma", "expert", "kind" and "length" to a list of dicts, one for each value of this property, with the
+            keys "name" (the value), "held_out", "train" and "sigma" (mean noise level).
+        `losses`: mean loss of each clip of the plan over its samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]
     for sample, loss in zip(samples, losses, strict=True):
@@ -287,7 +303,7 @@ def summarize(
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the mean loss of the held-out clips and of the training clips; None for a side without losses.
+    """Return a dict with the mean losses "held_out" and "train"; a mean is None if no loss belongs to it.
 
     Args:
         plan: clips, each with its side ("held_out" or "train").
@@ -302,7 +318,7 @@ def paired_change(
 ) -> dict[str, float | None] | None:
     """Return the mean change of the clips' losses between two evaluations, with its 95 % confidence interval.
 
-    Each clip is compared with itself. The interval is that of Student's t distribution.
+    The change of a clip is its loss in `values` minus its loss in `base`. The interval comes from Student's t distribution.
 
     Args:
         plan: clips of both evaluations.
@@ -311,7 +327,8 @@ def paired_change(
         base: loss of each clip in the earlier evaluation; None for a clip that was not evaluated.
 
     Returns:
-        A dict with the keys "mean", "low" and "high"; "low" and "high" are None for a single clip. None without clips.
+        A dict with the keys "mean", "low" and "high" (ends of the interval). "low" and "high" are None for a single clip. The
+        result is None if no clip of the side was evaluated both times.
     """
     rows = zip(plan.clips, values, base, strict=True)
     differences = [a - b for clip, a, b in rows if clip.side == side and a is not None and b is not None]

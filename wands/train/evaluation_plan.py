@@ -28,7 +28,7 @@ QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3,
 
 
 class EvaluationClip(StrictModel):
-    """A clip of the evaluation.
+    """A clip that each evaluation uses, and its noise levels.
 
     Attributes:
         key: key of the sample in its data set.
@@ -88,7 +88,7 @@ class EvaluationPlan(StrictModel):
     clips: list[EvaluationClip]
 
     def describe(self) -> str:
-        """Return a text with the number of clips, the number of noise levels, and the cost of the evaluations in FLOPs."""
+        """Return a text with the numbers of clips and noise levels, and the evaluations' share of the run's FLOPs."""
         counts = {side: sum(clip.side == side for clip in self.clips) for side in (HELD_OUT, TRAIN)}
         less = "" if len(self.quantiles) == 9 else " (9 would exceed eval.max_share)"
         return (
@@ -97,12 +97,10 @@ class EvaluationPlan(StrictModel):
         )
 
     def samples(self, run: TrainingRun) -> list[EvaluationSample]:
-        """Return the samples of an evaluation: each clip at each noise level of the plan.
+        """Return the samples of an evaluation: each clip with each trained DiT, each condition and each noise level.
 
-        The plan has noise levels for each trained DiT, inside the range of this DiT.
-
-        Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are
-        left out as well.
+        Each trained DiT has other noise levels of the clip, inside the range that the DiT trains on. Clips that are no longer
+        in the data are left out. If the first frame is the condition, clips of a single frame are also left out.
 
         Args:
             run: the checked training run.
@@ -135,14 +133,18 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 
 
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
-    """Return (number of quantiles, number of clips) of the largest plan within a budget, with at least one clip.
+    """Choose the number of noise levels and the number of clips, so that the evaluations stay within a budget of FLOPs.
 
-    A larger number of quantiles (noise levels of each clip) is preferred to a larger number of clips.
+    More noise levels are preferred to more clips.
 
     Args:
-        costs: for each clip (or each pair of a held-out clip and a training clip), its FLOPs at one quantile in all
-            evaluations of the run. The plan contains the first clips of this list.
+        costs: for each clip (or each pair of a held-out clip and a training clip), its FLOPs at one noise level in all
+            evaluations of the run. The clips are used in this order.
         budget: largest number of FLOPs for all evaluations of the run.
+
+    Returns:
+        (number of noise levels of each clip, number of items of `costs` to use); (1, 1) if the budget is too small for any
+        plan.
     """
     sums = np.cumsum(np.array(costs, float))
     fitting = ((num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES)
@@ -185,9 +187,9 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
     """Choose clips of a data set for the evaluation. Return (key, number of video tokens) pairs, the first choice first.
 
-    Clips with more than `packing.max_tokens` tokens are left out. The order of the choice is pseudorandom: it follows a hash
-    of each sample's key. If several samples come from one source clip, a second sample is chosen only after every
-    source clip has a first sample.
+    Clips in `data.exclude` and clips with more than `packing.max_tokens` tokens are left out. The order of the choice is
+    pseudorandom: it follows a hash of each sample's key. If several samples come from one source clip, a second sample is chosen
+    only after every source clip has a first sample.
 
     Args:
         run: the checked training run.
@@ -208,13 +210,13 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
 def add_levels(
     run: TrainingRun, side: str, chosen: Sequence[tuple[str, int]], quantiles: Sequence[float]
 ) -> list[EvaluationClip]:
-    """Return the chosen clips with a noise level for each quantile.
+    """Add to the chosen clips, for each trained DiT, the noise levels at which the clip is evaluated.
 
     Args:
         run: the checked training run.
-        side: "held_out" or "train", for the result.
+        side: "held_out" or "train", the side of all chosen clips.
         chosen: result of `choose_clips`.
-        quantiles: probabilities, see `EvaluationPlan`.
+        quantiles: probabilities. The noise levels are at these quantiles of the recipe's distribution of noise levels.
     """
     clips = []
     for key, num_tokens in chosen:
@@ -228,7 +230,10 @@ def add_levels(
 
 
 def plan_cache(run: TrainingRun, most: int) -> EvaluationPlan:
-    """Return the plan of `wands evaluate`: at most `most` clips of the run's data at nine noise levels, as held-out clips."""
+    """Plan the evaluation for `wands evaluate`: at most `most` clips of the run's data, at nine noise levels.
+
+    The plan treats these clips as held-out clips.
+    """
     clips = add_levels(run, HELD_OUT, choose_clips(run, run.data, most), QUANTILES[9])
     return EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
 
@@ -238,7 +243,7 @@ def _hash(key: str) -> bytes:
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe keys that determine the clips of the evaluation, with their values."""
+    """Return a dict from each recipe key that determines the clips of the evaluation, such as "max_clips", to its value."""
     section = recipe.eval.model_dump(include={"max_share", "max_clips", "cache"}) if recipe.eval else {}
     return section | {"holdout": recipe.data.holdout}
 

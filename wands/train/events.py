@@ -23,8 +23,8 @@ class EventLog:
     an `error` event.
 
     Args:
-        run: the checked training run. Create the log before a resumed run removes rows from `metrics.jsonl`, because a `restart`
-            event contains the last step in this file.
+        run: the checked training run. A resumed run must create this log before it removes rows from `metrics.jsonl`: the
+            `restart` event contains the last step in `metrics.jsonl`.
         rank: rank of this process.
 
     Attributes:
@@ -84,8 +84,8 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
         last_step: last step to include. Events of later steps are left out.
 
     Returns:
-        A dict from the kind of an event to its steps, with the keys "restart" and "skipped update". If slow ranks were
-        reported, it also has the key "slow-rank report". The dict is empty if the run folder has no events.
+        A dict that maps "restart" and "skipped update" to lists of steps. If slow ranks were reported, "slow-rank report" maps
+        to the steps of these reports. The dict is empty if the run folder has no events.
     """
     rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]

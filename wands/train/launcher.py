@@ -23,10 +23,10 @@ _LAUNCHERS = {
 
 
 class Ancestor(NamedTuple):
-    """Parent of this process, or an ancestor further up.
+    """Parent process of this process, or an ancestor further up.
 
     Attributes:
-        process: the process; None if it ended before this process could see it.
+        process: the ancestor; None if the ancestor ended before `find_launcher` was called.
         name: name of the program.
     """
 
@@ -34,7 +34,7 @@ class Ancestor(NamedTuple):
     name: str
 
     def is_gone(self) -> bool:
-        """Return True if the process has ended, also if a new process has its process id."""
+        """Return whether the ancestor has ended. A new process with the process id of the ancestor does not count."""
         # A process that was killed stays in the list until its parent asks for its exit code.
         with suppress(psutil.NoSuchProcess):
             ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -43,12 +43,11 @@ class Ancestor(NamedTuple):
 
 
 def find_launcher() -> tuple[Ancestor, ...]:
-    """Return the processes from the parent of this process up to its launcher.
+    """Return the processes from the parent of this process up to its launcher, both included; () without a launcher.
 
     If one of these processes ends, this process is an orphan. A launcher can consist of several processes: `deepspeed`
-    starts `deepspeed.launcher.launch`, which starts the workers. The result is empty if this process has no launcher.
-    A shell, a terminal or a container above the launcher is never part of the result, because it may end before a run
-    in the background.
+    starts `deepspeed.launcher.launch`, which starts the workers. The ancestors of the launcher, such as a shell or a terminal,
+    are not part of the result. They may end while the run continues in the background.
     """
     ancestors: list[Ancestor] = []
     length = 0

@@ -116,9 +116,9 @@ class StepLog:
 
 
 def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tensor:
-    """Return (sum of the losses, number of clips) of this rank's clips for each of the 10 ranges of the noise level.
+    """Sum the losses and count the clips of this rank in each of 10 ranges of the noise level: 0 to 0.1, 0.1 to 0.2 and so on.
 
-    The pairs are flattened: float64 [20], on the device of the results.
+    Return the flattened (sum of the losses, number of clips) pairs of the ranges: float64 [20], on the device of the results.
 
     Args:
         results: result of each trained DiT on this rank.

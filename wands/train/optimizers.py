@@ -65,7 +65,7 @@ def muon_ratio(rows: int, columns: int) -> float:
 
 
 def split_by_decay(groups: Iterable[Mapping[str, Any]], named: Iterable[tuple[str, Any]]) -> list[Any]:
-    """Split parameter groups so that norm gains, biases and modulation tables are in groups without weight decay.
+    """Split parameter groups so that norm gains, biases and modulation tables are in groups with `weight_decay` 0.
 
     Args:
         groups: parameter groups of an optimizer.

@@ -214,7 +214,10 @@ def _check_samples(data: Dataset, dp_size: int) -> None:
 
 
 def _check_fp32(data: Dataset, variant: Variant) -> None:
-    """Refuse long clips in fp32 on a GPU, where only the reference kernel runs. Its memory is quadratic in the clip length."""
+    """Raise a ConfigError if a clip is too long for attention in fp32 on a GPU.
+
+    There, only the reference kernel runs. The memory of the reference kernel is quadratic in the clip length.
+    """
     if (longest := int(data.num_tokens(variant.dit.patch_size).max())) > 4096:
         raise ConfigError(
             f"precision.compute=fp32: on a GPU, attention in fp32 stores a score for every pair of a clip's tokens. A clip may "

@@ -125,7 +125,8 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         ring_rank: rank of this process in its ring.
 
     Returns:
-        Maps each scope, and "other", to an array of calls, microseconds of the CPU, microseconds of the GPU, and FLOPs.
+        A dict that maps each scope, and "other", to an array of four numbers: calls, CPU time in microseconds, GPU time in
+        microseconds, and FLOPs.
     """
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.
@@ -155,8 +156,8 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
 def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int) -> str:
     """Return a table with means per step for each scope (part of a step): calls, time, share of the step, and FLOPs.
 
-    The share of the step is the scope's GPU time / the duration of the step. For scopes without GPU time, such as "data
-    wait", it is the CPU time / the duration.
+    The share of the step is the scope's GPU time / the duration of the step. For a scope without GPU time, such as "data
+    wait", the share is the scope's CPU time / the duration of the step.
 
     Args:
         rows: result of `sum_scopes`.

@@ -155,10 +155,9 @@ class TrainingRun:
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """Digest of a part of the base weights and of the merged LoRAs, to recognise other weights when a run resumes.
+        """Digest of samples of the base weights and of the merged LoRAs. A resumed LoRA run compares it with the checkpoint's.
 
-        `sample_digest` chooses the part. The digest is None for a full finetune, whose checkpoints contain all weights, and
-        for random base weights.
+        The digest is None for random base weights, and for a full finetune, because its checkpoints contain all weights.
         """
         model = self.recipe.model
         if self.recipe.lora is None or model.init == "random":

@@ -317,11 +317,12 @@ class RunSamples:
         Args:
             step: number of optimizer steps that the run has made.
             kind: "raw" for the trained weights, "ema" for their moving average.
-            numbers: for each group, the index of its prompt in `run.samples`. There may be fewer prompts than groups.
+            numbers: for each group, the index in `run.samples` of the video to generate. If there are fewer numbers than
+                groups, each remaining group generates the first of these videos and discards the result.
 
         Returns:
-            On the first rank of the group, the row of samples.jsonl. On a rank that failed, the keys `number`, `weights` and
-            `reason` of the event. None on the other ranks.
+            On the first rank of a group with a number, the row of samples.jsonl. On a rank that failed, a dict with the keys
+            `number`, `weights` and `reason` for the event "sample failed". None on all other ranks.
         """
         run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
         has_video, started = dims.dp_rank < len(numbers), time.perf_counter()
@@ -346,7 +347,9 @@ class RunSamples:
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
-        """Return (pipeline that uses the stored encodings of a request, blank images that replace its images).
+        """Return (pipeline, images) to generate the video of a request without its text encoder, image encoder and VAE encoder.
+
+        The pipeline returns the stored encodings of the request. The images are blank, because the pipeline does not encode them.
 
         Args:
             number: index of the request in `run.samples`.

@@ -29,9 +29,9 @@ class StepResult:
     The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum over all ranks, divided by
-            `TrainingRun.count`, the number of samples or trained tokens of this step. For the gradient, it is divided by
-            `TrainingRun.denominator` instead, the mean of these numbers over the steps of the epoch.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. The sum over all ranks is divided by one of two
+            numbers: for the logged loss by `TrainingRun.count` (samples or trained tokens of this step), for the gradient by
+            `TrainingRun.denominator` (mean of these numbers over the steps of the epoch).
         clips: (key of the random numbers, noise level, weight) of each sample in the bins of this rank. A padding sample,
             which fills an empty bin, has the weight 0.
         errors: fp64, for each of `clips` the mean squared error over the trained tokens.

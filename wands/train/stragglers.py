@@ -28,8 +28,8 @@ class ComputeTimes:
     hooks, and the time outside these hooks is measured. On a GPU, events in the compute stream measure the time.
 
     Args:
-        trainer: objects of the training process. `deepspeed.initialize` has added the hooks of ZeRO-3 to its DiTs, so that the
-            hooks of this class run inside them.
+        trainer: objects of the training process. `deepspeed.initialize` must already have wrapped the DiTs, so that the hooks
+            of this class run inside the hooks of ZeRO-3.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -44,7 +44,10 @@ class ComputeTimes:
                     layer.register_forward_hook(self._mark, prepend=True)
 
     def _mark(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *output: torch.Tensor) -> None:
-        """Record the time before a layer, without `output`, or after the layer."""
+        """Record the time before or after a forward pass of a layer. This method is the hook for both.
+
+        PyTorch passes `output` only after the forward pass.
+        """
         if not layer.training:  # samples and evaluations are not part of a step
             return
         self._num_inputs += 0 if output else inputs[0].numel()
@@ -55,15 +58,16 @@ class ComputeTimes:
             self._marks.append(time.perf_counter())
 
     def end_step(self, step: int) -> list[float] | None:
-        """Record the time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
+        """Record the compute time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
 
-        Every rank must call this function, after it has read a result of the step from its device.
+        Every rank must call this method, after it has read a result of the step from its device.
 
         Args:
             step: number of optimizer steps that the run has made.
 
         Returns:
-            Median seconds per step of each rank over the last `WINDOW` steps; None if the ranks were not compared.
+            For each rank, the median seconds per step in the feed-forward layers, over the last `WINDOW` steps. None if the
+            ranks were not compared after this step.
         """
         pairs = zip(self._marks[::2], self._marks[1::2], strict=True)
         if self._device.type == "cuda":
@@ -96,7 +100,7 @@ class ComputeTimes:
 
 
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
-    """Return the slow ranks, slowest first, as a dict from the rank to its time / the (upper) median time of the other ranks.
+    """Return a dict from each slow rank to its time / the median time of the other ranks, slowest first; {} without slow ranks.
 
     A rank is slow only if both its seconds and its seconds per input value are high. The seconds alone would also report a
     rank with more tokens than the other ranks. The seconds per value alone would also report a rank with fewer tokens,

@@ -89,7 +89,7 @@ def start_block(run: TrainingRun) -> str:
 
 
 def _short_run(run: TrainingRun) -> list[str]:
-    """Return a warning if the run ends before the warm-up of the learning rate does."""
+    """Return a warning, as a list of one line, if the warm-up of the learning rate lasts the whole run; otherwise []."""
     steps, warmup = run.sampler.total_steps, run.recipe.optim.warmup
     if steps > warmup or "scheduler" in run.ds_config:
         return []

@@ -45,7 +45,10 @@ class Terminal:
             self._echo(text)
 
     def show(self, text: str) -> bool:
-        """Replace the live line, which shows the progress below all other output. Return False without a terminal."""
+        """Replace the text of the live line, which shows the progress below all other output.
+
+        Return whether there is a live line. There is none without a terminal.
+        """
         if self._live.is_started:
             self._last = time.monotonic()
             with suppress(OSError):

@@ -71,11 +71,12 @@ class Trackers:
             self._try(name, partial(tracker.log, dict(values), step=step))
 
     def log_media(self, step: int, kind: Literal["Image", "Video"], values: Mapping[str, Any]) -> None:
-        """Send images or videos to the trackers that take them.
+        """Send images or videos to the trackers that support them.
 
         Args:
             step: number of optimizer steps that the run has made.
-            kind: "Image" or "Video", a class of the tracker's package such as `wandb.Image`.
+            kind: "Image" or "Video". Trackers except TensorBoard get objects of this class of their package, such as
+                `wandb.Image`.
             values: maps the name of an image or video to a uint8 array [H, W, 3] or to the path of an mp4 file.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
@@ -88,9 +89,9 @@ class Trackers:
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return the (name, tracker) pairs with the given names.
+        """Return (name, tracker) of each tracker in `names` that has no values of this step yet.
 
-        A resumed run repeats steps. wandb is left out for a repeated step, because it already has the values of this step.
+        Only wandb can have the values already, of a step that a resumed run repeats.
         """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}

@@ -105,7 +105,8 @@ class Watchdog:
         Args:
             output_dir: run folder.
             step_timeout: seconds that a step may take. None computes the limit from the durations of the last steps.
-            timeout: seconds for any other work: the start with the first step, a check, or a checkpoint.
+            timeout: seconds that any other work may take, such as a check or a checkpoint. The start, including the first
+                step, also counts as such work.
         """
         from wands.train.roll_call import answer_file
 
@@ -218,7 +219,7 @@ class Watchdog:
 
 
 def _print(message: str, *, all_ranks: bool = False) -> None:
-    """Write a line to stderr, by default only on the first rank of a node: other ranks receive the same signals."""
+    """Write a line to stderr. By default, only the first rank of each node writes it, because all ranks get the same signals."""
     if all_ranks or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         with contextlib.suppress(OSError):  # the terminal was closed
             os.write(2, f"{safe_lines(f'wands: {message}')}\n".encode())

@@ -22,7 +22,8 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
 
     Args:
         recipe: recipe.
-        name: name of the published variant in `model.path`, if the files of the model must not be read.
+        name: name of a published variant, whose configs wands contains. They are read instead of the files of `model.path`.
+            None reads the files.
 
     Returns:
         (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
@@ -57,7 +58,11 @@ def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def cut_range(expert: Expert, flow: FlowConfig) -> Expert:
-    """Return the expert with the part of its noise levels that `flow.min_timestep` and `flow.max_timestep` leave."""
+    """Return an expert whose range of noise levels is cut to `flow.min_timestep` to `flow.max_timestep`.
+
+    Raises:
+        ConfigError: if no noise level remains.
+    """
     (least, most), (low, high) = expert.sigma_range, flow.sigma_range
     if max(least, low) >= min(most, high):
         raise ConfigError(
