@@ -57,7 +57,9 @@ def calibrate(options: CalibrateOptions) -> str:
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    """Return the median seconds of a call. The first call, which may load kernels, does not count."""
+    """Call a function repeatedly, and return the median time of a call in seconds. A warm-up call, which may load kernels, is
+    not timed.
+    """
     function()
     timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=0.3).median)

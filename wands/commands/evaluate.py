@@ -23,7 +23,8 @@ from wands.train.prepare import prepare_run
 
 
 def evaluate(options: EvaluateOptions) -> str | None:
-    """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, else None.
+    """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, and None on other
+    ranks.
 
     Under a launcher, the ranks share the clips, and every rank has the whole model.
 
@@ -71,9 +72,10 @@ def evaluate(options: EvaluateOptions) -> str | None:
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
-    """Return the recipe of the evaluation. Its data is the cache `options.data`.
+    """Return the recipe of the evaluation. The recipe names the cache `options.data` as its data.
 
-    If a run is evaluated, the settings of the model, the loss and the noise levels come from the recipe of the run.
+    If a run is evaluated, the seed and these sections come from the recipe of the run: `model`, `lora`, `flow`, `loss`,
+    `attention` and `precision`.
 
     Args:
         options: options of the command.

@@ -69,10 +69,10 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def _prompt(video: Path) -> str | None:
-    """Return the prompt of a sample from a file samples.jsonl; None if no such file names the video.
+    """Return the prompt of a sampled video from the file samples.jsonl; None if no such file names the video.
 
-    `wands infer` writes samples.jsonl next to the videos, and training writes it one folder above. The two files also
-    name the videos relative to different folders.
+    `wands infer` writes samples.jsonl into the folder of the videos. Training writes samples.jsonl into the parent of this
+    folder. The file names of the videos in samples.jsonl are relative to the folder of samples.jsonl or to its parent.
     """
     for folder in (video.parent, video.parents[1]):
         for row in read_rows(folder / "samples.jsonl"):

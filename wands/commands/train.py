@@ -109,6 +109,8 @@ def _mock_overrides(name: str | None) -> tuple[str, ...]:
 def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:
     """Check the recipe, the model and the data, and return the run. If the checkpoint to resume from is damaged,
     repeat the checks with an older checkpoint.
+
+    Unless this is a dry run, rank 0 locks the run folder until `stack` is closed.
     """
     claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else _claim_nothing
     damaged: dict[Path, str] = {}
@@ -136,10 +138,15 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
 
 
 def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
-    """Compare the files of the model and the checkpoint with their hashes. Every rank reads its share of the files.
+    """Compare the files of the model and of the checkpoint with their hashes.
+
+    Args:
+        run: the run, with the model and the checkpoint to resume from.
+        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
 
     Returns:
-        The first problem with the checkpoint, or None.
+        The error message for the first damaged file of the checkpoint. None if no file is damaged, or if the run has
+        no checkpoint. All ranks return the same message.
 
     Raises:
         CheckpointError: if a file of the model is damaged.
@@ -158,7 +165,7 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
 
 
 def _claim_nothing(output_dir: Path) -> None:
-    """Replace `_claim` on ranks that do not write to the run folder, and on rank 0 if it has locked the folder already."""
+    """Do nothing. This function replaces `_claim` in a dry run, on ranks except rank 0, and after rank 0 locked the folder."""
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

@@ -99,10 +99,11 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 
 
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
-    """Return the lengths of all samples and the capacity of a bin, with few distinct lengths so that packing is fast.
+    """Reduce the number of distinct lengths, so that packing is fast. Return (length of each sample, capacity of a bin).
 
-    Up to `MAX_LENGTHS` distinct lengths are returned unchanged, in tokens. If there are more, lengths and capacity are
-    returned in a coarser unit: 1 / `ROUNDED` of `max_tokens`. Each length is rounded up to a whole number of units.
+    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and `max_tokens` unchanged. Otherwise return
+    lengths and capacity in a coarser unit, which is `max_tokens` / `ROUNDED` tokens. Each length is rounded up to a whole
+    number of units.
     """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
@@ -164,12 +165,17 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
+
+    Returns:
+        Bins as lists. A sample is represented by the index of its length in `lengths`.
     """
     random = iter(philox("fill").bit_generator.random_raw(int(counts.sum())).tolist())
 
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
-        """Return one of `candidates` (indices of lengths) at random. Frequent and short lengths are preferred: the
-        weight of a length is its number of remaining samples, times n^2 if n samples of this length fit into a bin.
+        """Return a random item of `candidates` (indices of lengths). Frequent and short lengths are preferred.
+
+        The weight of a length is r * n^2. r is the number of remaining samples of this length, from the array `left`,
+        and n is the number of samples of this length that fit into an empty bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -229,6 +235,9 @@ def fill_exactly(
         choose: function that chooses the length of a bin's next sample from candidates. After adding any candidate,
             the bin can still become as full as possible. The arguments are the indices of the candidates in `lengths`,
             ascending, and the number of remaining samples of every length. The result is the index of a candidate.
+
+    Returns:
+        Bins as lists. A sample is represented by the index of its length in `lengths`.
     """
     left = counts.copy()
     bins: Contents = []
@@ -294,11 +303,14 @@ def level(
     both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
-        bins: bins of indices into `lengths`.
-        lengths: int64 [D], distinct lengths.
+        bins: bins as lists. A sample is represented by an index into `lengths` and `costs`.
+        lengths: int64 [D], lengths in tokens.
         costs: int64 [D], cost of a sample of each length.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
+
+    Returns:
+        Balanced bins as lists of indices, as in `bins`.
     """
     empty, width = len(lengths), max(map(len, bins))
     contents = np.full((len(bins), width), empty)  # index of an empty length of 0 tokens, which sorts last

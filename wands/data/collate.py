@@ -40,8 +40,8 @@ class Sample:
             and grey frames elsewhere. None for models without conditioning frames.
         image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
             models without CLIP.
-        token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss, from 0 to 1. None without a
-            mask.
+        token_weights: bf16, weight of each token in the loss, from 0 to 1. The shape is the number of tokens along (frame, row,
+            column). None without a mask.
         loss_weight: factor of the sample's loss; 0 for the placeholder sample of an empty bin.
         caption_dropout: probability of replacing the caption by the empty caption. None uses `flow.cfg_dropout`.
     """
@@ -63,7 +63,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class BinSamples:
-    """Data of all samples of a bin, equal in the packed batch and in the slice of every rank.
+    """Data of all samples of a bin (one forward pass). Base class of `PackedBatch` and `RankSlice`, which contain equal
+    values of this data.
 
     Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 

@@ -35,12 +35,13 @@ class SelectedSource:
     """One source of data (a cache or mock data), and the samples of the source that a training run uses.
 
     Attributes:
-        config: section of the recipe. For mock data, the path is "mock".
+        config: settings of the source, as in an item of `data.sources`. For mock data, the path is "mock".
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
-        num_left_out: maps each name in `LEFT_OUT` to a number of samples that are not chosen: samples on the other side of the
-            split, samples close in time to a held-out sample, and samples nearly equal to a held-out sample.
+        num_left_out: numbers of samples that are not chosen. "num_other_side" counts the samples on the other side of the
+            split, "num_gap" the samples close in time to a held-out sample, and "num_duplicates" the samples nearly equal to
+            a held-out sample.
     """
 
     config: SourceConfig
@@ -208,7 +209,12 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
 
 
 def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSource]:
-    """Return the sources of `data`, the result of `open_data(section, ...)`, with the samples that the run uses."""
+    """Return the sources of the data. Each source names the samples that the run uses.
+
+    Args:
+        section: `data` of the recipe.
+        data: result of `open_data`.
+    """
     if isinstance(data, CombinedDataset):
         return data.sources
     config = _configured_sources(section)[0]
@@ -216,8 +222,8 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source by a dictionary with its path, num_samples, num_other_side, num_gap, num_duplicates and
-    repeat.
+    """Describe each source by a dictionary with the keys path, num_samples, num_other_side, num_gap, num_duplicates
+    and repeat.
 
     num_samples counts the samples that the run uses. num_other_side counts the held-out samples, or the training samples if
     the run uses the held-out samples. num_gap and num_duplicates count the samples on neither side (see `SelectedSource`).

@@ -73,9 +73,9 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
     """Choose for each sample whether it is held out of training, trained on, or not used at all.
 
     A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). `hold_out`
-    decides about clips that are not films. `hold_out` also decides about films if it would hold out at least `FEW_FILMS`
-    films and keep at least `FEW_FILMS` films for training. Otherwise a span of consecutive windows of each film is held
-    out.
+    decides about clips that are not films. `hold_out` also decides about films if the expected number of held-out
+    films and the expected number of training films are both at least `FEW_FILMS`. Otherwise a span of consecutive windows
+    of each film is held out.
 
     The hash of the film's name decides where the span is, and whether its number of windows is rounded up or down. The
     two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are on neither side.

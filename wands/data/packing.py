@@ -36,8 +36,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: numbers of samples and tokens when the epoch was planned. None if the data still contains all
-            planned samples.
+        planned_totals: (number of samples, number of tokens) when the epoch was planned. None if the data still contains
+            all planned samples.
     """
 
     steps: tuple[Step, ...]
@@ -62,7 +62,7 @@ class EpochPlan:
 
     @cached_property
     def totals(self) -> tuple[int, int]:
-        """Number of samples and number of tokens in all steps of the epoch."""
+        """(Number of samples, number of tokens) in all steps of the epoch, counted when the epoch was planned."""
         if self.planned_totals is not None:
             return self.planned_totals
         used = [i for step in self.steps for bin in step for i in bin]

@@ -13,8 +13,8 @@ from torch import Tensor
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     """Split latents into patches, one token per patch.
 
-    In the model's patch convolution, the kernel size equals the stride. If the input is tokens, the convolution is
-    therefore one matrix product.
+    In the model's patch convolution, the kernel size equals the stride. The model can therefore compute this
+    convolution as one matrix product with the tokens.
 
     Args:
         latents: [C, f, h, w] (channels, frames, rows, columns). f, h and w are multiples of the patch size.

@@ -72,8 +72,8 @@ class RepeatSchedule:
         extra samples follow each other in a random order of the source's samples, which the seed determines.
 
         Returns:
-            Two numbers for each source: the position of the first extra sample in the random order, and the number of extra
-            samples. The second number is 0 if `repeat` is an integer.
+            For each source (position of the first extra sample in the random order, number of extra samples). The number of
+            extra samples is 0 if `repeat` is an integer.
         """
         shares: list[tuple[int, int]] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -103,8 +103,8 @@ def exact(number: float) -> Fraction:
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
     """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    The length of an epoch, with repeats, is the number of samples of all sources together. The share of a source in
-    the epoch is proportional to its weight. If the weights are proportional to the sources' numbers of samples, every
+    An epoch uses as many samples, with repeats, as all sources contain together. The share of a source in the epoch is
+    proportional to the weight of the source. If the weights are proportional to the sources' numbers of samples, every
     repeat is 1.
 
     Args:

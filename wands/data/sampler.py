@@ -59,9 +59,9 @@ class StepPlan:
         """Numbers by which the summed loss of this step is divided before the backward pass, one for each
         `loss.reduction` ("sample" or "token").
 
-        Each number is a mean over the epoch, so that every sample (or token) of the epoch has the same weight. Steps of
-        long clips have fewer samples. Dividing by the step's own number of samples would increase the weight of long
-        clips.
+        Each number is the mean number of samples (or tokens) per step of the epoch, so that every sample (or token) of the
+        epoch has the same weight. Steps of long clips have fewer samples. Dividing by the step's own number of samples
+        would increase the weight of long clips.
         """
         num_samples, num_tokens = self.epoch_plan.totals
         num_steps = self.epoch_plan.num_steps
@@ -81,7 +81,8 @@ class PlanSampler:
 
     A row is one possible use of a sample in an epoch. An epoch uses every row of the data once, or the rows that
     `schedule` selects. With a schedule, epochs may have different numbers of steps. The first step of an epoch is then
-    computed from the numbers of steps of the earlier epochs. So the step number remains the only state.
+    computed from the numbers of steps of the earlier epochs. So a checkpoint needs to store only the step number, unless
+    the data changes during the run.
 
     Attributes:
         seq_lens: int64 [N], number of tokens of each of the N rows.
@@ -98,11 +99,12 @@ class PlanSampler:
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
         excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
             samples stay in their steps, and the divisor of the loss does not change.
-        start: (epoch, step) at which the plan of this data starts. Later than (0, 0) if the data changed during the run.
-        given: maps the numbers of epochs to plans that are not computed from the present data. If the data changed, this
-            is the plan of the epoch before `start`, which a resumed run finishes. Its row numbers are those of the present
-            data, and samples that were removed are left out. A plan from the file in `packing.plan` has as many steps as the
-            plan that it replaces.
+        start: (epoch, global step) at which the plan of this data starts. Later than (0, 0) if the data changed during
+            the run.
+        given: maps epoch numbers to plans that replace computed plans. `packing.plan` names a file with such a plan, which
+            has as many steps as the computed plan. If the data changed, a resumed run finishes the epoch before `start` with
+            the plan in the checkpoint. The row numbers of this plan are converted to the changed data, and removed samples
+            are left out.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
@@ -217,10 +219,10 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows of an epoch for `plan_epoch`. A window is an array of rows (uses of samples) that are
-        packed together.
+        """Return the windows of an epoch for `plan_epoch`: int64 arrays of row numbers. A row is one use of a sample, and
+        the rows of a window are packed together.
 
-        Return None if the epoch consists of one window with all rows.
+        Return None if the epoch has one window that contains every row of the data.
         """
         rows = self.rows(epoch)
         if self._windows is None:

@@ -56,7 +56,7 @@ def group_into_steps(
         level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
-        key: (seed, epoch), the key of the random orders in steps 2 and 3. The seed can be a number or a text.
+        key: (seed, epoch), which determines the random choices in items 2 and 3 above. The seed can be a number or a text.
     """
     if not bins:
         return []

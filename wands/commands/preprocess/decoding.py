@@ -71,8 +71,10 @@ class Window:
         meta: metadata of the samples, without the entries that differ between captions.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
-        token_weights: bf16 [frames, rows, columns] in tokens, weight of each token in the loss; None without a mask.
-        encoded: maps names to encoded arrays of the window, read from the cache; None if the window must be encoded.
+        token_weights: bf16, weight of each token in the loss. The shape is the number of tokens along (frame, row, column).
+            None without a mask.
+        encoded: maps array names, such as "latents", to encoded arrays of the window; None until the window is encoded, or
+            its arrays are read from the cache.
     """
 
     clip: Clip
@@ -141,9 +143,9 @@ def _decode_next_clips(
 def _decoded_windows(
     clip: Clip, worker: IsolatedWorker, settings: EncodeSettings, pin_memory: bool
 ) -> Iterator[Window]:
-    """Decode a clip, and yield its windows (ranges of frames) whose samples are not all in the cache.
+    """Decode a clip, and yield the windows (ranges of frames) whose latents are not in the cache.
 
-    A window has one sample for each caption of the clip. If the decoder crashes, decode the clip a second time.
+    If the decoder crashes, decode the clip a second time.
 
     Raises:
         Crash: if the decoder crashed twice or exceeded the time limit.
@@ -173,11 +175,11 @@ def _decoded_windows(
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
-    """Yield (decoded window, whether it is the last window of the file) for each item of `clips`.
+    """Yield (item, whether the item belongs to the last window of the file) for each item of `clips`.
 
-    A window (range of frames) may be decoded at several sizes, and gives one item for each size. The items of a
-    window are yielded only when the next window or the end of the file is reached, because only then it is known
-    whether the window is the last.
+    An item is a window (range of frames) that was decoded at one size. A window may have items of several sizes. The
+    items of a window are held back until the next window or the end of the file is reached, because only then it is
+    known whether the window is the last.
 
     Raises:
         DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.

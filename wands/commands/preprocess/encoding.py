@@ -134,8 +134,10 @@ def encode_clips(
 
 
 class _ClipEncoder:
-    """Encoder of the clips that are assigned to one worker. While a clip is encoded, threads decode the next clips, and
-    one thread writes the previous samples. Only this thread uses the write-ahead log.
+    """Encoder of the clips that are assigned to one worker.
+
+    While a clip is encoded, decoder threads decode the next clips, and one writer thread writes the previous samples.
+    Only the writer thread uses the write-ahead log.
     """
 
     def __init__(
@@ -185,7 +187,8 @@ class _ClipEncoder:
         yield self.times
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
-        """Encode and store windows (ranges of frames), and yield an event for each clip that ends.
+        """Encode and store the windows (ranges of frames) in `pieces`, and yield a `Done` event for each `ClipEnd` in
+        `pieces`.
 
         Windows of the same shape are encoded together.
 
@@ -212,9 +215,10 @@ class _ClipEncoder:
                 yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
-        """Encode windows of one shape together; one by one, if the memory is too small for all windows together.
+        """Encode windows of one shape together, and set the attribute `encoded` of each window.
 
-        A window that needs more memory than there is keeps `encoded=None`.
+        If the memory is too small for all windows, the windows are encoded one by one. If the memory is too small for
+        one window, the attribute `encoded` of this window stays None.
         """
         assert self.encoder is not None
         self._note("\n".join({window.clip.video for window in windows}))
@@ -232,10 +236,11 @@ class _ClipEncoder:
             window.encoded = {**tensors, **masked}
 
     def _store(self, window: Window) -> str | None:
-        """Let the writer append the samples of an encoded window (range of frames of a clip) to the write-ahead log.
+        """Pass an encoded window (range of frames of a clip) to the writer thread, which appends its samples to the
+        write-ahead log.
 
         Returns:
-            None, or the reason why the window cannot be stored.
+            The reason why the window cannot be stored; None if it can be stored.
         """
         if window.encoded is None:
             return NO_MEMORY
@@ -246,7 +251,7 @@ class _ClipEncoder:
         return None
 
     def _write(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a function in the thread of the writer, after all earlier calls. Wait if `NUM_WRITES` calls are waiting."""
+        """Queue a function call for the writer thread. If `NUM_WRITES` calls are queued, wait until the oldest call ends."""
         if len(self.writes) >= NUM_WRITES:
             self.writes.popleft().result()
         self.writes.append(self.writer.submit(function, *arguments))
@@ -254,12 +259,12 @@ class _ClipEncoder:
     def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
         """Append one record with all missing samples of a window (range of frames of a clip) to the write-ahead log.
 
-        The record contains one sample for each caption of the clip that has no sample of this window in the cache. If
-        the process is killed while writing, either all samples of the record are stored, or none.
+        A sample is missing if the cache has no sample of this window with this caption. If the process is killed while
+        writing, either all samples of the record are stored, or none.
 
         Args:
             window: the encoded window.
-            encoded: arrays of the window by name.
+            encoded: maps array names, such as "latents", to encoded arrays of the window.
         """
         clip, rows = window.clip, window.clip.lacks(window.suffix)
         samples = []

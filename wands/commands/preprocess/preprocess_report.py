@@ -42,11 +42,12 @@ class PreprocessReport:
         waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if nothing was
             encoded.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
-        footage: maps the key of each video clip in the index to the result of `clip_rules.measure_footage`.
+        footage: maps the key of each video clip in the index to three lengths in seconds: the length that its samples
+            use, the whole length, and the length that samples of --clip-mode slide would use.
         still_clips: keys of the video clips whose sample has only one frame.
-        losses: one sentence for each worker that ended early, with the reason.
-        quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if the run
-            rejected no clip from this list.
+        losses: for each worker that ended early, a sentence with the reason.
+        quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in
+            `rejected` is on the list.
     """
 
     out: Path

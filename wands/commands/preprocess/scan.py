@@ -39,7 +39,7 @@ class Row:
         key: key of the clip and its caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
             The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
-        content: digest of the file, the time range, the caption and the licence, from which the samples are made.
+        content: digest of the file, the time range, the crop, the mask, the caption and the licence.
         license: licence of the clip, "" if it is not stated.
         present: suffixes of the cached samples of this caption.
     """
@@ -88,8 +88,8 @@ class SourceScan:
     """Clips of a source, identified by the content of their files.
 
     Attributes:
-        contents: maps the key of each usable row (clip with one caption) to the digest of its file, time range and caption.
-        clips: maps (path, digest of file and time range) to a clip with all its captions.
+        contents: maps the key of each usable row (clip with one caption) to the digest `Row.content`.
+        clips: maps (path, digest `Clip.video`) to a clip with all its captions.
         rejected: rejections of the rows that cannot be used.
     """
 
@@ -203,8 +203,10 @@ class SourceScan:
         return {key for key, entry in entries.items() if self._is_wanted(key, entry)}
 
     def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
-        """Return a dictionary that maps the key of each video clip with cached samples to its `Footage`: the seconds that these
-        samples use.
+        """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
+
+        The three lengths are the length that these samples use, the whole length of the clip, and the length that samples
+        of --clip-mode slide would use.
 
         Samples of early versions of wands, which stored less metadata, are left out.
 
@@ -232,8 +234,8 @@ class SourceScan:
 
 @lru_cache(1 << 16)
 def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit, and a
-    text such as "#640x352" for each further limit.
+    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit (value of
+    --max-pixels), and a text such as "#640x352" for each further area limit.
 
     Return None if the display size is unknown, or if the clip is too small for an area limit. The clip must then be
     decoded. The decoder rejects a clip that is too small.
@@ -275,8 +277,8 @@ _WHOLE = 1 << 24
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests (content, video) of a row (clip with one caption).
 
-    `video` depends on the file's content, the time range, the crop and the mask. `content` also depends on the caption and the
-    licence. A crop, mask or licence that the row does not have does not change the digests.
+    The digest `video` depends on the file's content, the time range, the crop and the mask. The digest `content` also depends
+    on the caption and the licence. The row may have no crop, mask or licence.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.

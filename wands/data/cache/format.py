@@ -89,8 +89,8 @@ def array_names(conditions: Collection[str]) -> tuple[str, ...]:
 
 
 def variant_contract(variant: Variant) -> dict[str, Any]:
-    """Return the properties of a variant that decide whether a cache fits a model, and the variant's name. Error
-    messages use the name.
+    """Return the properties of a variant that decide whether a cache fits a model, such as "vae_stride" and "text_dim".
+    The key "name" contains the variant's name for error messages.
     """
     dit = variant.dit
     return {
@@ -104,8 +104,8 @@ def variant_contract(variant: Variant) -> dict[str, Any]:
 
 
 def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `manifest.json`. Its `digest` is a hash of the other values, so that later changes are
-    noticed.
+    """Return the content of `manifest.json`. The value of "digest" is a hash of all other values, so that a damaged
+    or edited file is noticed.
 
     Tuples are converted to lists, so that the result equals the content of the written file.
 

@@ -44,8 +44,9 @@ class CacheIndex:
             samples that an earlier version of wands wrote.
         license_names: licences of the clips, each once.
         licenses: int32 [N], position in `license_names` of the licence of the sample; -1 if the source states no licence.
-        mask_sums: float64 [N, 2], for a sample with a mask the sum of the weights of all tokens, and of the tokens of the
-            first latent frame. Zeros for a sample without a mask. The file contains this array only if a sample has a mask.
+        mask_sums: float64 [N, 2], two sums of token weights for each sample with a mask. The first sum is over all tokens, and
+            the second sum is over the tokens of the first latent frame. Zeros for a sample without a mask. The file
+            contains this array only if a sample has a mask.
     """
 
     keys: tuple[str, ...]

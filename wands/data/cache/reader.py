@@ -63,8 +63,8 @@ class LatentCache(SampleFacts):
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
-        conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. The
-            default is the conditions of the variant for which the cache was made. `serve` sets another variant.
+        conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. After
+            opening, these are the conditions of the variant for which the cache was made. `serve` changes them.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -301,17 +301,16 @@ class LatentCache(SampleFacts):
 
 
 def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return the key of the manifest in which cache and model differ, if the cache lacks arrays that the model needs. The
-    key is for the error message.
+    """Check whether the cache contains the arrays that the model needs. Return the name of the property that differs.
 
     Args:
-        ours: properties of the variant for which the cache was made (see `variant_contract`).
+        ours: properties of the cache's variant (see `variant_contract`).
         theirs: properties of the model's variant (see `variant_contract`).
 
     Returns:
-        ["conditions"] if the cache lacks an array, or if an array in the cache was made from other conditioning frames
-        than the model needs. ["image_embeds"] if the CLIP states of the cache and of the model have different shapes.
-        [] if the cache contains everything that the model needs.
+        List with at most one name, for the error message. ["conditions"] if the cache lacks an array, or if an array in the
+        cache was made from other conditioning frames than the model needs. ["image_embeds"] if the CLIP states of the cache
+        and of the model have different shapes. [] if the cache contains everything that the model needs.
     """
     has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
     # Latents of the first frame alone differ from latents of the first and last frame.

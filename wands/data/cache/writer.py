@@ -162,11 +162,11 @@ class ShardWriter:
             self.finish_shard()
 
     def add_log(self, path: Path) -> None:
-        """Append the samples of a write-ahead log that no finished shard contains, and finish the shard.
+        """Copy samples from a write-ahead log to shards, and finish the last shard. Samples in finished shards are skipped.
 
-        A record of the log contains one video with one or several captions. Its arrays are the latents and the other arrays
-        of the video, which `meta["arrays"]` names, then the text embeddings of each sample. `meta["samples"]` contains (key,
-        metadata) of each sample.
+        A record of the log contains one video with one or several captions. The record starts with the latents and the
+        other arrays of the video, whose names are in `meta["arrays"]`. The text embeddings of each sample follow.
+        `meta["samples"]` contains (key, metadata) of each sample.
 
         Args:
             path: file of the log.
