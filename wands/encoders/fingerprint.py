@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from wands.encoders.components import CONFIG_FILES, find_part, loading_part, read_config
+from wands.encoders.components import CONFIG_FILES, WEIGHT_STEMS, find_part, loading_part, read_config
 from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
@@ -84,8 +84,7 @@ def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
     defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
     config = read_config(folder / "config.json")
     kept = {key: config.get(key, defaults[key].default) for key in VAE_KEYS}
-    weights = _weights_sha256(model, folder, "diffusion_pytorch_model.safetensors")
-    return {"config_sha256": _sha256(kept), "weights_sha256": weights}
+    return {"config_sha256": _sha256(kept), "weights_sha256": _weights_sha256(model, folder)}
 
 
 def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folder: Path) -> dict[str, str]:
@@ -97,8 +96,7 @@ def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folde
 
     config = getattr(transformers, class_name).from_dict(read_config(folder / "config.json"))
     kept = {key: getattr(config, key) for key in keys}
-    weights = _weights_sha256(model, folder, "model.safetensors")
-    return {"config_sha256": _sha256(kept), "weights_sha256": weights}
+    return {"config_sha256": _sha256(kept), "weights_sha256": _weights_sha256(model, folder)}
 
 
 def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
@@ -115,7 +113,8 @@ def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:
     return {"config_sha256": _sha256(kept)}
 
 
-def _weights_sha256(model: str, folder: Path, single: str) -> str:
+def _weights_sha256(model: str, folder: Path) -> str:
+    single = f"{WEIGHT_STEMS[folder.name]}.safetensors"
     index = folder / f"{single}.index.json"
     names = sorted(set(read_config(index)["weight_map"].values())) if index.is_file() else [single]
     with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL, so threads hash files in parallel

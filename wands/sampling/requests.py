@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wands.config.options import InferOptions, Spelling
 from wands.data.clips.tables import NumberedRow, read_lines, read_table
@@ -19,7 +19,6 @@ CLIP_NAMES = ("video", "video_path", "file_name", "path")
 """Names of the columns with the paths of clips in the metadata file of a data set. If a metadata file is used as a prompt
 file, these columns are ignored.
 """
-FilePath = Annotated[str | None, BeforeValidator(lambda path: None if path is None else str(path))]
 
 
 class SampleRequest(BaseModel):
@@ -44,9 +43,9 @@ class SampleRequest(BaseModel):
     """Shift of the noise schedule. None keeps the shift of the pipeline's scheduler."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     negative_prompt: str = ""
-    image: FilePath = None
+    image: str | None = None
     """File with the first frame of the video: an image, or a video whose first frame is used."""
-    last_image: FilePath = None
+    last_image: str | None = None
     """File with the last frame of the video: an image, or a video whose last frame is used."""
 
 
@@ -136,7 +135,8 @@ def _fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
     values = {"prompt": row.pop(names[0])}
     for key, value in row.items():
         if key not in CLIP_NAMES and value is not None:
-            values[key] = folder / value if key in ("image", "last_image") and value else value
+            is_path = key in ("image", "last_image") and isinstance(value, str) and value
+            values[key] = str(folder / value) if is_path else value
     return values
 
 

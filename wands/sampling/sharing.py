@@ -145,14 +145,8 @@ def set_attention(
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
     """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes."""
-    config = pipeline.config
-    parts: dict[str, Any] = {
-        "pipeline": {
-            "scheduler": public_config(pipeline.scheduler.config),
-            "boundary_ratio": config.boundary_ratio,
-            "expand_timesteps": config.expand_timesteps,
-        }
-    }
+    scheduler = public_config(pipeline.scheduler.config)
+    parts: dict[str, Any] = {"pipeline": public_config(pipeline.config) | {"scheduler": scheduler}}
     for name in ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae"):
         if (module := getattr(pipeline, name, None)) is not None:
             parts[name] = _checksums(module, device)
@@ -160,8 +154,8 @@ def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
-    """Return a dict that maps the name of each parameter to a checksum of its values (16 hex digits).
+def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, int]:
+    """Return a dict that maps the name of each parameter to a checksum of its values.
 
     The values of offloaded parameters are included.
     """
@@ -174,8 +168,7 @@ def _checksums(module: torch.nn.Module, device: torch.device) -> dict[str, str]:
                 weights = (getattr(hook, "weights_map", None) for hook in hooks)
                 values = next(values for values in weights if values is not None)[name]
             sums[f"{path}.{name}".lstrip(".")] = tensor_checksum(values.to(device))
-    numbers = torch.stack(list(sums.values())).tolist()  # one synchronisation with the device
-    return {name: f"{number % (1 << 64):016x}" for name, number in zip(sums, numbers, strict=True)}
+    return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))  # one synchronisation
 
 
 def public_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -946,6 +946,7 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
         '["x"]',
         '{"seed": 1}',
         '{"prompt": 3}',
+        '{"prompt": "x", "image": 3}',
     ]
     path.write_text(
         "\n".join([*rows, '{"prompt": "a", "text": "b"}', '{"prompt": "x", "num_frames": "many"}'])
@@ -953,7 +954,7 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         read_prompts(path)
     report = str(caught.value).replace(f"{path}:", "").splitlines()
-    assert report[0] == "7 problems:"
+    assert report[0] == "8 problems:"
     for line, (number, words) in zip(
         report[1:],
         [
@@ -962,8 +963,9 @@ def test_prompt_file_problems_come_together_with_their_lines(tmp_path: Path) -> 
             (5, "line is not a JSON object; write a JSON object on the line."),
             (6, "the line has no prompt. Write exactly one of"),
             (7, "prompt=3 is invalid: input should be a valid string."),
-            (8, "the line has prompt and text. Write exactly one of"),
-            (9, "num_frames='many' is invalid"),
+            (8, "image=3 is invalid: input should be a valid string."),
+            (9, "the line has prompt and text. Write exactly one of"),
+            (10, "num_frames='many' is invalid"),
         ],
         strict=True,
     ):

@@ -100,7 +100,7 @@ def init(options: InitOptions) -> str:
     values["train"] = {"bins_per_step": math.ceil(tokens / max_tokens)}
     values["packing"]["max_tokens"], values["model"]["path"] = max_tokens, model
     recipe = Recipe.model_validate(values)
-    images = {key: clip.path for key in ("image", "last_image") if key in variant.conditions}
+    images = {key: str(clip.path) for key in ("image", "last_image") if key in variant.conditions}
     shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
     prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
