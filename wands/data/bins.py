@@ -347,10 +347,15 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
 def _pairs(
     cost: np.ndarray, number: int, key: tuple[int | str, ...]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs of bins that exchange samples in round `number`, at most 256 pairs at a time.
+    """Yield the pairs of bins that exchange samples in one round, at most 256 pairs at a time.
 
     Each item is two arrays of bin numbers. The i-th bin of the first array and the i-th bin of the second array are a
-    pair. `cost` contains the cost of each bin.
+    pair.
+
+    Args:
+        cost: cost of each bin.
+        number: number of the round, which selects one of the three kinds of pairs (see `level`).
+        key: numbers and texts that determine the random choices.
     """
     half = len(cost) // 2
     order = np.argsort(-cost, kind="stable")

@@ -180,8 +180,13 @@ def _time_range(key: str, length: float, longest: float) -> Range:
 
 
 def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[tuple[Range, int]]:
-    """Yield each window (time range) of a film with its side. A span of consecutive windows is HELD_OUT, the windows
-    around the span are GAP, and all other windows are TRAIN.
+    """Yield (window, side of the window) for each window of a film. A span of consecutive windows is HELD_OUT, the
+    windows around the span are GAP, and all other windows are TRAIN.
+
+    Args:
+        name: name of the film. Its hash decides where the span is.
+        windows: (start, end) of each window in seconds, sorted.
+        fraction: share of the windows in the span, from 0 to 1.
     """
     place, rounding = (_hash(name, purpose) / 2.0**64 for purpose in (b"wands span", b"wands span size"))
     count = int(len(windows) * fraction + rounding)
