@@ -168,8 +168,8 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
     Returns:
         For each run, a dict with the keys "steps" (training steps, one column each), "prompts" (maps the number of a prompt to
-        its text) and "cells" (maps (number of the prompt, step, "raw" or "ema") to a row of samples.jsonl with the keys
-        "image" and "link" added).
+        its text) and "cells" (maps (number of the prompt, step, "raw" or "ema") to a row of samples.jsonl with two
+        more keys: "image" (thumbnail as a data URI, or None) and "link" (URI of the video, "" without a video to show).
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:

@@ -156,7 +156,8 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
 
     Args:
         run: result of `read_run`.
-        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average. At step 0, both are equal.
+        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average. The samples of step 0 are
+            included for both.
         last_step: samples of later steps are left out.
 
     Returns:

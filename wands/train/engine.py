@@ -63,8 +63,8 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
     """Compile the optimizer DeepSpeedCPUAdam on every rank if the run needs this optimizer.
 
     The run needs DeepSpeedCPUAdam if the run offloads Adam's states to the host and does not use torch's Adam. Compiling
-    takes a minute. The compiled library is then cached on the machine. DeepSpeed would compile the library later, when a
-    failure on one rank makes the other ranks wait.
+    takes a minute. The compiled library is then cached on the machine. DeepSpeed would compile it later, and a failure
+    on one rank would then leave the other ranks waiting.
 
     Args:
         ds_config: result of `build_ds_config`.
@@ -94,7 +94,7 @@ def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
 
 
 def use_compile(setting: bool | str, device: torch.device) -> bool:
-    """Return whether to compile the pointwise parts of the blocks.
+    """Return whether to compile the pointwise operations of the transformer blocks.
 
     Args:
         setting: value of `model.compile`.

@@ -100,8 +100,8 @@ class Evaluator:
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether the user has requested to stop the run now. Only the last step of the run is then evaluated. The
-                resumed run makes up for any other evaluation.
+            ends: whether the user has requested to stop the run now. Then this method returns True only for the last step
+                of the run. Other evaluations are left to the resumed run.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
@@ -277,7 +277,7 @@ def summarize(
         `change`, `train_change`: results of `paired_change` for held-out and training clips; None in the first evaluation.
         `by`: maps "sigma", "expert", "kind" and "length" to a list of dicts, one for each value of this property, with the
             keys "name" (the value), "held_out", "train" and "sigma" (mean noise level).
-        `losses`: mean loss of each clip of the plan over its samples.
+        `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]
     for sample, loss in zip(samples, losses, strict=True):

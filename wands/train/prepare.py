@@ -216,7 +216,7 @@ def _check_samples(data: Dataset, dp_size: int) -> None:
 def _check_fp32(data: Dataset, variant: Variant) -> None:
     """Raise a ConfigError if a clip is too long for attention in fp32 on a GPU.
 
-    There, only the reference kernel runs. The memory of the reference kernel is quadratic in the clip length.
+    On a GPU, fp32 is supported only by the reference kernel, whose memory is quadratic in the clip length.
     """
     if (longest := int(data.num_tokens(variant.dit.patch_size).max())) > 4096:
         raise ConfigError(

@@ -43,8 +43,9 @@ _GIVE_UP = (
 class RestartingAgent(LocalElasticAgent):
     """torchrun's agent on a node, which restarts the workers of the node after a crash.
 
-    The agent does not restart the workers after an error that only the user can fix, or after `MAX_RESTARTS` restarts
-    without a new checkpoint. Restarted workers get the option `--resume`, also on a node that joins the run later.
+    The agent does not restart the workers after an error that only the user can fix, after a stop that a signal requested, or
+    after `MAX_RESTARTS` restarts without a new checkpoint. Restarted workers get the option `--resume`, also on a node that
+    joins the run later.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:

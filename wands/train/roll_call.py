@@ -57,7 +57,7 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
 
 
 def dump_collectives(folder: Path) -> None:
-    """Write the last collective operations of this rank, as PyTorch's flight recorder has stored them."""
+    """Write a JSON file with the last collective operations of this rank, which PyTorch's flight recorder has stored."""
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
         with contextlib.suppress(AttributeError, OSError, RuntimeError):
             file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")

@@ -155,8 +155,9 @@ class TrainingRun:
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """Digest of samples of the base weights and of the merged LoRAs. A resumed LoRA run compares it with the checkpoint's.
+        """Digest of a small part of the base weights and of the merged LoRAs, which `sample_digest` chooses.
 
+        A resumed LoRA run compares it with the digest in its checkpoint, to detect that the base weights have changed.
         The digest is None for random base weights, and for a full finetune, because its checkpoints contain all weights.
         """
         model = self.recipe.model

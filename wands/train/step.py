@@ -56,9 +56,9 @@ class StepResult:
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample in the bins of this rank, without padding samples.
 
-        The keys are the fields of `SampleKey`, `sigma` (the noise level) and `loss`: the mean squared error over the trained
-        tokens, weighted by the mask if the sample has one, before the multiplication by the loss weight of its source and its
-        noise level.
+        The keys of each dict are the fields of `SampleKey`, `sigma` (the noise level) and `loss`: the mean squared error over
+        the trained tokens, weighted by the mask if the sample has one, before the multiplication by the loss weights of the
+        sample's source and noise level.
         """
         return [
             {**vars(key), "sigma": sigma, "loss": loss}

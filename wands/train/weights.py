@@ -22,8 +22,7 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
 
     Args:
         recipe: recipe.
-        name: name of a published variant, whose configs wands contains. They are read instead of the files of `model.path`.
-            None reads the files.
+        name: name of a published variant, whose configs are part of wands. None reads the config files in `model.path`.
 
     Returns:
         (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
@@ -58,7 +57,7 @@ def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def cut_range(expert: Expert, flow: FlowConfig) -> Expert:
-    """Return an expert whose range of noise levels is cut to `flow.min_timestep` to `flow.max_timestep`.
+    """Return an expert that trains only the noise levels between `flow.min_timestep` and `flow.max_timestep`.
 
     Raises:
         ConfigError: if no noise level remains.
