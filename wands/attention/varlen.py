@@ -155,9 +155,9 @@ class _VarlenAttention(torch.autograd.Function):
 def merge_pads(
     out: Tensor, lse: Tensor, q: Tensor, pad_k: Tensor, pad_v: Tensor, log_num_pads: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Merge the attention to the padding key into the attention to the other keys.
+    """Add the attention to the padding keys to the attention to the other keys.
 
-    The scores of one key are a matrix-vector product, so the padding needs no attention kernel.
+    All padding keys are equal. Their scores are one matrix-vector product, which needs no attention kernel.
 
     Args:
         out: [T, H, D], attention output over the other keys.

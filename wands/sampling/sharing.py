@@ -99,8 +99,9 @@ def share_pipeline(
         kernel: "auto" or "native", see `set_attention`.
 
     Returns:
-        Process group for `sample_latents`: this rank, and the rank that computes the other prediction of guidance for the
-            tokens of this rank. None if every rank computes both predictions.
+        Process group of two ranks for `sample_latents`. Both ranks have the same tokens. One computes the prediction with the
+            prompt, the other the prediction with the negative prompt, for classifier-free guidance. None if every rank
+            computes both predictions.
 
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.

@@ -238,7 +238,7 @@ def _wait_for_shared_disk(rank: int, settings: Any) -> None:
         if time.monotonic() - began > _SHARED_DISK_SECONDS:
             raise CacheError(
                 f"rank {rank} does not see {settings.work}. All nodes need the same --out on a shared file system. Without "
-                "a shared file system, run one --part on each node."
+                "a shared file system, start wands preprocess on each node with another part: --part 1/2, --part 2/2."
             )
         time.sleep(1.0)
 

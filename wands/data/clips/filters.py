@@ -160,7 +160,7 @@ def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
     """Return a dictionary that maps the name of each numeric column of the clips' rows to the sorted numbers in this column.
 
     A column is numeric if each cell is a number or empty. Only the last `MAX_COLUMNS` numeric columns are returned, without
-    the columns of the time range. `identifier` converts the names.
+    the columns of the time range. The names are converted by `identifier`, so that they can be used in --where.
     """
     columns: dict[str, list[Any]] = {}
     for record in records:

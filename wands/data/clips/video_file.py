@@ -137,7 +137,8 @@ def _readable_packets(container: Any, *streams: Any) -> Iterator[Any]:
 
 
 def _orientation(path: Path, image: Any) -> tuple[int, bool]:
-    """Return the counterclockwise rotation of an image in degrees, and whether the rotated image must be mirrored.
+    """Return how to show a stored image upright: the counterclockwise rotation to apply, in degrees, and whether to mirror
+    the image horizontally after the rotation.
 
     PyAV's `rotation` is the direction of the x axis in the display matrix. So PyAV reports 180 for an image that is
     only mirrored horizontally. This function returns 0 and True for such an image.

@@ -167,8 +167,10 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `AutoencoderKLWan` config of an official VAE, with the latent mean and standard deviation of the
-    published VAE.
+    """Return the `AutoencoderKLWan` config of a VAE in the official layout.
+
+    The official file does not contain the mean and standard deviation of the latents. They are taken from the published
+    VAE with the same number of latent channels.
 
     Args:
         shapes: maps official names of the weights to their shapes.
