@@ -62,9 +62,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows (one JSON object per line) of a `.jsonl` file up to the first damaged line; nothing if there is no file."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+    # splitlines would also split at characters such as U+2028, which JSON need not escape.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
         try:
-            yield json.loads(line)
+            if line:
+                yield json.loads(line)
         except ValueError:
             return
 

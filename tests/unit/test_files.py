@@ -1,7 +1,8 @@
-"""Folders that appear whole: killed at any moment, the same command works again and leaves nothing else."""
+"""Folders that appear whole: killed at any moment, the same command works again and leaves nothing else. Rows of JSON lines."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from wands.errors import ConfigError, WandsError
-from wands.files import atomic_folder
+from wands.files import atomic_folder, read_rows
 
 # Writes argv[1], and kills itself at argv[2].
 WRITE = """
@@ -81,3 +82,12 @@ def test_folders_of_the_users_are_not_deleted(suffix: str, tmp_path: Path):
             write(tmp_path / "out", "new")
     assert precious.read_text() == "keep me"
     assert os.listdir(tmp_path) == [precious.parent.name]
+
+
+def test_rows_end_at_line_feeds_alone(tmp_path: Path):
+    """JSON need not escape U+2028, U+0085 and others, at which `str.splitlines` splits."""
+    rows = [{"prompt": f"a{character}b"} for character in "\u2028\u2029\x85\x0b"] + [{"prompt": "last"}]
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"prompt": "cut')
+    assert read_rows(path) == rows
+    assert read_rows(tmp_path / "missing.jsonl") == []

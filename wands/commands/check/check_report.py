@@ -59,8 +59,8 @@ class CheckedClip:
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
         footage: result of `clip_rules.measure_footage`; zeros for an image and a clip that cannot be decoded.
-        columns: numbers of the clip in numeric columns of the table, and texts in the columns duplicate_of, license and source.
-            Empty cells are left out.
+        columns: maps column names to the cells of the clip's row in the table: numbers of numeric columns, and texts of the
+            columns duplicate_of, license and source. Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.

@@ -82,7 +82,7 @@ def convert_lora(
         if update is None:
             raise CheckpointError(
                 f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
-                f"to a LoRA for {expert}. Set SOURCE to this file: its name is then ignored."
+                f"to a LoRA for {expert}. Set SOURCE to the file itself: its name is then ignored."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
