@@ -182,8 +182,10 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options with which the authors of a model sample its videos.
 
-    The default values of the attributes are for models whose authors published no options. Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the
-    1.3B model, the size, the guidance scale 6 and the shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
+    The default values of the attributes are for models whose authors published no options.
+
+    Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
+    shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
 
     Attributes:
         height: height of the video in pixels.

@@ -84,7 +84,7 @@ class ModelConfig(StrictModel):
     If this key is unset, `selective` keeps `attn_output`, and `offload` keeps none of these tensors."""
     offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
     """List of the tensors of each block to move to host memory. The key can be used only with `checkpointing: offload`.
-    Valid names are `block_input`, which is the input of the block, and the names that the key `saved_tensors` lists. If this key is
+    Valid names are `block_input`, which is the input of the block, and the names that `saved_tensors` lists. If this key is
     unset, only `block_input` is moved."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the pointwise parts of the transformer blocks with torch.compile: norms, modulation, rotary embedding and

@@ -177,8 +177,8 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """For each time, yield a dict that maps each key of `sizes` to an array [rows, columns]: the mean brightness (0 to 1) of the mask
-    in each token of a frame of this size.
+    """For each time, yield a dict that maps each key of `sizes` to an array [rows, columns]: the mean brightness (0 to 1) of
+    the mask in each token of a frame of this size.
 
     Args:
         mask: image or video. An image is the mask of every frame.
