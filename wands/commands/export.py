@@ -54,8 +54,8 @@ def export(options: ExportOptions) -> Path:
         The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete, the checkpoint or the base is damaged, or the weights that were
-            read back differ. Also if `options.ema` is set and the checkpoint has no moving average.
+        CheckpointError: if the checkpoint is incomplete, the checkpoint or the base is damaged, or the written weights
+            differ from the checkpoint's weights. Also if `options.ema` is set and the checkpoint has no moving average.
         ConfigError: if the options contradict each other or the checkpoint. Also if `--out` cannot be replaced,
             `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.

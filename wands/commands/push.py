@@ -244,11 +244,14 @@ def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: 
 
 
 def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the files to upload and the files and folders that are left out, as paths relative to the folder to push.
+    """Choose the files to upload from the folder to push.
 
     Args:
         directory: folder to push.
         folders: names of the subfolders that belong to the model.
+
+    Returns:
+        (paths of the files to upload, paths of the files and folders to leave out), relative to `directory`.
 
     Raises:
         WandsError: if a link to upload leads out of the folder, or a text file contains a secret. Also if a file cannot be
@@ -302,7 +305,7 @@ def _check_path(path: Path, directory: Path) -> None:
 
 @contextmanager
 def _temporary_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder in `parent`, and delete it afterwards. Also delete the folders that killed processes left."""
+    """Yield a new folder in `parent`, and delete it afterwards. Also delete the temporary folders of killed processes."""
     for leftover in parent.glob("wands-push-*"):
         with suppress(OSError):  # a folder of another user, or of a process that runs
             with _locked(leftover):
@@ -322,7 +325,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _uploaded_content(path: Path) -> Path | bytes:
-    """Return the text of a file without the paths of this machine. Return `path` if the file can be uploaded unchanged."""
+    """Return `path` if the file can be uploaded unchanged. Otherwise, return its text without paths of this machine."""
     text = None
     if path.name == model_card.RECORD_FILE:
         text = json.dumps(without_paths(_read_object(path)), indent=2) + "\n"

@@ -71,7 +71,10 @@ class FolderContents:
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the (step, loss) pairs of an export record whose loss is finite. Return [] if there are fewer than two pairs."""
+    """Return the (step, loss) pairs of an export record. Pairs without a finite loss are left out.
+
+    Return [] if fewer than two pairs remain.
+    """
     points = [(int(step), float(loss)) for step, loss in record.get("loss") or []]
     points = [(step, loss) for step, loss in points if math.isfinite(loss)]
     return points if len(points) > 1 else []
@@ -175,8 +178,8 @@ def _escape(text: str) -> str:
 def _variant_of(record: Mapping[str, Any]) -> Variant | None:
     """Return the model variant that an export record names.
 
-    If the name is not a published variant, return the first published variant of the same family. Return None if no
-    published variant belongs to the family.
+    If the name is not a published variant, return the first published variant of the same family, such as "wan2.1-t2v".
+    Return None if no published variant belongs to the family.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])
@@ -184,7 +187,10 @@ def _variant_of(record: Mapping[str, Any]) -> Variant | None:
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:
-    """Return the caption and the link of each video and image in the subfolder ``samples`` of a folder, sorted by file name."""
+    """Return one dict for each video and image in the subfolder ``samples`` of a folder, sorted by file name.
+
+    The keys of each dict are "caption", "link" (path relative to the folder) and "is_image".
+    """
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}
     samples = []

@@ -39,7 +39,7 @@ _XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository on a Hub server. No message contains the token.
+    """A repository on a Hub server. Errors and log messages never contain the token.
 
     Attributes:
         api: client of the Hub server, with the token of the user.
@@ -55,7 +55,8 @@ class Hub:
         Args:
             action: description of the request for messages, such as "creating the repository".
             request: function that sends the request.
-            waits: seconds to wait before each new attempt.
+            waits: seconds to wait before the second attempt, before the third attempt, and so on. The number of attempts
+                is therefore len(waits) + 1.
 
         Raises:
             WandsError: if the server refuses the request, or every attempt fails.
@@ -77,7 +78,7 @@ class Hub:
                     raise WandsError(self._explain(action, text, status, is_network)) from None
                 log.warning("%s failed (%s); trying again in %g s", action, text, wait)
                 time.sleep(wait)
-        raise AssertionError("the last attempt returns or raises")
+        raise AssertionError("unreachable: the last attempt returns a result or raises an error")
 
     def _text(self, error: BaseException) -> str:
         """Return an error as one short line. If the error contains the token, stars replace the token."""

@@ -142,7 +142,10 @@ class SelectiveCheckpoint:
         return _FirstRun(self, kept), _SecondRun(self, kept)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the name of an operator's result if the result is kept, or None if the result must be computed again."""
+        """Return the tensor name, such as "query_proj", of an operator's result that is kept for the backward pass.
+
+        Return None for a result that must be computed again.
+        """
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:
@@ -165,7 +168,7 @@ class _SavedTensor:
 
 
 class _FirstRun(TorchDispatchMode):
-    """Dispatch mode for the first run of a block: append each selected result and its operator to the queue `kept`."""
+    """Dispatch mode for a block's forward pass: append each result to keep, and its operator, to the queue `kept`."""
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]]) -> None:
         super().__init__()
@@ -183,7 +186,7 @@ class _FirstRun(TorchDispatchMode):
 
 
 class _SecondRun(_FirstRun):
-    """Dispatch mode for the second run of a block: return kept results instead of computing them again."""
+    """Dispatch mode for a block's second run, in the backward pass: return kept results, and compute all other results."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -27,8 +27,9 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 class RowKeys(dict[str, Tensor]):
     """Hash keys of the rows in one forward pass, from which all dropout layers of a model compute their masks.
 
-    A row is one token or one timestep. The dict maps each of the four kinds of rows to the keys of its rows, int64
-    [number of rows]: "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
+    A row is one token or one timestep. A `RowKeys` is a dict that maps each of the four kinds of rows to the keys of its
+    rows, int64 [number of rows]: "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time"
+    (timesteps).
     """
 
     def set(self, meta: PackedMeta, image_len: int) -> None:

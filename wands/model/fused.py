@@ -26,11 +26,15 @@ CHUNK = 256
 
 @lru_cache(maxsize=16)
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return which tokens belong to which timestep. All blocks share the cached result.
+    """Return index tables for sums over the tokens of each timestep. All blocks share the cached result.
 
-    Every timestep has one row of gate, factor and shift. The gradient of this row is a sum over the timestep's tokens. For
-    this sum, the tokens of each timestep are divided into chunks of at most `CHUNK` tokens. The sum over chunks has a fixed
-    order, unlike the atomic additions of `index_add_` on a GPU.
+    The tokens of a timestep share one row of gate, factor and shift, so the gradient of the row is a sum over these tokens.
+    For the sum, the tokens of each timestep are divided into chunks of at most `CHUNK` tokens. The sum over chunks has a
+    fixed order, unlike the atomic additions of `index_add_` on a GPU.
+
+    Args:
+        lens: number of tokens of each of M timesteps; the sum is L.
+        device: device of the tables.
 
     Returns:
         (ids, rows, valid, chunks). ids is int64 [L], the timestep of each token. rows is int64 [C, CHUNK], the indices of
@@ -72,7 +76,12 @@ def add_norm_forward(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (sum, normalised sum, mean, 1 / standard deviation). The sum is empty if there is no update."""
+    """Run the forward pass of `_AddNorm`, where `ids` is the timestep of each token.
+
+    Returns:
+        (total, normed, mean, rstd). total is hidden + update * gate, or an empty tensor if `update` is None. normed is the
+        modulated layer norm of this sum. mean and 1 / rstd are the sum's mean and standard deviation for each token.
+    """
     total = hidden
     if update is not None:
         total = hidden + (update if gate is None else update * gate[ids])
@@ -95,10 +104,23 @@ def add_norm_backward(
     needs_gate: bool,
     needs_table: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of (hidden, update, gate, factor, shift). Gradients that nothing needs are empty.
+    """Return the gradients of the arguments (hidden, update, gate, factor, shift) of `add_norm_forward`.
 
-    `total`, `mean` and `rstd` are the sum, the mean and 1 / standard deviation of `add_norm_forward`. `dtotal` and `dnormed`
-    are the gradients of the sum and of the normalised sum. `timesteps` is the result of `_timestep_rows`.
+    The update's gradient is empty if `update` is None. The gate's gradient is empty without `needs_gate`, and the gradients
+    of factor and shift are empty without `needs_table`.
+
+    Args:
+        dtotal: gradient of the result `total` of `add_norm_forward`; None means 0.
+        dnormed: gradient of the result `normed` of `add_norm_forward`.
+        total: result of `add_norm_forward`, or `hidden` if `update` is None.
+        mean: result of `add_norm_forward`.
+        rstd: result of `add_norm_forward`.
+        update: argument of `add_norm_forward`. Only its dtype is used without `needs_gate`.
+        gate: argument of `add_norm_forward`.
+        factor: argument of `add_norm_forward`.
+        timesteps: result of `_timestep_rows`.
+        needs_gate: whether to compute the gate's gradient.
+        needs_table: whether to compute the gradients of factor and shift.
     """
     ids, rows, *masks = timesteps
     unit, dunit = (total - mean) * rstd, dnormed * factor[ids]
@@ -125,7 +147,10 @@ def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor)
 def gated_add_backward(
     dout: Tensor, update: Tensor, gate: Tensor, timesteps: Sequence[Tensor], needs_gate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of (update, gate). The gate's gradient is empty if nothing needs it."""
+    """Return the gradients of the arguments (update, gate) of `gated_add_forward` from the gradient `dout` of its result.
+
+    `timesteps` is the result of `_timestep_rows`. The gate's gradient is empty without `needs_gate`.
+    """
     ids, rows, *masks = timesteps
     dgate = _sum_timesteps(dout[rows] * update[rows], *masks) if needs_gate else dout.new_empty(0)
     return (dout * gate[ids]).to(update.dtype, copy=True), dgate
@@ -134,7 +159,10 @@ def gated_add_backward(
 def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return (normalised and rotated tokens, 1 / root mean square of each token)."""
+    """Run the forward pass of `_NormRotate`. Return (normalised and rotated tokens, 1 / root mean square of each token).
+
+    `rotation` is a view of the complex numbers as pairs of real numbers.
+    """
     # Not in the dtype of the weight, which is bf16 in a bf16 base of a LoRA.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
@@ -144,7 +172,10 @@ def norm_rotate_forward(
 def norm_rotate_backward(
     dout: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, rotation: Tensor | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of (x, weight). The weight's gradient is empty if nothing needs it."""
+    """Return the gradients of the arguments (x, weight) of `norm_rotate_forward` from the gradient `dout` of its tokens.
+
+    `rstd` is the second result of `norm_rotate_forward`. The weight's gradient is empty without `needs_weight`.
+    """
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
     dx = rstd * (dunit * weight - unit * (dunit * weight * unit).mean(1, keepdim=True))
@@ -163,7 +194,7 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return the update if the gate's gradient needs it, or an empty tensor that keeps only the dtype."""
+    """Return the update to save for the backward pass. Without `needs_gate`, return an empty tensor of the update's dtype."""
     return update if needs_gate or update is None else update.new_empty(0)
 
 
@@ -222,7 +253,7 @@ class _AddNorm(torch.autograd.Function):
 
 
 class _GatedAdd(torch.autograd.Function):
-    """Return hidden + update * gate, as `wands.model.modulation.gated_add`."""
+    """Autograd function that computes hidden + update * gate, as `wands.model.modulation.gated_add` does."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, update: Tensor, gate: Tensor, lens: tuple[int, ...]) -> Tensor:

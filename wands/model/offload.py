@@ -30,7 +30,10 @@ _GROUPS_ON_DEVICE = 2
 
 
 class CopyStream:
-    """Stream that runs copies in the order of the calls. This class is for devices without streams: `run` blocks."""
+    """Base class of streams that run copies in the order of the calls.
+
+    The base class is used for devices without streams. Its method `run` returns when the copy is done.
+    """
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Run a copy after all computation that was submitted before this call. Return an event to pass to `wait`."""
@@ -236,7 +239,7 @@ class OffloadedTensor:
 
 
 def _copy(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> None:
-    """Copy a tensor to or from blocks of host memory of equal size. Only the last block may be filled in part."""
+    """Copy a tensor to pages of host memory (`to_host`), or back. Only the last page may be filled in part."""
     parts = tensor.view(-1).view(torch.uint8).split(len(pages[0])) if pages else ()
     for part, page in zip(parts, pages, strict=True):
         target, source = (page[: len(part)], part) if to_host else (part, page[: len(part)])

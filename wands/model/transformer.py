@@ -313,7 +313,7 @@ class AddNorm(FP32LayerNorm):
         lens: tuple[int, ...],
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """Add the update, normalise and modulate. `wands.model.fused.add_norm` describes the arguments.
+        """Add an update to the residual stream, and return the sum and the sum's modulated layer norm.
 
         Args:
             hidden: [L, D], residual stream: L tokens of width D.
@@ -445,8 +445,8 @@ class PatchLinear(nn.Conv3d):
 def _stock_float(x: Tensor) -> Tensor:
     """Cast float64 to float32. Return tensors of other dtypes unchanged.
 
-    The packed model calls this function where the stock model casts to float32, so that float64 models give equal
-    results.
+    The packed model calls this function where the stock model casts to float32. Both models therefore give
+    equal results in float64 too.
     """
     return x.float() if x.dtype == torch.float64 else x
 

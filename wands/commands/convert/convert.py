@@ -60,18 +60,22 @@ _NOT_CONVERTED = {
 
 
 def convert(options: ConvertOptions) -> ConvertResult | str:
-    """Write a model or a LoRA in the file layout of diffusers, official Wan or ComfyUI.
+    """Write a model or a LoRA in the file layout of diffusers, official Wan, ComfyUI or, for a LoRA, musubi-tuner.
 
-    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. Then
-    diffusers runs a forward pass with the source's DiT and with the result's DiT, and the two outputs must be equal.
+    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. With
+    `options.forward`, diffusers then runs a forward pass with the source's DiT and one with the result's DiT. The two
+    outputs must be equal.
 
     With `options.trust_pickle`, convert the checkpoints of an earlier version of wands instead (see `convert_run`).
 
     Args:
         options: options of the command.
 
+    Returns:
+        A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
+
     Raises:
-        ConfigError: if the source is not a Wan model, `--out` is not empty, or `--base` is not the same model as the
+        ConfigError: if the source is not a Wan model, `--out` is not empty, or `--base` is a different model than the
             source.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.

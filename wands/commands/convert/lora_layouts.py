@@ -49,7 +49,7 @@ def find_loras(root: Path) -> dict[str | None, Path]:
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
         raise ConfigError(
-            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which is none of these LoRAs. Move "
+            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which belongs to no expert. Move "
             f"{others[0].name} out of the folder, or set SOURCE to a single file."
         )
     return files
@@ -81,8 +81,8 @@ def convert_lora(
         update = update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"SOURCE {source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
-                f"to a LoRA for {expert}. Set SOURCE to the file itself: its name is then ignored."
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
+                f"to a LoRA for {expert}. Set SOURCE to {source}; wands then ignores the names of file and folder."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1

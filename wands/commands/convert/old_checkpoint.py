@@ -32,7 +32,7 @@ from wands.train.engine_state import COUNTERS, MOMENTUM, Fragment, flat_momentum
 
 
 def convert_run(run: str) -> str:
-    """Convert all pickled checkpoints of a run in a subprocess, and return a text for the user.
+    """Convert all pickled checkpoints of a run in a subprocess. Return one line of text for each converted checkpoint.
 
     Args:
         run: run folder, checkpoints folder or step folder.
@@ -50,8 +50,9 @@ def convert_run(run: str) -> str:
 
 
 def main(run: Path) -> None:
-    """Convert the pickled checkpoints of a run, and write the path of each converted checkpoint to stdout. The
-    pickles are kept in folders with names `step_*.pickles`.
+    """Convert the pickled checkpoints of a run, and write one line about each of them to stdout.
+
+    A converted checkpoint replaces its step folder. The pickles are kept in a folder `step_*.pickles` next to it.
     """
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     for old in folder.glob("step_*.pickles"):
@@ -91,7 +92,7 @@ def _convert_step(step: Path, state: TrainState, out: Path) -> None:
 
 
 def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int]) -> Any:
-    """Read the pickles of a rank, and return the tensors and values for the new files (see `state_tensors`).
+    """Read the pickles of a rank, and return the contents of the new file that replaces these pickles.
 
     DeepSpeed 0.19 defines the layout of the pickles in stage_1_and_2.py, stage3.py and zero_to_fp32.py.
 
@@ -101,6 +102,9 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         rank: rank whose pickles are read.
         starts: maps each parameter to the number of its values that lower ranks store. The function increases this number
             by the number of values that this rank stores. Used only at ZeRO-1 and ZeRO-2.
+
+    Returns:
+        (tensors, values): the tensors of the new file, and a dict with all other values (see `engine_tensors`).
     """
     stage = state.zero_stage
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""

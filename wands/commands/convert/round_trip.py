@@ -40,9 +40,9 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     """Run diffusers' DiT with the source's tensors and with the result's tensors, and compare the two outputs bit for bit.
 
     Args:
-        mapping: tensors of the source, by their names in the new layout. The files of the source must be open.
-        tensors: tensors that were written. The source's tensors are cast to the dtypes of these tensors.
-        files: files that were written.
+        mapping: maps names in the new layout to the source's tensors. The files of the source must be open.
+        tensors: tensors in the result. The source's tensors are cast to the dtypes of these tensors.
+        files: files of the result.
 
     Returns:
         A text about the result of the comparison, for the summary of the conversion.

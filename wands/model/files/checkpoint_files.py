@@ -52,8 +52,9 @@ class TrainState:
             folder with each of these names.
         transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
             same config.
-        data_fingerprint: digest of the keys and lengths of all training samples, in order.
-        data_summary: numbers about the training data for the model card.
+        data_fingerprint: digest of the properties that determine in which order training reads the samples (see
+            `TrainingRun.data_fingerprint`).
+        data_summary: numbers about the training data for the model card (see `TrainingRun.data_summary`).
         recipe: the recipe of the run, with all defaults filled in.
         base: `model.path` of the run. A folder is stored as an absolute path.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
@@ -63,8 +64,8 @@ class TrainState:
             Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
             of `base`, so that wands does not search for the folder on the Hub.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
-        base_fingerprint: digest of a part of the base weights and merged LoRAs of a LoRA run. None for a full finetune,
-            random base weights, and in older checkpoints.
+        base_fingerprint: digest of a part of a LoRA run's base weights and a part of each LoRA in `model.merge_loras`. None
+            for a full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
@@ -105,7 +106,7 @@ class TrainState:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether the model has two experts (DiTs for high and low noise), of which the run trains one or both."""
+        """Return whether the model has two experts (DiTs for high and low noise). The run may train only one expert."""
         return self.recipe["model"].get("experts") is not None or len(self.parts) == 2
 
     def to_json(self) -> dict[str, Any]:
@@ -152,7 +153,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError("its hash is wrong")
+            raise ValueError("the contents do not match the hash in the file")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -208,7 +209,7 @@ def find_checkpoint(
     Args:
         where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: step folders that are known to be damaged, each with its error message. They are not returned.
+        damaged: step folders that are known to be damaged, each with its error message. These folders are not returned.
 
     Raises:
         CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier

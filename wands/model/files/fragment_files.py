@@ -50,14 +50,14 @@ class FragmentFiles:
     Args:
         folder: DiT folder of a checkpoint.
         pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
-        metadata: key in the metadata of the files under which `read_header` finds the places of the fragments.
+        metadata: argument `key` of `read_header`: `STATE_METADATA` or `AVERAGE_METADATA`.
 
     Attributes:
         headers: maps the path of each file to the result of `read_header`.
-        dtypes: maps the name of each stored tensor in any of the files to its dtype. Scalars are left out.
+        dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
-        CheckpointError: if a file cannot be read.
+        CheckpointError: if a file cannot be read, or was not written by `wands train`.
     """
 
     def __init__(self, folder: Path, pattern: str, metadata: str) -> None:

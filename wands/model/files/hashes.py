@@ -64,13 +64,13 @@ def find_changed_files(
 def find_damaged_files(
     folder: Path, hashes: Mapping[str, str], share: tuple[int, int], difference: str
 ) -> Iterator[tuple[str, str]]:
-    """Read files and compare them with their hashes. Yield the name of each damaged file, and the reason.
+    """Compare files with their hashes, and yield (file name, reason) for each file that is damaged or cannot be read.
 
     Args:
         folder: folder of the files.
         hashes: maps the name of each file to its hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        difference: reason for a file whose hash differs.
+        difference: reason to yield for a file that has a different hash.
     """
     for name in sorted(hashes)[share[0] :: share[1]]:
         try:

@@ -19,9 +19,9 @@ def is_hub_id(name: str) -> bool:
 
 
 def published_name(model: str) -> str | None:
-    """Return the name of the published variant that a Hub id of a pipeline contains, such as "wan2.1-t2v-1.3b".
+    """Return the variant name of a published diffusers pipeline on the Hub, or None for any other model.
 
-    Return None for other models. The architecture of a published model is known without its files.
+    For example, the Hub id "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" gives "wan2.1-t2v-1.3b".
 
     Args:
         model: folder or Hub id of a model.
@@ -32,7 +32,7 @@ def published_name(model: str) -> str | None:
 
 
 def is_downloaded(model: str) -> bool:
-    """Return whether the weights of a pipeline on the Hub are on this machine, in the cache of the Hub library.
+    """Return whether the Hub cache on this machine contains the DiT's weights of a pipeline, or the index of these weights.
 
     Args:
         model: Hub id of a diffusers pipeline.

@@ -78,18 +78,21 @@ def _published(path: str | Path) -> Variant | None:
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Read `model_index.json` of a pipeline.
+    """Return the contents of a pipeline's `model_index.json`, or a dict with its entries about experts.
 
-    A repository in the layout of Wan's authors has no such file, and for the name of a published variant no file is read.
-    The returned dict then contains only entries about the experts (DiTs for high and low noise): "boundary_ratio" and, for
-    a repository, "transformer_2". For a model with one DiT, these entries are missing or None.
+    Experts are the two DiTs of one model, for high and low noise. Only a diffusers pipeline has a `model_index.json`.
 
     Args:
         path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.
         key: option or recipe key that the user typed, for error messages.
 
+    Returns:
+        For a pipeline, the contents of `model_index.json`. For an official repository with two experts, the entries
+        "boundary_ratio" and "transformer_2". For the name of a published variant, the entry "boundary_ratio", which is
+        None if the variant has one DiT. For any other model, {}.
+
     Raises:
-        ConfigError: if the model does not exist or the file is damaged.
+        ConfigError: if the model does not exist, or `model_index.json` or a config of an expert is damaged.
     """
     if (variant := _published(path)) is not None:
         return {"boundary_ratio": variant.boundary_ratio}

@@ -246,7 +246,10 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
 
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
-    """Return the LoRA of one module as two matrices. For a convolution, all dimensions after the first are flattened."""
+    """Return the LoRA of one module as two matrices. For a convolution, all dimensions after the first are flattened.
+
+    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha.
+    """
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
         raise CheckpointError(

@@ -216,10 +216,10 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
 
 def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Remove ComfyUI's prefix from tensor names if every name starts with it.
+    """Remove ComfyUI's prefix from tensor names if all names start with the prefix. Otherwise, keep all names.
 
     Returns:
-        A dict that maps each name without the prefix to the name in the file.
+        A dict that maps each resulting name to the name in the file.
     """
     names = list(names)
     for prefix in (COMFYUI_DIT, COMFYUI_LORA):

@@ -63,7 +63,7 @@ def test_pickles_of_tensors(zipped: bool, tmp_path: Path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"a": Bomb()}, "is a pickle of more than tensors"),
+        ({"a": Bomb()}, "is a pickle with objects that are not tensors"),
         ({"a": 3}, "contains a, which is not a tensor"),
         ([torch.zeros(1)], "contains a list"),
     ],
