@@ -76,7 +76,9 @@ def add_norm_forward(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the forward pass of `_AddNorm`, where `ids` is the timestep of each token.
+    """Add an update to the residual stream and normalise the sum, for the forward pass of `_AddNorm`.
+
+    `ids` is the timestep of each token. `_AddNorm` describes the other arguments.
 
     Returns:
         (total, normed, mean, rstd). total is hidden + update * gate, or an empty tensor if `update` is None. normed is the
@@ -106,8 +108,8 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the arguments (hidden, update, gate, factor, shift) of `add_norm_forward`.
 
-    The update's gradient is empty if `update` is None. The gate's gradient is empty without `needs_gate`, and the gradients
-    of factor and shift are empty without `needs_table`.
+    Gradients that are not computed are empty tensors: the update's if `update` is None, the gate's if `needs_gate` is
+    False, and the gradients of factor and shift if `needs_table` is False.
 
     Args:
         dtotal: gradient of the result `total` of `add_norm_forward`; None means 0.
@@ -115,7 +117,7 @@ def add_norm_backward(
         total: result of `add_norm_forward`, or `hidden` if `update` is None.
         mean: result of `add_norm_forward`.
         rstd: result of `add_norm_forward`.
-        update: argument of `add_norm_forward`. Only its dtype is used without `needs_gate`.
+        update: argument of `add_norm_forward`. Only its dtype is used if `needs_gate` is False.
         gate: argument of `add_norm_forward`.
         factor: argument of `add_norm_forward`.
         timesteps: result of `_timestep_rows`.
@@ -149,7 +151,7 @@ def gated_add_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the arguments (update, gate) of `gated_add_forward` from the gradient `dout` of its result.
 
-    `timesteps` is the result of `_timestep_rows`. The gate's gradient is empty without `needs_gate`.
+    `timesteps` is the result of `_timestep_rows`. If `needs_gate` is False, the gate's gradient is an empty tensor.
     """
     ids, rows, *masks = timesteps
     dgate = _sum_timesteps(dout[rows] * update[rows], *masks) if needs_gate else dout.new_empty(0)
@@ -159,9 +161,16 @@ def gated_add_backward(
 def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of `_NormRotate`. Return (normalised and rotated tokens, 1 / root mean square of each token).
+    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
 
-    `rotation` is a view of the complex numbers as pairs of real numbers.
+    Args:
+        x: [L, D], L tokens of width D.
+        weight: [D], weight of the RMS norm.
+        rotation: [L, 1, d/2, 2], (cosine, sine) of each angle; None does not rotate.
+        eps: eps of the RMS norm.
+
+    Returns:
+        (normalised and rotated tokens [L, D], 1 / root mean square of each token [L, 1]).
     """
     # Not in the dtype of the weight, which is bf16 in a bf16 base of a LoRA.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -174,7 +183,7 @@ def norm_rotate_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the arguments (x, weight) of `norm_rotate_forward` from the gradient `dout` of its tokens.
 
-    `rstd` is the second result of `norm_rotate_forward`. The weight's gradient is empty without `needs_weight`.
+    `rstd` is the second result of `norm_rotate_forward`. If `needs_weight` is False, the weight's gradient is empty.
     """
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
@@ -194,7 +203,7 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return the update to save for the backward pass. Without `needs_gate`, return an empty tensor of the update's dtype."""
+    """Return the update if the backward pass needs its values for the gate's gradient, otherwise an empty tensor or None."""
     return update if needs_gate or update is None else update.new_empty(0)
 
 
