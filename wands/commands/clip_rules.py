@@ -56,7 +56,7 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
 
     Args:
         options: options of the command.
-        more: further options of `load_source`.
+        more: other keyword arguments of `load_source`, such as ``log``.
 
     Returns:
         A pair: the records of the usable clips (one for each caption, with the trigger word of --trigger), and the rejections
@@ -64,7 +64,7 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
         contains the reason.
 
     Raises:
-        ConfigError: if --where cannot be used.
+        ConfigError: if the condition of --where is invalid, or names a column that no clip has.
         DataError: if the source does not exist or contains no clip.
     """
     keys = {"split", "video_column", "caption_column"}
@@ -96,11 +96,11 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 
 
 def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
-    """Return how many seconds of a clip its samples use, and how many seconds they could use.
+    """Return (seconds of a clip that its samples use, seconds of the clip, seconds that samples of --clip-mode slide would use).
 
     Args:
         spec: rate, size and length of the samples.
-        num_frames: number of frames of each window (range of frames) that is used.
+        num_frames: number of frames of each window (range of frames) that becomes a sample.
         present: length of the clip in seconds.
     """
     used = sum(num_frames) / spec.fps
@@ -110,18 +110,25 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
 
 
 def describe_footage(footage: Sequence[float]) -> str:
-    """Return the text "uses 5.1 of 55.1 s", and the seconds of --clip-mode slide if this mode would use more."""
+    """Return a text such as "uses 5.1 of 55.1 s; --clip-mode slide would use 50.6 s".
+
+    The part about --clip-mode slide is left out if this mode would not use more of the video.
+
+    Args:
+        footage: three numbers of seconds, as `measure_footage` returns them: used, present, used with --clip-mode slide.
+    """
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""
     return f"uses {used:,.1f} of {present:,.1f} s{more}"
 
 
 def count_problems(problems: Iterable[tuple[str, str]]) -> list[tuple[str, int]]:
-    """Return a pair (problem, number of clips) for each kind of problem. The most frequent problem is first.
+    """Return a pair (kind of problem, number of problems) for each kind of problem. The most frequent kind is first.
+
+    A kind is the text of a problem without numbers and names, which differ between clips.
 
     Args:
-        problems: (path, text) for each problem of each clip. The text is a warning or the reason of a rejection. Numbers and
-            names, which differ between clips, are left out.
+        problems: (path of the clip, text) for each problem of each clip. The text is a warning or the reason of a rejection.
     """
 
     def kind(path: str, text: str) -> str:

@@ -64,13 +64,14 @@ KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 
 
 def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
-    """Decode every clip of a source, and report each clip's samples, warnings and, if it is rejected, the reason.
+    """Decode the clips of a source, and report each clip's samples, warnings and, if it is rejected, the reason.
 
-    With equal options, `wands preprocess` decodes the clips in the same way. Thumbnails are made only for --html.
+    `wands preprocess` with equal options decodes the clips in the same way. Thumbnails are made only for --html.
 
     Args:
         options: options of the command; they name the source.
-        variant: model variant. None reads the variant from `options.model`, or assumes Wan 2.1 text-to-video without a model.
+        variant: model variant. None reads the variant from the pipeline `options.model`. If `options.model` is None, too, the
+            variant is Wan 2.1 text-to-video.
         max_clips: largest number of clips to decode, spread evenly over the source; None decodes all clips.
 
     Raises:
@@ -173,8 +174,14 @@ _Task = tuple[Path, *tuple[Any, ...]]
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
     """Decode a clip, and return its samples, its warnings, and the reason if it is rejected.
 
-    The function does not know the key and the caption of the clip, so these fields of the result are empty. Each
-    `CheckedSample.key` contains only the end of the sample's key. `check` fills the missing parts later.
+    The fields `key` and `caption` of the result are empty. Each `CheckedSample.key` contains only the suffix of the sample's
+    key, such as "#0001". `check` sets the two fields and puts the clip's key in front of each suffix.
+
+    Args:
+        spec: frame rate, size and length of the samples.
+        variant: model variant.
+        thumbnails: whether to make a thumbnail of the clip.
+        task: path of the clip and, unless the whole file is used, start, end, crop and mask (`ClipRecord.part`).
     """
     file_path, *part = task
     path, reason, thumbnail = str(file_path), "", b""
@@ -244,13 +251,14 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 def _decode_all(
     decode: Callable[[_Task], CheckedClip], tasks: Sequence[_Task | None], num_workers: int | None
 ) -> list[CheckedClip]:
-    """Decode each distinct clip once in worker processes, and return the result for each task. A clip with several
-    captions has several tasks.
+    """Decode clips in worker processes, and return one result for each task, in the order of `tasks`.
+
+    A clip with several captions has several equal tasks. Equal tasks are decoded only once.
 
     Args:
-        decode: function that decodes a clip.
+        decode: function that decodes the clip of a task.
         tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The result for
-            None is empty.
+            None is an empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))

@@ -58,7 +58,8 @@ class CheckedClip:
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
-        footage: result of `clip_rules.measure_footage`; zeros for an image and a clip that cannot be decoded.
+        footage: (seconds that the samples use, seconds of the clip, seconds that samples of --clip-mode slide would use). Three
+            zeros for an image and for a clip that cannot be decoded.
         columns: maps column names to the cells of the clip's row in the table: numbers of numeric columns, and texts of the
             columns duplicate_of, license and source. Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
@@ -119,11 +120,11 @@ class CheckReport:
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.
-        num_skipped: number of clips of the source that were not decoded, because the caller limits the number of clips.
-        columns: sorted numbers of each numeric column of the source's table.
-        thresholds: (column, number) of each comparison that --where requires.
-        notes: messages about settings of the source (dataset configuration of another trainer) that are not applied, and the
-            number of masks.
+        num_skipped: number of clips of the source that were not decoded, because `check` was called with `max_clips`.
+        columns: maps the name of each numeric column of the source's table to the sorted numbers in this column.
+        thresholds: (column, number) for each comparison in --where that every clip must meet, such as ("motion", 0.2).
+        notes: messages for the user: the number of clips with a mask and, if the source is a dataset configuration of another
+            trainer, the settings that are not applied.
     """
 
     source: str
@@ -141,7 +142,7 @@ class CheckReport:
 
     @property
     def samples(self) -> list[CheckedSample]:
-        """All samples, in the order of `clips`."""
+        """Samples of all clips, in the order of `clips`."""
         return [sample for clip in self.clips for sample in clip.samples]
 
     @property
@@ -163,7 +164,9 @@ class CheckReport:
         )
 
     def totals(self) -> dict[str, Any]:
-        """Return totals over all clips: numbers of clips by verdict, samples, frames, tokens, seconds and bytes."""
+        """Return a dictionary of totals over all clips. The keys are "clips", "fine", "warned", "rejected", "samples", "frames",
+        "seconds_of_video", "footage" (see `footage()`), "tokens" and "cache_bytes".
+        """
         frames = sum(sample.num_frames for sample in self.samples)
         return {
             "clips": len(self.clips),
@@ -177,13 +180,17 @@ class CheckReport:
         }
 
     def footage(self) -> list[float]:
-        """Return the sums of `CheckedClip.footage` over the accepted clips. Several captions of one clip count once."""
+        """Return three sums in seconds over the accepted clips: video that the samples use, video that the clips contain, and
+        video that samples of --clip-mode slide would use. A clip with several captions counts once.
+        """
         seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
         sums: list[float] = np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
         return sums
 
     def column_texts(self) -> dict[str, str]:
-        """Return minimum, median and maximum of each numeric column of the table, as text."""
+        """Return a dictionary that maps the name of each numeric column of the table to a text with the column's minimum,
+        median and maximum.
+        """
         return {
             name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"
             for name, row in self.columns.items()
@@ -244,7 +251,7 @@ class CheckReport:
 
     def packing_text(self) -> str:
         """Return a text about the bins (packed sequences) of a training epoch: how full the bins are, and the number of
-        steps.
+        steps. If the samples cannot be packed, return the reason.
         """
         plan = self.packing
         if plan is None or plan.problem:

@@ -24,14 +24,14 @@ BORDERS = "black borders: {} are learned as a part of the image; crop them with 
 
 
 class FrameWarnings:
-    """Collects facts about the windows (ranges of frames) of one clip, and returns warnings."""
+    """Detector of hard cuts, images that do not change, and black borders in the windows (ranges of frames) of one clip."""
 
     def __init__(self) -> None:
         self._cuts, self._frozen = list[str](), list[str]()
         self._brightest = np.zeros((1, 1), np.uint8)
 
     def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
-        """Add a window. All windows have the same frame size.
+        """Examine a window (range of frames) of the clip. All windows must have the same frame size.
 
         Args:
             frames: uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
@@ -57,7 +57,7 @@ class FrameWarnings:
                 self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
 
     def texts(self) -> list[str]:
-        """Return the warnings: fact, rule and fix."""
+        """Return one warning for each kind of problem in the examined windows, or an empty list."""
         borders = []
         for side, axis in (("height", 1), ("width", 0)):
             dark = self._brightest.max(axis) <= BORDER_VALUE

@@ -65,8 +65,15 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the height of each bar of a column's histogram, from 0 to 1, and the horizontal position of each threshold of
-    --where in the histogram, from 0 to `NUM_BARS`.
+    """Return the histogram of a numeric column of the clips' table.
+
+    Args:
+        report: report that contains the column.
+        name: name of the column.
+
+    Returns:
+        A pair. The first list contains the height of each bar, from 0 to 1. The second list contains the horizontal position,
+        from 0 to `NUM_BARS`, of each number in `report.thresholds` for this column. The second list may be empty.
     """
     values = report.columns[name]
     marks = [number for column, number in report.thresholds if column == name]

@@ -157,7 +157,7 @@ class TarReader:
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark of the archive, and reject the archive if the end mark is missing.
+        """Yield members up to the end mark of the archive. If the end mark is missing, add the archive to `rejections`.
 
         Without this check, `tarfile` would treat damage between two members as the end of the archive.
         """

@@ -190,8 +190,9 @@ def plan_sizes(
         height: displayed height of the clip in pixels.
 
     Returns:
-        A pair. The first item maps the suffix of each sample's key to its frame size. The second item is the error for
-        the first limit at which a side of the frame would be too short, or None.
+        A pair. The first item maps suffixes of sample keys to frame sizes: "" to the main size, and, for example, "#640x352" to
+        a further size. The second item is the error for the first limit at which a side of the frame would be too short, or
+        None if there is no such limit.
 
     Raises:
         TooSmallError: if a side of the frame would be too short at every limit.

@@ -17,7 +17,7 @@ _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in it
 
 
 def explain_no_file(path: Path) -> str:
-    """Return why a path is not a regular file, and the fix, such as "is a folder, not a file; put the file in its place"."""
+    """Return why a path is not a regular file, and the fix, such as "does not exist; restore the file, or remove its name"."""
     if not os.path.exists(path):
         problem = "is a link to itself or to a missing file" if path.is_symlink() else "does not exist"
         return f"{problem}; restore the file, or remove its name"
@@ -64,7 +64,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def explain_error(error: Exception) -> str:
-    """Return why a text file cannot be decoded or parsed, and the fix."""
+    """Return why a text file cannot be read, decoded or parsed, and the fix, as one text."""
     if isinstance(error, RecursionError):
         return "brackets are nested too deeply; remove the nested values"
     if isinstance(error, UnicodeError):

@@ -75,7 +75,7 @@ class Filter:
         """Return the records, with `ClipRecord.unmet` set for each clip that does not meet the condition.
 
         Raises:
-            ConfigError: if no clip has a column of the condition.
+            ConfigError: if the condition names a column that no clip has.
         """
         rows = [columns_of(record) for record in records]
         known = sorted({name for row in rows for name in row} or self.columns)
@@ -86,9 +86,12 @@ class Filter:
         return [replace(record, unmet=self.reason(row)) for record, row in zip(records, rows, strict=True)]
 
     def reason(self, row: Mapping[str, object]) -> str:
-        """Return why a clip with these columns does not meet the condition, or "" if it does.
+        """Return why a clip does not meet the condition, or "" if the clip meets the condition.
 
         The reason contains the first part of the condition that is not met, and the cells that this part compares.
+
+        Args:
+            row: columns of the clip, as `columns_of` returns them.
         """
         for part in self._parts:
             if (value := self._test(part, row)) < 1:
@@ -98,8 +101,8 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row meets a part of the condition, and 0 if it does not. Return 0.5 if this is unknown, because a cell is
-        empty or not a number.
+        """Return 1 if a row meets a part of the condition, 0 if the row does not meet the part, and 0.5 (unknown) if a compared
+        cell is empty or not a number.
 
         With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
         """
@@ -129,7 +132,6 @@ class Filter:
         return _UNKNOWN if None in values else float(_COMPARE[type(op)](*values))
 
     def _value(self, node: ast.expr, row: Mapping[str, object]) -> object:
-        """Return the cell of a column, or the number or text that a node contains."""
         if isinstance(node, ast.Name):
             return row.get(identifier(node.id))
         value = ast.literal_eval(node) if isinstance(node, ast.Constant | ast.UnaryOp) else None
@@ -144,11 +146,11 @@ class Filter:
 
 
 def columns_of(record: ClipRecord) -> dict[str, object]:
-    """Return the columns that a condition can compare, with the cells of a clip.
+    """Return a dictionary from column name to the clip's cell, with all columns that a condition can compare.
 
     Every clip has the columns key, path, caption, license, start and end (seconds). A clip with start and end also has
-    the column seconds, its length. The other columns are those of the clip's row. In names, "_" replaces characters that are
-    not letters, digits or "_".
+    the column seconds, its length. The other columns are the columns of the clip's row, with the names that `identifier`
+    returns.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:
@@ -183,5 +185,5 @@ def _names(node: ast.AST) -> tuple[str, ...]:
 
 
 def identifier(name: str) -> str:
-    """Return the name of a column as conditions write it: lower case, and "_" for each character such as a space."""
+    """Return the name of a column as a condition must write it, such as "motion_score" for "Motion score"."""
     return re.sub(r"\W|^(?=\d)", "_", unicodedata.normalize("NFKC", name).lower())

@@ -30,9 +30,9 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a dataset on the Hub, named owner/name. Return its clips, or None if the source has no such name.
+    """Layout: a dataset on the Hub. Return its clips, or None if the name of the source does not have the form owner/name.
 
-    If a local folder "owner" exists, the source is taken for a mistyped path and not for a dataset.
+    None is also returned if a local folder "owner" exists, because the name is then probably a mistyped path.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)
@@ -53,7 +53,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
     """Yield a clip record for each usable clip of a Hugging Face dataset, and a rejection for each unusable row.
 
     Args:
-        source: names of the split and the columns.
+        source: source with the name of the split and the names of the columns.
         name: folder of the dataset, or name of the dataset on the Hub.
         folder: folder to which relative paths in rows are relative. None means that relative paths are paths in the
             dataset's repository on the Hub.
@@ -86,8 +86,8 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (index, row) for each row of the split `source.split`.
 
-    Column names are converted to lower case. Videos are not decoded: the value is a path, or a dictionary with "path" and
-    "bytes". Each row is read when it is needed, so the dataset is not copied to the disk first.
+    Column names are converted to lower case. Videos are not decoded: the cell of a video is a path, or a dictionary with "path"
+    and "bytes". Each row is read when it is needed, so the dataset is not copied to the disk first.
 
     Raises:
         DataError: if the dataset cannot be loaded or lacks the split or the columns.
@@ -178,7 +178,7 @@ def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Pat
 
     Args:
         data: content of the clip's file.
-        written: name of the clip in the dataset, or the address from which the clip was fetched.
+        written: name of the clip in the dataset, or the URL of the clip. None if the dataset contains neither.
         folder: folder in which the file is written.
 
     Returns:

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """Error for a subprocess that died or took too long. The message is the reason, such as "the process ended by
+    """Error for a subprocess that died, was killed or took too long. The message is the reason, such as "the process ended by
     SIGSEGV".
     """
 
@@ -41,8 +41,8 @@ def num_cores() -> int:
 class IsolatedWorker:
     """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new subprocess.
 
-    The subprocess computes one value ahead of the caller. The subprocess exits when its parent process exits, even by
-    SIGKILL.
+    The subprocess computes one value ahead of the caller. The subprocess exits when its parent process exits, even if
+    SIGKILL ends the parent process.
 
     Attributes:
         killed: whether `kill` was called.
@@ -80,7 +80,7 @@ class IsolatedWorker:
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
-            WandsError: if the function raised a WandsError. A MemoryError in the function is raised here, too.
+            WandsError, MemoryError: if the function raised an exception of this type.
             RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
         """
         if self._pipe is None:
@@ -225,16 +225,16 @@ def map_isolated(
             is its last value.
         items: arguments of the calls, one item for each call.
         num_workers: number of subprocesses. Default: one per available core.
-        limit_seconds: longest time in seconds for one call, or for one value of a generator function. After this time the
-            subprocess is killed.
+        limit_seconds: longest time in seconds for one call, or for one value of a generator function. When the time is
+            exceeded, the subprocess is killed.
         preload: modules to import once for all subprocesses.
 
     Yields:
         (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
 
     Raises:
-        WandsError, MemoryError: if the function raised this exception.
-        RuntimeError: if the function raised another exception. The text is the traceback of that exception.
+        WandsError, MemoryError: if the function raised an exception of this type.
+        RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
 

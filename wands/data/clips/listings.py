@@ -66,7 +66,7 @@ class Listing:
         clips: paths of the listed clips that exist.
         other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
             files are not reported as unlisted.
-        is_complete: whether the scan has also checked the unlisted clips in the folder.
+        is_complete: whether the folder was already searched for clips that the file does not list.
     """
 
     file: Path
@@ -77,7 +77,7 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Return the clips that a file such as a table lists, or None if the source is not a file."""
+    """Layout: a file, such as a table, that lists clips. Return the listed clips, or None if the source is not a file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
@@ -100,8 +100,9 @@ def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _find_listing(source: Source) -> Path | None:
-    """Return the file that lists the clips of a folder, or None. The file is in the folder, or in its sub-folder with
-    the name of the split.
+    """Return the file that lists the clips of a folder, or None if there is no such file.
+
+    The function searches the folder and, after that, its sub-folder with the name of the split.
 
     Raises:
         DataError: if a folder contains several files that list clips.
@@ -210,7 +211,7 @@ def _scan_rows(
     """Yield the clips that the rows of a table name.
 
     Args:
-        listing: listing to which the clips are added.
+        listing: listing of the table. The function adds the paths of the clips and of other files in the rows.
         table: file of the table, for error messages.
         rows: rows of the table.
         folder: folder to which paths in the rows are relative.

@@ -262,7 +262,8 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         video: path as the table writes it.
         folders: folders to which a relative path may be relative.
         root: folder of the source. The returned name is relative to `root`, or, if `root` is None or does not contain the
-            clip, relative to the first of `folders`. If neither folder contains the clip, the name is the absolute path.
+            clip, relative to the first of `folders`. If neither folder contains the clip, the name is the absolute path
+            without the first "/".
 
     Raises:
         DataError: if the path is a URL, the file does not exist, or its name is not UTF-8.

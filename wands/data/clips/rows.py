@@ -45,19 +45,21 @@ def first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 
 def pick_license(row: Mapping[str, Any]) -> str:
-    """Return the licence of a row with lower-case column names, or of the metadata of a sample, as one line of text.
+    """Return the licence that a row states, as one line of at most 100 characters. Return "" if the row states no licence.
 
-    The line has at most 100 characters, and no control characters. Return "" if the row states no licence.
+    Args:
+        row: row of a table with lower-case column names, or metadata of a sample.
     """
     value = first_filled(row, LICENSE_COLUMNS)
     return "" if is_empty(value) else printable(" ".join(str(value).split()))[:100]
 
 
 def pick_crop(row: Mapping[str, Any]) -> Crop | None:
-    """Return the part of the frames that the column `crop` of a row selects, or None for whole frames.
+    """Return the rectangle (x, y, width, height) that a row selects in the frames of its clip, or None for whole frames.
 
     Args:
-        row: row with lower-case column names. The crop is a text such as "0,140,1920,800", or a list of four numbers.
+        row: row with lower-case column names. The cell in the column `crop` is a text such as "0,140,1920,800", or a list of
+            the four numbers.
 
     Raises:
         DataError: if the crop is not a rectangle.
@@ -77,8 +79,8 @@ def pick_crop(row: Mapping[str, Any]) -> Crop | None:
 def read_range(row: Mapping[str, Any], path: Path) -> Range:
     """Return the time range (start, end) that a row of a table selects in its clip, in seconds.
 
-    A range in frames is converted to seconds with the clip's frame rate or, if the frame rate varies, with the times
-    of the frames.
+    A start of None is the start of the clip, and an end of None is the end of the clip. A range in frames is converted to
+    seconds with the clip's frame rate or, if the frame rate varies, with the times of the frames.
 
     Args:
         row: row with lower-case column names.
@@ -107,7 +109,6 @@ def read_range(row: Mapping[str, Any], path: Path) -> Range:
 
 
 def _read_seconds(row: Mapping[str, Any]) -> Range:
-    """Return (start, end) in seconds from the optional columns start and end of a row."""
     start, end = (_seconds(name, row.get(name)) for name in ("start", "end"))
     if (start or 0.0) < 0 or (end is not None and end <= (start or 0.0)):
         raise DataError(f"start={start} and end={end} must satisfy 0 <= start < end; correct the row")

@@ -68,8 +68,8 @@ def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | N
 
     Return the clips of the folder, or None if the folder contains neither clips nor archives.
 
-    A folder with parquet or arrow files does not have this layout if no clip has a caption file. The clips in such a
-    folder are images of a README, or the rows in the parquet or arrow files name the clips.
+    None is also returned if no clip has a caption file, and the folder contains parquet or arrow files. The folder is then a
+    Hugging Face dataset, which may contain clips that its rows name, and images of a README.
     """
     unreadable: list[Rejection] = []
     folders = dict(walk(source.path, unreadable, source.recursive)) if source.path.is_dir() else {}
@@ -154,10 +154,13 @@ def walk(
 
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
-    """Return the video that has the same name as an image, apart from the extension. The image is then probably a
-    preview of the video.
+    """Return the name of the video that an image probably previews. Return None if `file` is not an image, or if no
+    sibling is a video.
 
-    Return None if no video has this name, or `file` is not an image.
+    Args:
+        file: name of the image.
+        siblings: names of all files that have the image's name, apart from the extension.
+        extensions: extensions of caption files.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -168,10 +171,12 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
 
 
 def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
-    """Return the caption file among files that have the same name without extension, or None.
+    """Return the name of the caption file among files, or None if no file is a caption file.
 
-    If there are several caption files, lower-case extensions are preferred to upper-case extensions, and then the
-    first of `extensions` is used.
+    Args:
+        siblings: names of files that have the same name, apart from the extension.
+        extensions: extensions of caption files in lower case, in the order of preference. Any file with a lower-case extension
+            is preferred to files with upper-case extensions.
     """
     exact = {PurePosixPath(name).suffix: name for name in reversed(siblings)}
     folded = {ending.lower(): name for ending, name in exact.items()}
@@ -263,7 +268,7 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
     """Return the captions in the caption file of one clip. Only the first line of a .jsonl file is used.
 
     Returns:
-        The captions, and the JSON object that contains them. The object is empty for a text file.
+        The captions, and the JSON object that contains the captions. The object is empty for a text file.
 
     Raises:
         DataError: if there is no caption, or the file cannot be read.
@@ -355,8 +360,10 @@ def scan_tar(
 
 
 def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
-    """Return (extension, member) of each video in a sample of a tar archive, then of each image. Only the first item
-    is used as the clip.
+    """Return (extension, member) of each video, followed by (extension, member) of each image, in a sample of a tar archive.
+
+    Args:
+        members: maps the extension of each member of the sample to the member.
 
     Raises:
         DataError: if the sample has no video and no image.
@@ -393,7 +400,8 @@ def _captions_of_sample(
         source: source of the clips, with the names of the columns that a .json member may use.
 
     Returns:
-        The captions, and the JSON object that contains them. The object is empty for a text member.
+        The captions, and the JSON object that contains the captions. The object is empty for a text member. If the sample has no
+        caption and the source needs none, the result is [""] and an empty object.
 
     Raises:
         DataError: if there is no caption, or the caption cannot be read.

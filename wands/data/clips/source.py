@@ -35,9 +35,9 @@ class Source:
         cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
             of the `datasets` library.
         needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
-        other_columns: further columns to read from a Hugging Face dataset, as `wands.data.clips.filters.identifier` writes
-            them. Tables and caption files are always read with all columns.
-        sidecars: extensions of caption files next to a clip. The first existing file counts.
+        other_columns: further columns to read from a Hugging Face dataset, with the names that
+            `wands.data.clips.filters.identifier` returns. Tables and caption files are always read with all columns.
+        sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
         recursive: whether the sub-folders of a folder are searched for clips.
         log: function that receives messages about settings of the source that are not applied.
     """
@@ -74,7 +74,9 @@ class Source:
         return (self.caption_column.lower(),) if self.caption_column else CAPTION_COLUMNS
 
     def check_columns(self, present: Iterable[str]) -> None:
-        """Raise DataError if none of the columns in `present` can contain a video, or none can contain a needed caption."""
+        """Raise DataError if no column in `present` can contain a video, or if captions are needed and no column can contain a
+        caption.
+        """
         names = {name.lower() for name in present}
         for kind, wanted in (("video", self.video_names), ("caption", self.caption_names)):
             if (kind == "video" or self.needs_caption) and not names.intersection(wanted):
@@ -99,7 +101,7 @@ class Source:
             place: file or row that contains the captions, for error messages.
 
         Returns:
-            The captions. [""] if there is none, and none is needed.
+            The captions. If `value` is empty and the source needs no captions, the result is [""].
 
         Raises:
             DataError: if there is no caption although one is needed, or a caption is empty, not a text, or not valid Unicode.

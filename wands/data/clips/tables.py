@@ -45,6 +45,9 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
     """Read two text files: line n of `videos` is the path of a clip, and line n of `captions` is the caption of this
     clip.
 
+    Returns:
+        (number of the line, row) for each clip. A row has the columns "video" and "caption".
+
     Raises:
         DataError: if a file cannot be read, or the two files have different numbers of lines.
     """
@@ -63,6 +66,10 @@ def read_table(table: Path) -> list[NumberedRow]:
 
     A .json file is a list of objects, or one object. The single object maps each file name to one or several captions,
     or to an object with the columns of the row.
+
+    Returns:
+        (number, row) for each row of the table. The number is the line or the item, from 1. The row maps lower-case column
+        names to cells. For an unreadable row, a text with the reason replaces the row.
 
     Raises:
         DataError: if the file has another extension, or is not a valid file of its kind.
@@ -84,9 +91,9 @@ def lower_names(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _csv_rows(table: Path) -> Iterator[NumberedRow]:
-    """Yield the rows of a .csv file, each with the number of its first line.
+    """Yield (number of the first line, row) for each row of a .csv file, except the header.
 
-    After an unreadable row, reading continues at the next line.
+    For an unreadable row, a text with the reason replaces the row, and reading continues at the next line.
     """
     lines = list(io.StringIO(decode_text(table.read_bytes(), f"SOURCE={table}"), newline=""))
     names: list[str] | None = None
@@ -95,7 +102,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"SOURCE={table}: line {begin + 1} is no header: {cells}")
+                raise DataError(f"SOURCE={table}: line {begin + 1} is not a header: {cells}")
             yield begin + 1, cells
         elif names is None:
             names = cells or None  # an empty line has no cells
@@ -207,7 +214,7 @@ def check_out(table: Path, source: str) -> None:
 
 
 def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows to a .csv or .jsonl file, which is complete or unchanged. `read_table` reads this file.
+    """Write rows to a .csv or .jsonl file that `read_table` can read. An interrupted write leaves the file unchanged.
 
     The rows are sorted by video and start time. A value that is not a JSON value, such as the bytes of a clip in a dataset,
     becomes null. In a .csv file, lists and objects become JSON texts.

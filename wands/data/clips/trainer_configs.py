@@ -51,8 +51,9 @@ lengths."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: dataset configuration of musubi-tuner, diffusion-pipe or finetrainers. Return the clips of its sections, or
-    None if the source is not such a file.
+    """Layout: dataset configuration of musubi-tuner, diffusion-pipe or finetrainers.
+
+    Return the clips of all sections of the configuration, or None if the source is not such a configuration.
     """
     file = source.path
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix.lower())
@@ -130,7 +131,7 @@ def _read_section(
     else to the folder of the configuration.
 
     Raises:
-        DataError: if the section does not name an existing source, or a value is not text.
+        DataError: if the section does not name an existing source, or a setting that must be a text is not a text.
     """
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]} is not text; write text in quotes")
@@ -173,7 +174,12 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return the options of wands that have the effect of another trainer's setting `key` of sizes, such as "resolution"."""
+    """Return options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes of another trainer.
+
+    Args:
+        key: name of the setting, such as "resolution".
+        value: value of the setting.
+    """
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
     sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]

@@ -51,8 +51,8 @@ class DecodedClip:
         variable_fps: whether the frames read so far have unequal distances in time.
         interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
         span: start and end in seconds of the part of the file from which windows are taken.
-        token_weights: float [frames, rows, columns] in tokens, mean brightness of the mask in each token, from 0 (black) to 1
-            (white). None without a mask.
+        token_weights: float [latent frames, token rows, token columns]: mean brightness of the mask in each video token, from 0
+            (black) to 1 (white). None without a mask.
     """
 
     frames: np.ndarray
@@ -67,7 +67,7 @@ class DecodedClip:
 
 
 def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]:
-    """Yield for each time the last frame that starts at or before this time. Stop at the end of the stream.
+    """Yield, for each time in `times`, the last frame that starts at or before this time. Stop at the end of the stream.
 
     Raises:
         DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
@@ -123,7 +123,7 @@ class _Cropper:
         box = (round(width / info.sar), round(height), round(x / info.sar), round(y))
         if not fits or min(box[:2]) < 2:  # two pixels may share a colour
             reason = f"has frames of {shown} pixels, but crop={','.join(map(str, crop))}"
-            raise reader.error(f"{reason} must be inside them and at least 2x2 pixels", "correct the crop")
+            raise reader.error(f"{reason} must be in the frame and at least 2x2 pixels", "correct the crop")
         image, self._graph = reader.first.image, av.filter.Graph()
         source = self._graph.add_buffer(
             width=image.width, height=image.height, format=image.format, time_base=Fraction(1)
@@ -177,8 +177,11 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """For each time, yield a dict that maps each key of `sizes` to an array [rows, columns]: the mean brightness (0 to 1) of
-    the mask in each token of a frame of this size.
+    """Yield the brightness of a mask in each token, once for each time in `times`. The iterator never ends: after the last time,
+    and after the end of the mask, the last frame of the mask is repeated.
+
+    Each yielded dictionary maps the suffix of a sample's key to a float array [token rows, token columns]. The array contains
+    the mean brightness of the mask in each token, from 0 (black) to 1 (white).
 
     Args:
         mask: image or video. An image is the mask of every frame.
@@ -186,7 +189,7 @@ def _read_mask(
         crop: part of the clip's frames to use; None for the whole frame.
         sizes: maps the suffix of each sample's key to its frame size.
         side: width and height of a token in pixels.
-        times: times of all frames of all windows.
+        times: times in seconds of the clip's frames that are used.
     """
     with open_video(mask) as reader:
         info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
@@ -217,14 +220,21 @@ def _read_mask(
 
 
 def _levels(image: np.ndarray, side: int) -> np.ndarray:
-    """Return the mean brightness of an image of a mask in each token of `side` x `side` pixels, from 0 to 1."""
+    """Return the mean brightness of a mask image in each token, from 0 (black) to 1 (white): [token rows, token columns].
+
+    A token covers `side` x `side` pixels.
+    """
     return _MASK_LEVELS[image].reshape(len(image) // side, side, -1, side * 3).mean(axis=(1, 3))
 
 
 def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
-    """Average the token weights [frames, rows, columns] over the frames of each latent frame.
+    """Return token weights of latent frames: the mean of the token weights of the frames that a latent frame encodes.
 
     The first latent frame encodes one frame, each other latent frame encodes `frame_stride` frames.
+
+    Args:
+        grids: token weights of frames, [frames, token rows, token columns].
+        frame_stride: temporal stride of the VAE.
     """
     rest = grids[1:].reshape(-1, frame_stride, *grids.shape[1:])
     return np.concatenate([grids[:1], rest.mean(axis=1)])
@@ -238,7 +248,7 @@ def decode_clip(
     crop: Crop | None = None,
     mask: Path | None = None,
 ) -> Iterator[DecodedClip]:
-    """Decode the windows (ranges of frames) of a clip that ``spec`` selects, lazily and in time order.
+    """Decode the windows (ranges of frames) that ``spec`` selects in a clip, lazily and in time order.
 
     The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are
     applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were yielded before an
@@ -365,7 +375,7 @@ def _frame_times(path: Path, size: int, changed: int) -> tuple[float, ...] | Non
 def to_pixels(frames: np.ndarray | torch.Tensor) -> torch.Tensor:
     """Convert uint8 frames [F, H, W, 3] to the input of the VAE: float32 [3, F, H, W] in [-1, 1], on the same device.
 
-    A batch dimension may precede.
+    Frames with a batch dimension, [B, F, H, W, 3], become [B, 3, F, H, W].
     """
     import torch
 
@@ -389,8 +399,9 @@ def to_frames(pixels: torch.Tensor) -> np.ndarray:
 
 
 def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
-    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index before the frames). The file is complete
-    or absent.
+    """Write an H.264 mp4 that every player opens (yuv420p, BT.709, index before the frames).
+
+    An interrupted write leaves no partial file.
 
     Args:
         path: file to write. It ends in .mp4, and its folder is created.

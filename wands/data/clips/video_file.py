@@ -55,7 +55,7 @@ class VideoInfo:
         duration: seconds of video according to the header. A truncated file is shorter.
         width: stored pixels per row, before rotation and pixel aspect ratio are applied.
         height: stored rows, before rotation is applied.
-        rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated.
+        rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated to be upright.
         sar: sample aspect ratio: width / height of a stored pixel.
         mirrored: whether left and right must be exchanged after the rotation.
         hdr: "PQ" or "HLG" for HDR videos, otherwise "". The decoder does not convert HDR to SDR.
@@ -101,8 +101,8 @@ class VideoFrame:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoReader]:
-    """Open a video. An error that a damaged, too small or too long video causes inside the `with` block becomes a DataError
-    that names the file.
+    """Open a video for a `with` block. An error in the block becomes a DataError that names the file, if the error means that
+    the video is damaged, too small or too long.
     """
     try:
         with _open_container(path) as container:
@@ -165,7 +165,8 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream, see `open_video`. Damage inside the stream does not raise an error; the damaged frames are marked.
+    """An open video stream, which `open_video` yields. Damage inside the stream does not raise an error. Instead,
+    `VideoFrame.damaged` is true for damaged frames.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
@@ -249,7 +250,7 @@ class VideoReader:
     def _duration(self) -> float:
         """Return the duration of the video in seconds.
 
-        The duration in the header is used if it is exact. Otherwise every packet of the file is read.
+        If the header contains an exact duration, this duration is returned. Otherwise every packet of the file is read.
         """
         whole = float((self._container.duration or 0) / av.time_base)
         if self._container.format.name not in _GUESSED_DURATION:
@@ -313,7 +314,7 @@ class VideoReader:
         return None if self._is_even(times) else (*times, min(end, self.info.duration))
 
     def _is_even(self, times: Sequence[float]) -> bool:
-        """Return whether the frame rate is constant: frame k begins at k / frame rate, up to rounding errors."""
+        # With a constant frame rate, frame k begins at k / frame rate, up to rounding errors.
         allowed = min(ROUNDING, 0.5 / self._rate)
         return all(abs(time - number / self._rate) <= allowed for number, time in enumerate(times))
 

@@ -82,7 +82,7 @@ def test_crop_outside_the_frame_is_rejected(tmp_path: Path):
     path = write_clip(tmp_path / "a.mp4", [quadrants()] * 2)
     with pytest.raises(
         DataError,
-        match="frames of 96x64 pixels, but crop=80,0,32,32 must be inside them and at least 2x2 pixels; correct",
+        match="frames of 96x64 pixels, but crop=80,0,32,32 must be in the frame and at least 2x2 pixels; correct",
     ):
         frames_of(path, crop=(80, 0, 32, 32))
 

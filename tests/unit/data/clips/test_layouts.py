@@ -487,7 +487,7 @@ def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
     lay(tmp_path, {"list.csv": 'video,"caption\na.mp4,one\n'})
     with pytest.raises(
         DataError,
-        match=r"list\.csv: line 1 is no header: unreadable row \(unexpected end of data\); close",
+        match=r"list\.csv: line 1 is not a header: unreadable row \(unexpected end of data\); close",
     ):
         load_source(str(tmp_path / "list.csv"))
 
