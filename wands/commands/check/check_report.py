@@ -116,7 +116,7 @@ class CheckReport:
         variant: name of the model variant whose VAE strides and frame rate were used.
         spec: frame rate, size and length of the samples.
         clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
-        exact_text: whether the model's tokenizer counted the caption tokens. Otherwise the numbers are estimates.
+        exact_text: whether the model's tokenizer counted the caption tokens. If false, their numbers are estimates.
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins in training; None if there is no sample.
         seconds: duration of the check.

@@ -48,7 +48,7 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
         if header.size > MAX_CAPTION_BYTES and header.type in b"LKxgX":
-            raise tarfile.ReadError(f"the name of a member has {header.size:,} bytes")
+            raise tarfile.ReadError(f"a header has {header.size:,} bytes, more than {MAX_CAPTION_BYTES:,}")
         return header
 
 

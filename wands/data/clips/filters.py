@@ -44,7 +44,8 @@ class Filter:
         """Parse a condition.
 
         Raises:
-            ConfigError: if the condition contains anything but comparisons of columns, and, or, not.
+            ConfigError: if the condition is too long, or contains anything other than comparisons and the operators `and`, `or`
+                and `not`.
         """
         self._text = re.sub(r"[\r\n]", " ", text).strip()
         if len(text) > MAX_LENGTH:
