@@ -40,5 +40,5 @@ class CompiledOp:
         self.operator.register_fake(function)
 
     def __call__(self, *args: Any) -> Any:
-        """Return the result of the compiled operator."""
+        """Call the operator with the arguments of the function, and return the result of the function."""
         return self.operator(*args)

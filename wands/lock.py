@@ -166,7 +166,10 @@ class WriterLock(AbstractContextManager["WriterLock"]):
                 self._write()
 
     def release(self) -> None:
-        """Delete the lock file and release the lock. Also delete the folder if the lock created it and it is empty."""
+        """Release the lock and, unless `is_kept` is True, delete the lock file.
+
+        If the constructor created the folder of the lock file, and the folder is now empty, also delete the folder.
+        """
         self._released.set()
         self._thread.join()
         with suppress(OSError):

@@ -23,9 +23,9 @@ _INNER_PATH = re.compile(
 
 
 def printable(text: str) -> str:
-    """Escape the characters of a text that are not valid Unicode, and control characters such as line ends.
+    """Escape control characters, such as line ends, and characters that are not valid Unicode.
 
-    Python represents file names that are not UTF-8 by characters that are not valid Unicode (surrogates).
+    In Python, a file name that is not UTF-8 contains characters that are not valid Unicode (surrogates).
     """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
@@ -33,8 +33,12 @@ def printable(text: str) -> str:
 def hide_secrets(text: str) -> str:
     """Replace the secrets in a text by the word REDACTED.
 
-    Secrets are known forms of tokens, private keys, passwords in URLs, and the values of environment variables with names
-    such as HF_TOKEN.
+    Secrets are:
+
+    - access tokens of known services, such as Hugging Face and GitHub
+    - private keys
+    - user names and passwords in URLs
+    - values of environment variables whose name contains a word such as TOKEN or PASSWORD
     """
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_NAME.search(name.upper()):
@@ -82,7 +86,7 @@ def last_part(path: str) -> str:
 
 
 def safe_lines(text: str) -> str:
-    """Return a text for logs and terminals: without secrets and user names, and with escaped control characters."""
+    """Hide secrets and the user's name in a text, and escape its control characters, except for line ends."""
     return "\n".join(map(printable, redact(text).split("\n")))
 
 

@@ -87,9 +87,9 @@ class DiTShape:
 
     @property
     def condition_channels(self) -> int:
-        """Number of latent channels of the input that get no noise and are not predicted.
+        """Number of input channels for conditioning frames: a mask and the frames' latents. 0 without these channels.
 
-        These channels are a mask and the latents of conditioning frames.
+        These channels get no noise, and the model does not predict them.
         """
         return self.in_channels - self.out_channels
 
@@ -180,9 +180,9 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Options with which the authors of a model sample its videos.
+    """Options for sampling videos from a model. For a published model, these are the options of the model's authors.
 
-    The default values of the attributes are for models whose authors published no options.
+    Any other model, such as the demo model, gets the default values of this class and the shift of its model family.
 
     Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
     shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
@@ -329,8 +329,9 @@ def sampling_table() -> str:
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognised from its configs.
 
-    For a model with an unpublished shape, such as the demo model, return a variant of the family with the same inputs. The name
-    of the returned variant ends in "-tiny", and the returned variant has no official sampling options.
+    If the model has the inputs of a published family of models but an unpublished shape, such as the demo model, return a new
+    variant with this shape. The name of the new variant is the name of the family and "-tiny". The new variant has no
+    official sampling options.
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either

@@ -182,5 +182,5 @@ class PackedMeta:
 
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
-    """Return the sample index of each token of the packed samples, int64 [sum of `seq_lens`]."""
+    """Return the sample index of each token, int64 [sum of `seq_lens`]. `seq_lens` contains the tokens of each sample."""
     return torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens, dtype=torch.int64))

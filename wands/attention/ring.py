@@ -167,9 +167,10 @@ def ring_backward(
     `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
     arguments of `ring_forward`.
 
-    A key block is the keys and values of one rank. The gradient of a key block follows the key block around the ring. The
-    sum starts in step 1, on the rank after the owner of the block; each rank adds its summand and sends the sum to the
-    next rank. The owner keeps its own summand of step 0, and adds it to the sum that the last transfer brings.
+    A key block is the keys and values of one rank, the owner of the block. Key blocks move around the ring. In each step, a
+    rank computes the gradient of one key block from the rank's own queries. These gradients of a key block are summed on the
+    way: the sum starts on the rank after the owner, and each further rank adds its gradient. The owner adds its own gradient
+    (of step 0) when the sum arrives at the owner.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -249,7 +250,7 @@ def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=512)
 def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Build segments. All layers share the cached result, so that the lengths are copied to the device only once."""
+    """Build segments, or return those of an earlier call, so that all layers together copy the lengths to the device once."""
     return Segments.build(lens_q, lens_k, device)
 
 
@@ -264,7 +265,9 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
 
 
 def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, rank: int) -> int:
-    """Return the FLOPs of `ring_forward` on one rank of a ring: two matmuls over all pairs of a query and a key.
+    """Return the FLOPs of `ring_forward` on one rank of a ring.
+
+    These are the FLOPs of two matmuls over all pairs of a query on this rank and a key of the same sample on any rank.
 
     Args:
         q_shape: shape of q: (tokens, heads, head dim).

@@ -58,7 +58,7 @@ class UlyssesAttention(DistributedAttention):
     If `fused` is False, DeepSpeed's own forward pass runs, with three all-to-alls. Both forward passes return the same bits.
 
     Args:
-        local_attention: attention of all tokens of the Ulysses group for some of the heads.
+        local_attention: attention that runs after the all-to-all, for all tokens of the Ulysses group and some of the heads.
         group: ranks that divide the heads among themselves. The number of ranks must divide the number of heads.
         fused: send q, k and v in one all-to-all instead of three.
     """

@@ -46,14 +46,14 @@ def varlen_attention(
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments whose keys are padded to a common length. The padding consists of copies of one key.
+    """Attention segments that are padded to the same number of keys with copies of one key, the padding key.
 
-    The copies are not stored.
+    Only the numbers of copies are stored.
 
     Attributes:
-        segments: rows of q and of k in each segment, without padding.
-        log_num_pads: fp64 [Tq] for Tq rows of q, logarithm of the number of padding keys that each row of q attends to. The
-            logarithm is -inf for rows without padding keys.
+        segments: number of rows of q and of k in each segment, without the copies of the padding key.
+        log_num_pads: fp64 [Tq], for each of the Tq rows of q: natural logarithm of the number of copies in the row's segment.
+            The logarithm is -inf in a segment without copies.
     """
 
     segments: Segments
@@ -63,12 +63,12 @@ class PaddedSegments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
     ) -> PaddedSegments:
-        """Build padded segments from lengths.
+        """Build padded segments from the number of rows in each segment.
 
         Args:
             lens_q: number of rows of q in each segment.
             lens_k: number of rows of k in each segment, without padding.
-            padded_len: number of rows of k in each segment, with padding.
+            padded_len: number of rows of k in every segment, with padding.
             device: device of q, k and v.
         """
         assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len=}"
@@ -90,22 +90,22 @@ def padded_attention(
     scale: float | None = None,
     compiled: bool = False,
 ) -> Tensor:
-    """Run attention inside segments whose keys are padded with copies of the key `pad_k`.
+    """Run attention inside segments that are padded to the same number of keys with copies of one key, `pad_k`.
 
-    The padding costs almost nothing. In the softmax, n equal keys have the weight n * exp(score). The function therefore
-    treats the padding as one key whose log-sum-exp is `score + log(n)`, and merges the result with the attention to the
-    other keys.
+    The copies cost almost nothing. In the softmax, n equal keys together have the weight n * exp(score). The function
+    therefore treats the n copies as one key with the score `score + log(n)`, and merges the attention to this key with the
+    attention to the keys in `k`.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.
-        k: [Tk, H, D], without padding.
-        v: [Tk, H, D], without padding.
-        pad_k: [H, D], key of the padding.
-        pad_v: [H, D], value of the padding.
-        padded: rows of q and of k in each segment, and the number of padding keys.
+        k: [Tk, H, D], without the copies of `pad_k`.
+        v: [Tk, H, D], without the copies of `pad_v`.
+        pad_k: [H, D], the padding key.
+        pad_v: [H, D], value of the padding key.
+        padded: number of rows of q and of k in each segment, and number of copies of the padding key.
         backend: attention kernel.
         scale: factor on the attention scores; None means 1/sqrt(D).
-        compiled: compile the part that merges the padding key.
+        compiled: use torch.compile for the computations with the padding key, forward and backward.
 
     Returns:
         [Tq, H, D] in q's dtype.
@@ -119,7 +119,10 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Attention inside segments. `pads` is empty, or (pad_k, pad_v) for segments with padding keys."""
+    """Autograd function of `varlen_attention` and `padded_attention`.
+
+    `tensors` are q, k and v; for `padded_attention`, they are q, k, v, pad_k and pad_v.
+    """
 
     @staticmethod
     def forward(
@@ -155,21 +158,21 @@ class _VarlenAttention(torch.autograd.Function):
 def merge_pads(
     out: Tensor, lse: Tensor, q: Tensor, pad_k: Tensor, pad_v: Tensor, log_num_pads: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Add the attention to the padding keys to the attention to the other keys.
+    """Merge the attention to n copies of one padding key with the attention to all other keys.
 
-    All padding keys are equal. Their scores are one matrix-vector product, which needs no attention kernel.
+    Copies have equal scores, so the scores of a row are computed once for all n copies, without an attention kernel.
 
     Args:
         out: [T, H, D], attention output over the other keys.
         lse: [H, T], log-sum-exp of the scores over the other keys.
         q: [T, H, D].
-        pad_k: [H, D], key of the padding.
-        pad_v: [H, D], value of the padding.
-        log_num_pads: [T], logarithm of the number of padding keys of each row of q.
+        pad_k: [H, D], the padding key.
+        pad_v: [H, D], value of the padding key.
+        log_num_pads: [T], natural logarithm of n for each row of q; -inf if n is 0.
         scale: factor on the attention scores.
 
     Returns:
-        (attention output, log-sum-exp of the scores) over all keys.
+        (out, lse), the attention output and the log-sum-exp of the scores over all keys, in the shapes of `out` and `lse`.
     """
     pad_lse = _scores(q.to(lse.dtype), pad_k.to(lse.dtype)) * scale + log_num_pads.to(lse.dtype)
     # Softmax weights of the padding keys and of the other keys, each computed by itself. For a short text with many padding
@@ -193,7 +196,7 @@ def merge_pads_backward(
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
     `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The argument `dq` is the gradient of
-    q from the other keys. The function adds the gradient from the padding key to it.
+    q from the other keys. The returned gradient of q is `dq` plus the gradient from the copies of the padding key.
     """
     dtype = q.dtype
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
@@ -206,7 +209,7 @@ def merge_pads_backward(
 
 
 def _scores(x: Tensor, key: Tensor) -> Tensor:
-    """Return the dot products of x [T, H, D] with one key [H, D] for each head, [H, T]."""
+    """Return the dot product of each row of x [T, H, D] with `key` [H, D], separately for each head: [H, T]."""
     if torch.compiler.is_compiling():
         return (x * key).sum(-1).mT  # this is fused with the operations around it; a matrix product is not
     with torch.autocast(x.device.type, enabled=False):
@@ -237,9 +240,12 @@ def backward_in_pieces(
 ) -> Grads:
     """Run `backend.backward`. On a GPU, first cut each segment into pieces with few rows of q.
 
-    On a GPU, the backward pass of flash attention runs one program for each head and each block of about 128 keys. A text has
-    few keys, so most of the GPU would be idle. Each piece of a segment gets a copy of the segment's keys, and the
-    gradients of the copies are summed in fp32.
+    The cut makes cross-attention faster. On a GPU, the backward pass of flash attention runs one program for each head and
+    each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a caption), so most of the GPU
+    would be idle without the cut. Each piece of a segment gets a copy of the segment's keys, and the gradients of the copies
+    are summed in fp32.
+
+    The arguments and results are those of `Backend.backward`.
     """
     piece_len = _piece_len(dout)
     if piece_len is None or segments.max_seqlen_q <= piece_len:
@@ -274,9 +280,8 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece of `backward_in_pieces`, or None if `dout` is not on a GPU.
+    """Return the largest number of rows of q in a piece of `backward_in_pieces`; None if segments are not cut (on a CPU).
 
-    None means that segments are not cut. On a GPU, pieces of 2048 rows keep the whole GPU busy if there are about 30,000
-    rows of q or more.
+    With pieces of 2048 rows, the whole GPU is busy if q has about 30,000 rows or more.
     """
     return 2048 if dout.is_cuda else None

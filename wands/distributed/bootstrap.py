@@ -103,7 +103,7 @@ def start_together() -> Iterator[None]:
     the block. Without a launcher, there is no exchange.
 
     Raises:
-        WandsError: on every rank, with the message of the lowest rank that failed.
+        WandsError: on every rank, if the block failed on some rank. The message is from the lowest rank that failed.
         Exception: on a rank whose block raised an exception that is not a WandsError. The other ranks raise a
             RankError that names this exception.
     """

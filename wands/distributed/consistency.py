@@ -41,7 +41,8 @@ def check_agreement(
             that differs. List a text before the texts that depend on it, so that the error names the cause first. A name
             may be missing on some ranks, which counts as a difference.
         device: device of this rank. The process group's backend must be able to send tensors of this device.
-        fixes: maps a name to the text of the fix.
+        fixes: maps the name of a text to the end of the error message, which tells the user how to fix a difference. The
+            default for a name is "start every rank with the same NAME".
 
     Raises:
         ConfigError: if a text differs between ranks. All ranks raise the same message. The message contains the name of
@@ -83,10 +84,15 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key at which two JSON texts differ, such as " (train.seed=3, not 0)".
+    """Return the first key with different values in two JSON texts, such as " (train.seed=3, not 0)".
 
-    `odd` is the text of the ranks that differ, and `usual` is the text of most ranks. Return " (missing)" if `odd` is
-    None. Return an empty text if `usual` is None, or if the texts are digests.
+    Args:
+        odd: text of the ranks that differ from most ranks; None if these ranks have no text.
+        usual: text of most ranks; None if most ranks have no text.
+
+    Returns:
+        The key and its values, for an error message; " (missing)" if `odd` is None; an empty text if `usual` is None, or if
+        the texts have no keys, such as digests.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""

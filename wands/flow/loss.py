@@ -55,15 +55,15 @@ def loss_weights(
     Args:
         trained_lens: for each sample, the number of its tokens that count in the loss, on all ranks together. With a mask,
             the sum of the mask weights of these tokens.
-        batch_weights: fp32 [S] for S samples, 0 for a placeholder sample, and the `loss_weight` of the source for any other
-            sample. Ranks without data in a micro step process a placeholder sample, so that all ranks take part in
-            communication.
+        batch_weights: fp32 [S] for S samples, the `loss_weight` of each sample's source; 0 for a placeholder sample. Ranks
+            without data in a micro step process a placeholder sample, so that all ranks take part in communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": all samples have equal total weight, whatever their lengths. "token": all tokens have equal
             weight, except for the weights of a mask.
 
     Returns:
-        fp32 [S], one factor for each sample: `batch_weights` * `sigma_weights`, for "sample" divided by `trained_lens`.
+        fp32 [S], one factor for each sample. With "token", the factors are `batch_weights` * `sigma_weights`. With "sample",
+        the factors are `batch_weights` * `sigma_weights` / `trained_lens`.
     """
     weights = batch_weights.to(sigma_weights.device) * sigma_weights
     if reduction == "token":

@@ -55,6 +55,10 @@ def permutation(length: int, *parts: int | str) -> np.ndarray:
 
     The permutation is the order that sorts `length` random 64-bit integers of Philox. These integers are the same in
     every numpy version. The result of numpy's ``Generator.permutation`` can change with the version.
+
+    Args:
+        length: number of integers.
+        parts: key of the random generator, as in `philox`, such as the seed and the epoch.
     """
     words = philox(*parts).bit_generator.random_raw(length)
     return np.argsort(np.asarray(words, dtype=np.uint64), kind="stable")

@@ -42,7 +42,8 @@ def shift_sigma(sigma: float, shift: float) -> float:
 def with_clip_shift(flow: FlowConfig, num_tokens: int) -> FlowConfig:
     """Return a copy of `flow` whose `flow_shift` is the shift for a clip of `num_tokens` video tokens.
 
-    If `flow.shift_by_size` is off, all clips have the same shift, and `flow` is returned unchanged.
+    The shift is flow.flow_shift * sqrt(num_tokens / `BASE_TOKENS`). If `flow.shift_by_size` is off, all clips have the
+    same shift, and `flow` is returned unchanged.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 23, where n is `BASE_TOKENS`.
     """
@@ -56,16 +57,17 @@ def sample_sigma(
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The range applies to sigma after the shift. The function truncates the inverse CDF instead of rejecting draws
-    outside the range, so every call takes two numbers from the generator. `mix_uniform` mixes a uniform distribution
-    into the recipe's distribution. The range truncates this mixture as a whole.
+    The distribution is a mixture of `flow.timestep_sampling`, shifted by `flow.flow_shift`, and a uniform distribution with
+    the weight `flow.mix_uniform`. The range applies to the mixture, after the shift. The function truncates the inverse CDF
+    instead of rejecting draws outside the range, so every call takes two numbers from the generator.
 
     Args:
         generator: source of two uniform numbers.
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
-        high: largest sigma. It is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: optional: one quantile of the mixture, from 0 to 1. It replaces both numbers of the generator.
+        high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
+        stratum: empty, or one quantile from 0 to 1. The function then returns the sigma at this quantile of the truncated
+            mixture instead of a random sigma.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.
@@ -151,8 +153,8 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
     """Return the sigma at a quantile of the recipe's distribution, truncated to the range [low, high].
 
-    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. It depends on the
-    distribution whether quantile 0 gives `low` or `high`. Quantile 1 gives the opposite end of the range.
+    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. Depending on
+    the distribution and the range, sigma grows with the quantile from `low` to `high`, or falls from `high` to `low`.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -170,10 +172,10 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 
 
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
-    """Return `low` and `high` as logits, in standard deviations from the mean logit.
+    """Return the z-scores of the logits of `low` and `high` in the logit-normal distribution.
 
-    If the range is above the mean, both numbers are negated and swapped. The CDF of both numbers is then near 0. Near 1,
-    float64 could not distinguish two values of the CDF.
+    The z-score is (logit - flow.logit_mean) / flow.logit_std. If the whole range is above the mean, return the negated
+    z-scores of `high` and `low`: the normal CDF of these z-scores is near 0, where float64 is more precise than near 1.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])

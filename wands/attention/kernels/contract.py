@@ -90,10 +90,11 @@ class Backend:
 
     Attributes:
         name: value of `attention.backend` that selects the kernel.
-        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Rows of q that attend to no
-            key may contain any values.
-        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Rows of q that attend to
-            no key, and rows of k that no row of q attends to, may contain any values.
+        run_forward: the kernel's forward pass, with the arguments and results of `forward`. In its results, rows of q
+            that attend to no key may contain any values, because `forward` overwrites these rows.
+        run_backward: the kernel's backward pass, with the arguments and results of `backward`. In its results, rows of q
+            that attend to no key, and rows of k that no row of q attends to, may contain any values, because `backward`
+            overwrites these rows.
     """
 
     name: str
@@ -174,7 +175,7 @@ def _has_no_pairs(segments: Segments) -> bool:
 
 
 def new_lse(q: Tensor) -> Tensor:
-    """Return a log-sum-exp tensor of -inf values in fp32 or wider, [heads, rows], for q [rows, heads, head dim]."""
+    """Return a log-sum-exp tensor for q [rows, heads, head dim]: [heads, rows] in fp32 (fp64 for fp64 q), filled with -inf."""
     return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=fp32_or_wider(q))
 
 
@@ -207,7 +208,7 @@ def _reference_backward(
 
 
 def fp32_or_wider(x: Tensor) -> torch.dtype:
-    """Return the dtype of scores and sums: fp64 for fp64 tensors, else fp32."""
+    """Return the dtype in which attention computes scores and sums for `x`: fp64 if `x` is fp64, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -187,18 +187,19 @@ def _batched(x: Tensor) -> Tensor:
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     """Return a kernel that runs cuDNN once for each long segment, and another kernel for all short segments.
 
-    cuDNN builds a plan for each new pair of lengths, which takes about 0.1 s. Short segments have many different lengths, so
-    another kernel runs them.
+    cuDNN builds a plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments have too
+    many different pairs of lengths.
 
-    PyTorch keeps the plans by the shapes and strides of q, k and v, but a plan also contains the strides of dout and out.
-    With other strides, the plan would give wrong results without an error, so all tensors are made contiguous.
+    PyTorch looks up a plan by the shapes and strides of q, k and v, but a plan also depends on the strides of dout and out.
+    If dout or out had other strides than the plan, the results would be wrong without an error. All tensors are therefore
+    made contiguous.
 
-    cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. Its log-sum-exp is [1, H, T, 1], or
-    [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
+    cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
+    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
 
     Args:
-        min_rows: smallest number of rows of q and of k in a long segment.
-        short: kernel for the other segments.
+        min_rows: a segment is long if it has at least this number of rows of q and also of k.
+        short: kernel for the short segments.
     """
     forward_op = aten._scaled_dot_product_cudnn_attention
 

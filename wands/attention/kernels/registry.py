@@ -41,7 +41,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order, and returns the first kernel that is
     installed, supports the GPU, and passes the check of its results. `auto` logs a warning for each kernel that fails
     the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
-    Training measures the kernels instead (wands/train/attention_choice.py).
+    Training in bf16 does not use this order: wands/train/attention_choice.py measures the kernels and takes the fastest.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.
@@ -76,7 +76,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
 def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
     """Yield the names of the kernels that `auto` may use on a GPU, in the order of `auto`.
 
-    A kernel that fails the check of its results is logged as a warning.
+    A kernel whose results are wrong is left out, and a warning is logged. `check_backend` checks the results.
     """
     for name in (b.name for b in FLASH_BACKENDS if not _unmet_requirement(b.name, device, dtype)):
         if fault := _fault(name, device, dtype, head_dim):

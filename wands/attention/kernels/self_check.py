@@ -44,8 +44,8 @@ def check_backend(
 
     The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
     of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Another
-    test sets `lse` to +inf and expects gradients of 0. The last test attends to a single key. The global random state
-    does not change.
+    test sets `lse` to +inf and expects gradients of 0. In the last test, all rows of q attend to a single key. The global
+    random state does not change.
 
     Args:
         backend: the kernel.
@@ -113,9 +113,9 @@ def check_backend(
 
 
 class _Comparer:
-    """Callable that compares a tensor with the exact tensor and raises KernelError if the tensor is wrong.
+    """Callable that compares a kernel's result with the exact result, and raises KernelError above the allowed error.
 
-    The attribute `worst` is the largest error so far that was within the tolerance.
+    The attribute `worst` is the largest error of the comparisons so far.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
