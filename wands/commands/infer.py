@@ -159,7 +159,11 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
 def _check(
     options: InferOptions, more_requests: Sequence[SampleRequest]
 ) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], ParallelDims, str]:
-    """Return (pipeline, requests, images of each request, parallel dimensions, device) after all checks that need no weights."""
+    """Check the options and all requests before any weight is read.
+
+    Returns:
+        (description of the pipeline, requests, images of each request, parallel dimensions, name of the device).
+    """
     source = find_source(options)
     prompts: list[str | SampleRequest] = list(options.prompts)
     prompts += read_prompts(options.prompts_file) if options.prompts_file else []
@@ -178,7 +182,7 @@ def _check(
 
 
 def find_source(options: InferOptions) -> PipelineSource:
-    """Find the pipeline, and the DiTs and LoRAs that the options name. Do not read any weight.
+    """Return a checked description of the pipeline, DiTs and LoRAs that the options name. Do not read any weight.
 
     Args:
         options: options of the command.
@@ -211,7 +215,7 @@ def find_source(options: InferOptions) -> PipelineSource:
 
 
 def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSource]:
-    """Return a dict that maps the subfolder of each trained DiT in a checkpoint to its source.
+    """Return the source of each trained DiT in a checkpoint, by the name of the DiT ("transformer" or "transformer_2").
 
     Args:
         checkpoint: step folder or run folder.

@@ -20,8 +20,9 @@ def pack(options: PackOptions) -> str:
     The first line describes the whole plan. Its keys are:
 
     - format, seed, epoch, and first_step (number of the epoch's first optimizer step).
-    - sources (see `list_sources`), split and holdout.
-    - num_samples and num_tokens of the epoch, num_bins, num_steps, bins_per_step, max_tokens and buffer_size.
+    - sources: the data sources (see `list_sources`). split and holdout: the recipe keys `data.split` and `data.holdout`.
+    - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
+    - bins_per_step: number of bins in a step. max_tokens: most tokens in a bin. buffer_size: `packing.buffer_size`.
     - fill: tokens of the bins divided by the token capacity of the bins. The last step may be incomplete, so it
       counts only if it is the only step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
@@ -32,8 +33,8 @@ def pack(options: PackOptions) -> str:
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. Each bin lists the keys, indices and token counts of its samples. Each bin also contains its cost, divided
-    by the mean cost of all bins of the epoch.
+    bins. A bin has the lists keys, indices and tokens, with one entry per sample. The list tokens contains numbers of
+    tokens. A bin also has the number cost: the bin's cost divided by the mean cost of all bins of the epoch.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

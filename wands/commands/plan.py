@@ -172,7 +172,7 @@ def build_task(
         model: result of `find_model`.
         lens: number of video tokens of each clip, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
-        load: result of `sampling_load` for the videos that the run samples.
+        load: fields of `Workload` for the sample videos, such as `video_tokens`; {} if the run samples no videos.
 
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
@@ -185,7 +185,7 @@ def build_task(
 
 
 def find_model(recipe: Recipe, options: PlanOptions) -> Model:
-    """Find the model that the recipe trains.
+    """Return (config of the DiT, model variant, trained experts) for the model that the recipe trains.
 
     For a published model, no model file is read. The name of the published model is `options.variant`, or part of the Hub id
     in `model.path`. For other models, the config files in `model.path` are read.
@@ -211,8 +211,8 @@ def _has_data(data: DataConfig) -> bool:
 def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
     """Return the number of video tokens of each clip, int64 [number of clips].
 
-    With `options.clips`, or if the recipe names no data, the function assumes equal clips of `options.size` with
-    `options.frames` frames: `options.clips` of them, or 1,000.
+    If `options.clips` is set, or the recipe names no data, all clips are assumed to be equal. The number of clips is
+    then `options.clips` (default 1,000). Each clip has the size `options.size` and `options.frames` frames.
     """
     data, dit = recipe.data, variant.dit
     if options.clips is None and _has_data(data):
@@ -279,9 +279,14 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
 
 
 def _evaluation_line(best: Candidate, variant: Variant, total: int) -> str:
-    """Return a line with the share of the time that evaluations take, for a run of `total` steps.
+    """Return a line of the report: the share of the run's time that evaluations take.
 
     All clips are assumed to have the mean length.
+
+    Args:
+        best: settings of the run. The recipe must have an eval section.
+        variant: variant of the model.
+        total: number of optimizer steps of the run.
     """
     load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
     assert recipe.eval is not None

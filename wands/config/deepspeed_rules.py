@@ -169,13 +169,14 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules for the optimizer `optim.name` together with other recipe keys and the DeepSpeed config.
-
-    The error message of each rule is mapped to a value that is true if the rule is broken, as `failed_rules` takes them.
+    """Return the rules that other recipe keys and the DeepSpeed config must obey for the optimizer `optim.name`.
 
     Args:
         recipe: the resolved recipe.
         config: the DeepSpeed config with the optimizer and gradient clipping.
+
+    Returns:
+        A dict that maps the error message of each rule to a value that is true if the rule is broken (see `failed_rules`).
     """
     name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
@@ -206,11 +207,14 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules for `precision.weights` and `lora.quantize` together with other settings, like `optimizer_rules`.
+    """Return the rules that other settings must obey for the values of `precision.weights` and `lora.quantize`.
 
     Args:
         recipe: the resolved recipe.
         zero: section `zero_optimization` of the DeepSpeed JSON.
+
+    Returns:
+        A dict that maps the error message of each rule to a value that is true if the rule is broken (see `failed_rules`).
     """
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"

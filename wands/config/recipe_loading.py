@@ -106,14 +106,14 @@ def _find_recipe(name: str | Path) -> Path:
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML loader that refuses tags, and a file whose aliases expand to more than `MAX_NODES` values in all."""
+    """YAML loader that refuses tags, and files with more than `MAX_NODES` values after aliases are expanded."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.num_nodes, self._sizes = 0, dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Read one value, and count the values in it. An alias counts as many values as its anchor."""
+        """Return the next YAML node, and count the values in it. An alias counts as many values as its anchor."""
         event, before = self.peek_event(), self.num_nodes
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"the tag {event.tag} in line {event.start_mark.line + 1} is not allowed")

@@ -53,8 +53,9 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
         model: diffusers pipeline folder or Hub id.
 
     Returns:
-        Digests by component: {"vae": {...}, "text_encoder": {...}, "tokenizer": {...}}, for a model with CLIP also
-        "image_encoder" and "image_processor". Components that the model lacks are left out.
+        {component: {name of a digest: digest}}. The components are "vae", "text_encoder" and "tokenizer", and for a
+        model with CLIP also "image_encoder" and "image_processor". The names of the digests are "config_sha256",
+        "weights_sha256" and "vocabulary_sha256". Components that the model lacks are left out.
 
     Raises:
         ConfigError: if the model does not exist or a component is damaged.
@@ -88,9 +89,13 @@ def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
 
 
 def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folder: Path) -> dict[str, str]:
-    """Return the digests of a transformers encoder's config and weights.
+    """Return the digests of the config and the weights of an encoder: {"config_sha256": ..., "weights_sha256": ...}.
 
-    The config class fills in the default values of missing keys.
+    Args:
+        class_name: config class of transformers, which fills in the default values of missing keys.
+        keys: config keys that are part of the digest.
+        model: diffusers pipeline folder or Hub id.
+        folder: folder of the encoder on this machine.
     """
     import transformers
 

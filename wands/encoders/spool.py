@@ -49,5 +49,6 @@ class TextSpool:
 
         Raises:
             CacheError: if the log is damaged.
+            KeyError: if no log contains the caption. Check with `caption in spool` first.
         """
         return from_bits(self._records[caption_name(caption)].read()[0])

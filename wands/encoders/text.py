@@ -20,7 +20,7 @@ from wands.variants import TEXT_LEN
 
 
 def check_embedding(model: UMT5EncoderModel, label: str) -> None:
-    """Check that the encoder uses the trained token embedding `shared`.
+    """Check that the encoder's token embedding `embed_tokens` has the values of the trained token embedding `shared`.
 
     transformers releases of late 2025 give the encoder a random embedding, so that every caption becomes noise. Sampled videos
     are then sharp, but ignore the prompt.
@@ -30,7 +30,7 @@ def check_embedding(model: UMT5EncoderModel, label: str) -> None:
         label: name of the model in the error message.
 
     Raises:
-        ConfigError: if the values of the two embeddings differ.
+        ConfigError: if the values of `embed_tokens` and `shared` differ.
     """
     if not torch.equal(model.encoder.embed_tokens.weight, model.shared.weight):
         raise ConfigError(

@@ -139,7 +139,7 @@ def init(options: InitOptions) -> str:
 
 
 def _describe_machine(options: InitOptions) -> PlanOptions:
-    """Return options of `wands plan` for the GPUs that the user describes, or else for the GPUs of this machine."""
+    """Return options of `wands plan` that describe the user's GPUs, or the GPUs of this machine if the user describes none."""
     count, hardware, memory, node = torch.cuda.device_count(), options.hardware, options.gpu_memory, {}
     if not (count or hardware or memory):
         fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."
@@ -154,7 +154,7 @@ def _describe_machine(options: InitOptions) -> PlanOptions:
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
-    """Yield options as words of a command line. Tuples are options that the user may give several times."""
+    """Yield the command-line flags that set `options` (field name to value), except `source`. A tuple gives one flag per item."""
     for name, value in options.items():
         for item in (value if isinstance(value, tuple) else (value,)) if name != "source" else ():
             yield f"--{name.replace('_', '-')}" + ("" if item is True else f"={item or 0}")

@@ -80,13 +80,14 @@ parameter names to gradients, for those names in `PARAMETERS` that exist in the 
 class Comparison(NamedTuple):
     """Results of a tested computation and of a reference computation.
 
-    An answer contains the velocities and the gradients that a computation returns.
+    An answer is a dict with the velocity of each sample and the gradients of some parameters (see `Answer`).
 
     Attributes:
         tested: answer of the tested computation, in fp32 or bf16.
         expected: answer of the reference computation, in fp32.
         rounded: answer of the reference computation in the dtype of the tested computation. In bf16, the difference
-            between `rounded` and `expected` is the error of rounding. In fp32, both are the same dict.
+            between `rounded` and `expected` is the error of rounding. In fp32, `rounded` and `expected` are the same
+            dict.
         origin: name of the reference computation, for the report.
     """
 
@@ -252,8 +253,8 @@ def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
     The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
 
     Returns:
-        A dict of comparisons. The key "packed" contains the comparison without a given first frame. For the model TI2V,
-        the key "first_frame" contains the comparison of samples whose first frame is given.
+        A dict of comparisons. "packed" compares samples without a given first frame. For the model TI2V, the dict also
+        has "first_frame", which compares samples whose first frame is given.
     """
     bins = {"packed": PackedSamples(setup)}
     if setup.has("first_frame"):
