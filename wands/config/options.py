@@ -130,7 +130,7 @@ class InitOptions(ClipOptions):
     """Memory of one GPU in GB. A machine without a GPU needs this option or --hardware [default: the memory of
     --hardware; without --hardware, the memory of this machine's GPU]."""
     hardware: str | None = None
-    """Name of the GPU type, as for wands plan, such as h100 or rtx4090 [default: the GPU of this machine; with
+    """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: the GPU of this machine; with
     --gpu-memory, the known GPU with the closest memory size]."""
     force: bool = False
     """Replace files that an earlier wands init wrote to --out."""
@@ -232,8 +232,8 @@ class MeasureOptions(Options):
     """Table to write (.csv or .jsonl), with all columns of SOURCE. A file next to the table stores the results, so that
     an unchanged clip is decoded only once: measured.measures.jsonl for --out measured.csv."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Largest number of bits in which the perceptual hashes of two near-duplicates differ, in each of three frames. A hash has
-    64 bits."""
+    """Largest difference between near-duplicates, in bits of a perceptual hash. Three frames of each clip have a hash of 64
+    bits. Two clips are near-duplicates if each of the three hashes differs in at most this number of bits."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -345,17 +345,17 @@ class CalibrateOptions(Options):
     """
 
     out: Path | None = None
-    """JSON file to write. `wands plan` finds only the default file by itself. Give another file to its option
-    --hardware-file [default: a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware]."""
+    """JSON file to write. `wands plan` finds only the default file by itself. For another file, use
+    `wands plan --hardware-file FILE` [default: a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware]."""
 
 
 class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
-    The command prints settings with which RECIPE fits on the machine, the fastest settings first. Speeds within 2 % count
-    as equal, and offloading to the host as 15 % slower than predicted. Each line contains a DeepSpeed config,
-    context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens), the memory and the step time. All
-    numbers are predictions; nothing is run.
+    The command prints settings with which RECIPE fits on the machine, the fastest settings first. For this
+    order, speeds within 2 % count as equal, and settings that offload to the host count as 15 % slower than predicted. Each
+    line contains a DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens),
+    the memory and the step time. All numbers are predictions; nothing is run.
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
@@ -571,10 +571,10 @@ class InferOptions(Options):
     installed and passes a test. native uses the attention of diffusers. This option has no effect if several processes
     divide the tokens."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
-    """Order in which the two predictions of classifier-free guidance are computed, for the prompt and for the negative prompt.
-    sequential computes one after the other. batched computes both as one batch, which needs more memory. If a launcher
-    starts an even number of processes and all prompts use guidance, auto computes each prediction on half of the processes.
-    Otherwise, auto means sequential."""
+    """Order of the two predictions of classifier-free guidance: one for the prompt and one for the negative prompt.
+    sequential computes the predictions one after the other. batched computes both as one batch, which needs more memory.
+    If a launcher starts an even number of processes and all prompts use guidance, auto computes each prediction on half
+    of the processes. Otherwise, auto means sequential."""
     scheduler: Literal["model", "euler"] = "model"
     """Scheduler of the denoising steps. model uses the scheduler of --model. Use euler for LoRAs that sample in 4 steps."""
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -672,8 +672,8 @@ class PushOptions(Options):
     endpoint: str | None = None
     """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
-    """Run folder or step folder of the training that produced DIRECTORY. wands reads facts for the model card from this
-    folder if DIRECTORY does not contain them, such as the training step."""
+    """Run folder or step folder of the training that produced DIRECTORY. If DIRECTORY lacks facts for the model
+    card, such as the training step, wands reads these facts from the training folder."""
     dry_run: bool = False
     """List the files that would be uploaded and the files that are left out, and stop. Nothing is written or sent."""
 
@@ -739,7 +739,7 @@ class ScoreOptions(Options):
 class VerifyOptions(Options):
     """Find damaged files of a run, a cache or a model.
 
-    The command reads all files, and compares them with the hashes that were stored with them. The hashes find
+    The command reads all files, and compares each file with the hash that wands or the Hub stored for it. The hashes find
     accidental damage, but not deliberate changes. The exit code is 0 if all files are intact, else 2. `python -m
     data_tools.verify` checks more parts of a cache.
 

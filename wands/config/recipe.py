@@ -187,9 +187,9 @@ class AttentionConfig(StrictModel):
     backend: Literal["auto", "reference", "cpu", "torch", "cudnn", "flash2", "flash3", "flash4"] = "auto"
     """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and compute
     correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn` are part of
-    PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` runs for clips of 1,024 tokens or more, and
-    `torch` for shorter clips. With `auto`, this length is measured. A kernel that you choose by name must pass the same
-    test. On a CPU, `auto` uses `cpu`."""
+    PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of 1,024 tokens or
+    more, and the kernel `torch` for shorter clips. `auto` measures from which length on cuDNN is faster. A kernel that you
+    choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):
@@ -360,10 +360,10 @@ class FlowConfig(StrictModel):
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more
     at high noise. Larger videos need larger shifts. Most shipped recipes use the shift of Wan's official inference."""
     shift_by_size: bool = False
-    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), with all video tokens of
-    the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With flow_shift 3, a clip of
-    1280 x 720 pixels and 81 frames gets the shift 4.6. Use this key for data with several sizes. The loss weight
-    `linear` always uses `flow_shift`."""
+    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), where tokens is the number of
+    video tokens of the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With
+    flow_shift 3, a clip of 1280 x 720 pixels and 81 frames gets the shift 4.6. Use this key for data with several sizes.
+    The loss weight `linear` always uses `flow_shift`."""
     min_timestep: float = Field(default=0.0, ge=0, lt=1000)
     """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated: all
     timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
@@ -404,7 +404,7 @@ class FlowConfig(StrictModel):
 
     @property
     def sigma_range(self) -> tuple[float, float]:
-        """Smallest and largest noise level to train, after the shift."""
+        """(smallest, largest) noise level sigma to train, after the shift, each between 0 and 1."""
         return self.min_timestep / 1000, self.max_timestep / 1000
 
 
@@ -432,7 +432,7 @@ class OptimConfig(StrictModel):
       4,096 values keep fp32 moments.
     - `adafactor` stores factored second moments. It works only with ZeRO-0.
     - `muon` uses orthogonalised updates for the matrices of the blocks, and AdamW for all other parameters. It works only
-      for full finetunes. With ZeRO-1 to ZeRO-3, it needs grad_clip 0, and the logged norm is the norm of the update."""
+      for full finetunes. With ZeRO-1 to ZeRO-3, it needs grad_clip 0, and the logged gradient norm is the norm of the update."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
     all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
@@ -549,7 +549,7 @@ Tracker = Literal[
 class EvalConfig(StrictModel):
     """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every N steps and after the last step.
 
-    The held-out clips come from `data.holdout` or `eval.cache`. For comparison, as many training clips are evaluated.
+    The held-out clips come from `data.holdout` or `eval.cache`. For comparison, the same number of training clips is evaluated.
     The noise levels are fixed quantiles of the recipe's distribution. Evaluations do not change the training.
     """
 
@@ -563,7 +563,8 @@ class EvalConfig(StrictModel):
     evaluations use the same clips. The same number of training clips is evaluated, for comparison."""
     cache: str | None = None
     """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset, the clips
-    that `data.holdout` leaves out of training are held out. Without both, only training clips are evaluated."""
+    that `data.holdout` leaves out of training are held out. Without this key and `data.holdout`, only training clips are
+    evaluated."""
     patience: int | None = Field(default=None, gt=0)
     """Save a checkpoint and end the run after this number of evaluations in a row without an improvement. An
     evaluation improves if its held-out loss is clearly lower than the lowest held-out loss so far: the 95 %
