@@ -90,6 +90,11 @@ class Problems:
     def run(self, name: str, check: Callable[[], Any], *needs: str) -> Any:
         """Run a check and collect the WandsError that the check raises. Skip the check if a check named in `needs` failed.
 
+        Args:
+            name: name of the check.
+            check: function without arguments that raises a WandsError if it finds a mistake of the user.
+            needs: names of earlier checks.
+
         Returns:
             The result of the check; None if the check failed or was skipped. A skipped check counts as failed.
         """

@@ -158,17 +158,17 @@ class PackedMeta:
 
     @property
     def padded_seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample on this rank.
+        """Number of tokens of each sample on this rank, with the padding at the end as tokens of the last sample.
 
-        The padding at the end counts as tokens of the last sample, so the sum is the length of `segment_ids`.
+        The sum of these numbers is the length of `segment_ids`.
         """
         return self._with_padding(self.local_seq_lens)
 
     @property
     def padded_timestep_lens(self) -> tuple[int, ...]:
-        """Number of tokens on this rank for each timestep.
+        """Number of tokens on this rank for each timestep, with the padding at the end as tokens of the last timestep.
 
-        The padding at the end counts as tokens of the last timestep, so the sum is the length of `segment_ids`.
+        The sum of these numbers is the length of `segment_ids`.
         """
         return self._with_padding(self.timestep_lens or self.local_seq_lens)
 

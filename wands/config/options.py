@@ -673,7 +673,7 @@ class PushOptions(Options):
     """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
     """Run folder or step folder of the training that produced DIRECTORY. If DIRECTORY lacks facts for the model
-    card, such as the training step, wands reads these facts from the training folder."""
+    card, such as the training step, wands reads these facts from the run folder or step folder."""
     dry_run: bool = False
     """List the files that would be uploaded and the files that are left out, and stop. Nothing is written or sent."""
 

@@ -161,7 +161,7 @@ class ProcessGroups:
 
 
 def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
-    """Create one process group for each range of ranks, and return this rank's group; None if a range is one rank.
+    """Create one process group for each range of ranks, and return this rank's group; None if it has one rank.
 
     Args:
         partition: ranks of each group. The ranges have equal lengths and contain every rank once.

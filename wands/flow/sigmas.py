@@ -66,8 +66,8 @@ def sample_sigma(
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: empty, or one quantile from 0 to 1. The function then returns the sigma at this quantile of the truncated
-            mixture instead of a random sigma.
+        stratum: empty, or one quantile from 0 to 1. Empty returns a random sigma. With a quantile, the result is the sigma at
+            this quantile of the truncated mixture.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.
