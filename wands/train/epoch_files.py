@@ -1,8 +1,9 @@
 """Train the bins of an epoch as a file contains them, instead of planning the epoch.
 
 `wands pack` writes such a file for `packing.plan`. The file `epoch.json` of a checkpoint is used if clips were added to the
-data of a run or removed since the checkpoint. A resumed run finishes the epoch as it was planned, without the removed clips,
-and plans the next epoch from the changed data. The noise of a clip depends only on the clip and the epoch, so the noise of
+data of a run or removed since the checkpoint, or if this version of wands plans the epoch in another way than the version
+that wrote the checkpoint. A resumed run finishes the epoch as it was planned, without the removed clips, and plans the next
+epoch anew. The noise of a clip depends only on the clip and the epoch, so the noise of
 unchanged clips stays the same.
 """
 
@@ -87,16 +88,17 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
 
 
 def follow_data(run: TrainingRun) -> TrainingRun:
-    """Let a resumed run finish the current epoch with the plan in its checkpoint, if the data has changed.
+    """Let a resumed run finish the current epoch with the plan in its checkpoint, if the data or the planning has changed.
 
-    The changed data takes effect with the next epoch. Clips that were removed are left out at once.
+    The planning changes with a version of wands that packs clips in another way. Such a change, and clips that were added,
+    take effect with the next epoch. Clips that were removed are left out at once.
 
     Args:
         run: the checked training run, whose steps are planned for the data as it is now.
 
     Returns:
-        The run with the checkpoint's plan for the current epoch. `run` itself if the data has never changed, or if the
-        checkpoint contains no plan.
+        The run with the checkpoint's plan for the current epoch. `run` itself if data and planning have never changed, or
+        if the checkpoint contains no plan.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.
@@ -105,12 +107,19 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     folder, state = run.checkpoint
     is_same = run.data_fingerprint() == state.data_fingerprint
     start = (state.data_start[0], state.data_start[1])
-    if EPOCH_FILE not in state.files or (is_same and start == (0, 0)):
+    if EPOCH_FILE not in state.files:
         return run
-    if is_same and state.step >= start[1]:
-        return replace(run, sampler=replace(run.sampler, start=start))
     values, sampler = json.loads((folder / EPOCH_FILE).read_bytes()), run.sampler
     rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(run.data.keys)}
+    steps = tuple(
+        tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)
+        for step in values["steps"]
+    )
+    is_planned = is_same and state.step >= start[1]
+    if is_planned:
+        sampler = replace(sampler, start=start) if start != (0, 0) else sampler
+        if values["epoch"] < start[0] or sampler.epoch_plan(values["epoch"]).steps == steps:
+            return replace(run, sampler=sampler)
     samples = list(chain.from_iterable(chain.from_iterable(values["steps"])))
     for key, repeat_index, crc32 in samples:
         row = rows.get((key, repeat_index))
@@ -119,10 +128,6 @@ def follow_data(run: TrainingRun) -> TrainingRun:
                 f"--resume {folder}: the training sample {key} was encoded again since the checkpoint; use the cache of the "
                 "checkpoint's run, or export the checkpoint and start a new run from it."
             )
-    steps = tuple(
-        tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)
-        for step in values["steps"]
-    )
     plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
     start = (values["epoch"] + 1, values["first_step"] + len(steps))
     given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
@@ -131,6 +136,10 @@ def follow_data(run: TrainingRun) -> TrainingRun:
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
         "clips are left out at once. The plan with the added clips takes effect"
     )
-    change = "data: a change that was made before the checkpoint takes effect" if is_same else change
+    if is_same:
+        version = "this version of wands packs the clips in another way, which"
+        change = (
+            f"data: {version if is_planned else 'a change that was made before the checkpoint'} takes effect"
+        )
     change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
     return replace(run, sampler=replace(sampler, start=start, given=given), data_change=change)

@@ -128,7 +128,7 @@ class TrainingRun:
 
         The properties are the keys and lengths of the samples, the repeats of each source, and, with
         `packing.buffer_size`, the positions of the samples in the cache. If a resumed run has the same digest as its
-        checkpoint, the run continues at the right position in the data.
+        checkpoint, the same version of wands plans the same steps.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])

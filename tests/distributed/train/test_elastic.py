@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,8 @@ import torch
 
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.world import WorldPool
+from wands.data import sampler
+from wands.data.packing import EpochPlan, plan_epoch
 from wands.files import read_rows
 from wands.model.files.checkpoint_files import find_checkpoint, load_average
 from wands.model.files.fragment_files import FragmentFiles
@@ -206,6 +209,22 @@ def data(num_samples: int) -> str:
     return f"data.mock={{num_samples: {num_samples}, shapes: {shapes}, text_lens: {text_lens}}}"
 
 
+def train_with_other_plans(model: Path, out: Path, overrides: tuple[str, ...]) -> str | None:
+    """Go on as another version of wands would, which plans the steps of every epoch in another order.
+
+    Return what the start block says of the data.
+    """
+
+    def plan(*args: Any, **kwargs: Any) -> EpochPlan:
+        planned = plan_epoch(*args, **kwargs)
+        return replace(planned, steps=planned.steps[::-1])
+
+    with mock.patch.object(sampler, "plan_epoch", plan):
+        change = make_run(model, out, overrides, zero(2), checkpoint=find_checkpoint(out)).data_change
+        run_training(model, out, overrides, zero(2), resume=True)
+    return change
+
+
 def uses_of(out: Path) -> dict[int, dict[tuple[str, int], float]]:
     """The uses of samples in each step: (sample, epoch) -> sigma."""
     steps: dict[int, dict[tuple[str, int], float]] = {}
@@ -247,4 +266,31 @@ def test_changed_data_counts_from_the_next_epoch(
     sigmas = {use: sigma for step in before.values() for use, sigma in step.items()}
     for step in after.values():  # the noise of the other clips did not change
         assert all(sigmas.get(use, sigma) == sigma for use, sigma in step.items())
+    assert find_checkpoint(tmp_path / "changes").state.data_start == [1, 5]
+
+
+@pytest.mark.parametrize("saved", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_another_plan_counts_from_the_next_epoch(
+    saved: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """A version of wands that packs in another way must not repeat or skip clips of the epoch that it goes on with."""
+    more = (
+        "train.log_samples=true",
+        "train.bins_per_step=2",
+        "checkpoint.every=1",
+        "checkpoint.keep=9",
+        data(20),
+    )
+    for out in ("stays", "changes"):
+        until = 10 if out == "stays" else saved
+        settings = (*more, f"train.max_steps={until}")
+        worlds[1].run(run_training, tiny_pipeline, tmp_path / out, settings, zero(2))
+    settings = (*more, "train.max_steps=10")
+    change = worlds[1].run(train_with_other_plans, tiny_pipeline, tmp_path / "changes", settings)[0]
+    assert "packs the clips in another way, which takes effect at step 6" in (change or "")
+    before, after = uses_of(tmp_path / "stays"), uses_of(tmp_path / "changes")
+    for step in range(1, 6):
+        assert after[step] == before[step]
+    # The second epoch has the other order, and the same clips.
+    assert [before[step] for step in range(10, 5, -1)] == [after[step] for step in range(6, 11)]
     assert find_checkpoint(tmp_path / "changes").state.data_start == [1, 5]
