@@ -35,7 +35,7 @@ def render_page(report: CheckReport) -> str:
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return render(
         Path(__file__).parent,
-        "report.html",
+        "check.html",
         report=report,
         settings=_settings(report),
         cards=[

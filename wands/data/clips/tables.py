@@ -93,13 +93,17 @@ def lower_names(row: dict[Any, Any]) -> dict[str, Any]:
 def _csv_rows(table: Path) -> Iterator[NumberedRow]:
     """Yield (number of the first line, row) for each row of a .csv file, except the header.
 
-    For an unreadable row, a text with the reason replaces the row, and reading continues at the next line.
+    The cells are separated by commas, or by semicolons if the header contains a semicolon and no comma. For an unreadable
+    row, a text with the reason replaces the row, and reading continues at the next line.
     """
     lines = list(io.StringIO(decode_text(table.read_bytes(), f"SOURCE={table}"), newline=""))
+    header = next(filter(str.strip, lines), "")
+    # Excel writes semicolons in the countries that write 0,5 for a half.
+    separator = ";" if ";" in header and "," not in header else ","
     names: list[str] | None = None
     begin = 0
     while begin < len(lines):
-        cells, end = _csv_row(lines, begin)
+        cells, end = _csv_row(lines, begin, separator)
         if isinstance(cells, str):
             if names is None:
                 raise DataError(f"SOURCE={table}: line {begin + 1} is not a header: {cells}")
@@ -113,7 +117,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         begin = end
 
 
-def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
+def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | str, int]:
     """Read the row of a .csv file that begins at `lines[begin]`.
 
     Quotes are read strictly. Otherwise an unclosed double quote would move all later rows into one caption.
@@ -122,15 +126,19 @@ def _csv_row(lines: list[str], begin: int) -> tuple[list[str] | str, int]:
         A pair. The first item is the list of the row's cells, or a text with the reason if the row is unreadable. The
         second item is the index of the line at which the next row begins.
     """
-    reader = csv.reader((lines[index] for index in range(begin, len(lines))), strict=True)
+    rows = (lines[index] for index in range(begin, len(lines)))
+    reader = csv.reader(rows, delimiter=separator, strict=True)
     try:
         return next(reader), begin + reader.line_num
     except csv.Error as error:
         problem = error
     # Remove spaces and tabs after a closing quote.
-    row = [re.sub(r'"[ \t]+(?=[,\r\n]|$)', '"', line) for line in lines[begin : begin + reader.line_num]]
+    row = [
+        re.sub(rf'"[ \t]+(?=[{separator}\r\n]|$)', '"', line)
+        for line in lines[begin : begin + reader.line_num]
+    ]
     try:
-        (cells,) = csv.reader(row, strict=True)
+        (cells,) = csv.reader(row, delimiter=separator, strict=True)
     except (csv.Error, ValueError):
         quotes = (
             'close the double quotes, write "" for a double quote inside a cell, use commas between cells'

@@ -78,3 +78,13 @@ def test_a_table_that_cannot_be_written_stays_as_it_was(tmp_path: Path):
         check_out(tmp_path / "out.json", "clips")
     with pytest.raises(ConfigError, match=r"--out=.*out.csv is SOURCE"):
         check_out(table, str(table))
+
+
+def test_cells_may_be_separated_by_semicolons(tmp_path: Path):
+    """As Excel writes them in many countries. Commas belong to the captions then."""
+    table = tmp_path / "clips.csv"
+    table.write_text('\nvideo;caption;start\na.mp4;a cat, a dog;0,5\nb.mp4;"one; two" ;1\nc.mp4;"open;2\n')
+    rows = list(read_table(table))
+    assert rows[0][1] == {"video": "a.mp4", "caption": "a cat, a dog", "start": "0,5"}
+    assert rows[1][1] == {"video": "b.mp4", "caption": "one; two", "start": "1"}
+    assert "close the double quotes" in str(rows[2][1])
