@@ -108,10 +108,12 @@ class Activations:
     def _block(self) -> float:
         """Return the bytes that the forward pass of one block keeps for the backward pass.
 
-        The bytes include autocast's copies of the weights. In fp32, a block always keeps the inputs of its three
-        norms and of the norms of queries and keys. In the compute dtype, a block always keeps the inputs of the
-        projections and the tensors that self-attention and cross-attention save. Trained layers also keep their
-        inputs. Under ZeRO-3, every linear layer keeps its input. See `PackedWanBlock.forward`.
+        A block keeps these tensors (see `PackedWanBlock.forward`):
+
+        - in fp32: the inputs of the block's three norms, and of the norms of queries and keys.
+        - in the compute dtype: the inputs of the projections, and the tensors that both attentions save.
+        - the input of each trained layer; under ZeRO-3, the input of each linear layer.
+        - autocast's copies of the weights.
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"

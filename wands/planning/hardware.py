@@ -80,8 +80,8 @@ class Machine:
         """Return the FLOP/s of an attention kernel: (forward pass, backward pass).
 
         Args:
-            backend: name of the kernel. If `attention_flops` does not contain the name, as for auto, the fastest kernel
-                is used.
+            backend: name of the kernel. If `attention_flops` does not contain the name, such as "auto", the fastest
+                kernel is used.
         """
         fastest = min(self.attention_flops.values(), key=lambda speeds: 1 / speeds[0] + 2.5 / speeds[1])
         return self.attention_flops.get(backend, fastest)
@@ -118,8 +118,8 @@ def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], *
         gpu: name of the GPU, which contains a key of `PEAK_TFLOPS`.
         memory: memory of the GPU in GB.
         bandwidth: bandwidth of this memory in GB/s.
-        fractions: maps the name of an attention kernel to the fractions of the peak FLOP/s that its forward pass and its
-            backward pass reach.
+        fractions: maps the name of an attention kernel to the fractions of the peak FLOP/s that the kernel reaches:
+            (forward pass, backward pass).
         numbers: other attributes of `Machine`.
     """
     peak = (peak_tflops(gpu) or 0.0) * TERA

@@ -34,7 +34,7 @@ class Memory:
     """Predicted memory of one rank in bytes.
 
     Attributes:
-        device: maps a component, such as "weights" or "activations", to its bytes on the device at the peak of a step.
+        device: maps a component, such as "weights" or "activations", to its bytes on the device at the peak of the run.
         host: maps a component to the bytes that this component uses in host memory.
     """
 
@@ -43,7 +43,7 @@ class Memory:
 
     @property
     def peak(self) -> float:
-        """Bytes of all tensors on the device at the peak of a step."""
+        """Bytes of all tensors on the device at the peak of the run."""
         return sum(self.device.values())
 
     @property
@@ -61,7 +61,7 @@ def reserved_memory(workload: Workload) -> float:
     """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
 
     Each communicator of NCCL has buffers. There is one communicator for all ranks, one for Ulysses, and two for the ring:
-    one for keys and values, and one for their gradients.
+    one for keys and values, and one for their gradients. A group of one rank has no communicator. The result is 0 on CPUs.
     """
     if workload.device_type == "cpu":
         return 0.0
@@ -70,7 +70,7 @@ def reserved_memory(workload: Workload) -> float:
 
 
 def estimate_memory(workload: Workload) -> Memory:
-    """Predict the memory of one rank at the peak of a step."""
+    """Predict the memory of one rank at the peak of a run: in a training step, or while the run samples videos."""
     states, activations = _States(workload), Activations(workload)
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
@@ -83,7 +83,10 @@ def estimate_memory(workload: Workload) -> Memory:
 
 
 def checkpoint_bytes(workload: Workload) -> int:
-    """Return the bytes of a checkpoint of a run, summed over all ranks. A LoRA run saves only the trained weights."""
+    """Return the bytes of a checkpoint of a run, summed over all ranks.
+
+    A checkpoint contains weights, their moving average and optimizer states. A LoRA run saves no frozen weights.
+    """
     recipe, num_trained = workload.recipe, workload.trained
     trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]
     num_frozen = 0 if recipe.lora else sum(weight.numel for weight in workload.weights) - num_trained
@@ -158,9 +161,9 @@ class _States:
         return held
 
     def during_samples(self, forward: float) -> list[dict[str, float]]:
-        """Return the bytes of each component on the device at the two moments of sampling a video.
+        """Return the bytes of each component on the device at two moments of sampling a video.
 
-        The first moment is a forward pass of the DiT. The second moment is the decoding of the latents by the VAE.
+        The first dict is for a forward pass of the DiT. The second dict is for the decoding of the latents by the VAE.
 
         Args:
             forward: peak bytes of the DiT's activations in the forward pass.
@@ -169,7 +172,7 @@ class _States:
         return [held, held | {"gathered weights": self.persistent, "samples": self.workload.decoding_bytes}]
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of each offloaded component in host memory."""
+        """Return the bytes of each component in host memory, such as the offloaded optimizer or the copy for a checkpoint."""
         models, host = self.workload.num_models, {}
         if self.optimizer_away:
             # DeepSpeed keeps masters of all trained weights on the host, also at stage 3.

@@ -87,8 +87,8 @@ class Task:
     def most_samples(self, max_tokens: int) -> int:
         """Return an upper estimate of the number of clips in a bin with at most `max_tokens` tokens.
 
-        A bin holds the clips of one forward pass. The estimate is the number of clips that fit if each clip has the
-        mean length of the shorter half of the data.
+        A bin holds the clips of one forward pass. The estimate is `max_tokens` divided by the mean length of
+        the shorter half of all clips.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -190,7 +190,7 @@ def check_memory(task: Task, ds_name: str) -> str | None:
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
 
     Returns:
-        None if the run fits. Otherwise a text with the memory that the run needs, and the change of settings.
+        None if the run fits. Otherwise a text with the memory that the run needs, and the text of `find_cure`.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -208,9 +208,9 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
 
-    Among equally fast combinations, the simplest settings come first. The bin size of a combination is the bin size of
-    the recipe if that size fits. Otherwise the bin size is the largest that fits, and at least the length of the longest
-    clip.
+    Among equally fast combinations, the simplest settings come first. A bin holds the clips of one forward pass. A
+    combination uses the recipe's bin size if the run then fits the machine, and otherwise the largest bin size that
+    fits. Every bin size is at least the length of the longest clip. The list is empty if no combination fits.
 
     Raises:
         ConfigError: if no combination is valid. The message is the reason why the first combination is invalid.
@@ -229,10 +229,10 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
-    """Lower `model.checkpoint_blocks` to the smallest number of recomputed blocks with which the run fits the machine.
+    """Return the candidate with the smallest number of recomputed blocks with which the run fits the machine.
 
-    Return the candidate with this number. If the recipe sets the key, or uses no activation checkpointing, return the
-    candidate unchanged.
+    The recipe key `model.checkpoint_blocks` contains this number. If the recipe sets this key, or uses no activation
+    checkpointing, the candidate is returned unchanged.
     """
     workload, recipe = candidate.workload, candidate.workload.recipe
 
@@ -249,7 +249,7 @@ def _recompute_less(candidate: Candidate) -> Candidate:
 
 
 def _sort_key(candidate: Candidate) -> int:
-    """Return a number for sorting combinations by speed.
+    """Return a number for sorting combinations by speed. The fastest combination has the smallest number.
 
     The predicted speed is rounded in steps of two percent. Combinations with equal rounded speed stay in the order of
     the search, from simple to complex. A combination with offloading counts as 15 % slower than predicted, because the
@@ -314,10 +314,10 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the given settings with the largest bin size that fits the machine, at most the recipe's bin size.
+    """Return the given settings with the largest bin size, up to the recipe's bin size, that fits the machine.
 
-    A bin holds the clips of one forward pass. Return None if the run does not fit even with bins that
-    hold only the longest clip.
+    A bin holds the clips of one forward pass. If the run does not fit even with bins that hold only the longest clip,
+    return None.
 
     Args:
         task: the run and the machine.
@@ -351,9 +351,10 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def find_cure(task: Task, ds_name: str) -> str:
-    """Find the smallest change of settings that makes a run fit its machine.
+    """Find the smallest change of settings that makes a run fit its machine, and return the end of an error message.
 
-    Return the change as the last part of an error message, such as "set model.checkpointing=full".
+    The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests larger
+    GPUs, smaller clips or a LoRA.
 
     Args:
         task: the run and the machine. `task.ds_configs` contains the run's DeepSpeed JSON and other JSONs to try.

@@ -189,7 +189,7 @@ def _zero_traffic(
     Args:
         workload: sizes of the run.
         machine: GPUs and links.
-        compute: (seconds, ring transfers) of the forward pass, then of the backward pass.
+        compute: (seconds of compute, transfers of the ring) for the forward pass, and then for the backward pass.
     """
     gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
     trained = min(workload.trained, num_params)

@@ -41,17 +41,17 @@ class Workload:
     Attributes:
         recipe: recipe with all defaults filled in.
         shape: sizes of the DiT, such as its width and number of layers.
-        weights: name, shape and storage of each parameter of the DiT, including those of a LoRA.
+        weights: name, shape and storage of each parameter of the DiT and of the LoRA, if the run trains a LoRA.
         num_models: number of DiTs that a step trains one after the other. The memory contains the states of all DiTs,
             and the activations of one DiT at a time.
-        world_size: number of ranks, among which the optimizer states are divided.
+        world_size: number of ranks of the run.
         device_type: "cuda" or "cpu".
         text_len: number of text tokens of the longest caption.
         ds_config: result of `build_ds_config`.
         ulysses_degree: number of ranks among which Ulysses attention divides the heads.
         ring_degree: number of ranks that exchange keys and values in a ring.
         micro_steps: number of forward passes on each rank in one optimizer step.
-        max_tokens: number of tokens in the fullest bin. A bin is the list of samples that are packed into one sequence.
+        max_tokens: number of tokens in the fullest bin. A bin is one packed sequence: the samples of a forward pass.
         max_samples: largest number of clips in a bin.
         video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.

@@ -24,11 +24,15 @@ from wands.sampling.pipeline import AnyPipeline
 def predict_together(
     pipeline: AnyPipeline, texts: Sequence[Tensor], guidance: dist.ProcessGroup | Literal["batched"]
 ) -> Iterator[None]:
-    """Make the transformers of a pipeline compute both predictions of a step in the step's first call.
+    """Make a pipeline compute both predictions of classifier-free guidance in one call of the transformer.
+
+    In each denoising step, diffusers calls the transformer with the prompt, and then with the negative prompt. Inside
+    this context, the first call computes both predictions. The second call only returns the prediction for the negative
+    prompt.
 
     Args:
         pipeline: pipeline that samples with guidance inside this context.
-        texts: embeddings of the prompt and of the negative prompt, each [1, tokens, channels].
+        texts: (embedding of the prompt, embedding of the negative prompt), each [1, tokens, channels].
         guidance: "batched" computes both predictions on this rank, with batch size 2. With a process group of two ranks, the
             first rank computes the prediction for the prompt, and the second rank the prediction for the negative prompt.
             Both ranks get both predictions.

@@ -39,7 +39,7 @@ class Lora:
         path: file, folder or Hub id as the user typed it. For a folder with one LoRA file for each expert, the path of
             this LoRA's file.
         file: the safetensors file on this machine.
-        subfolder: "transformer" or "transformer_2". Keys in the file that do not name a DiT belong to this DiT.
+        subfolder: DiT that gets the tensors whose keys name no DiT: "transformer" or "transformer_2".
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -65,7 +65,8 @@ def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) ->
 
     Args:
         lora: values of the flag --lora, each "PATH" or "PATH=SCALE".
-        lora_2: values of the flag --lora-2, which is for the low-noise expert, in the same form.
+        lora_2: values of the flag --lora-2, which is for the low-noise expert, each "PATH" or
+            "PATH=SCALE".
 
     Raises:
         ConfigError: if a scale is not a number, or a LoRA does not exist.
@@ -166,7 +167,7 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    """Cast a pair to the wider of two dtypes: the dtype of the pair, and `dtype`, the dtype of the DiT.
+    """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or keep their dtype if it is wider.
 
     Later, alpha / rank is multiplied into lora_B. In a narrower dtype than the DiT's, this product would be rounded too much.
     """

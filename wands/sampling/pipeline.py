@@ -97,8 +97,8 @@ def find_pipeline(
     for part, entry in index.items():
         if isinstance(entry, list) and entry[:1] not in ([], [None], ["diffusers"], ["transformers"]):
             raise ConfigError(
-                f"{label} has a wrong model_index.json: {part} is code of {entry[0]}, but wands runs only code of diffusers and "
-                "transformers. Use a pipeline of Wan 2.1 or 2.2."
+                f"{label} has a wrong model_index.json: {part} is a class of {entry[0]}, but wands runs only code of diffusers "
+                "and transformers. Use a pipeline of Wan 2.1 or 2.2."
             )
     boundary = index.get("boundary_ratio")
     parts = EXPERTS[:1] if boundary is None else EXPERTS

@@ -186,7 +186,11 @@ def build_requests(
 
 
 def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleRequest:
-    """Return a copy of a request, in which the official options of the model replace the fields that are not set."""
+    """Return a copy of a request, in which the official options of the model replace the fields that are not set.
+
+    If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset. An unset `flow_shift` stays unset if
+    the scheduler of the published pipeline has the official shift. Without guidance, an unset negative prompt becomes empty.
+    """
     options = asdict(sampling)
     # A scheduler with the shift of the published pipeline has the official shift in some pipelines, and diffusers' 3 in others.
     if options.pop("scheduler_shift") == sampling.flow_shift:
@@ -208,7 +212,7 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
         variant: variant of the model.
 
     Yields:
-        (option as text, rule that the option breaks).
+        (option as text such as "--height=100", text with the rule that the option breaks and the fix).
     """
     for key in ("height", "width", "num_frames"):
         if text := size_problem(variant, key, size := getattr(request, key)):

@@ -56,6 +56,10 @@ def encode_texts(pipeline: AnyPipeline, request: SampleRequest) -> Texts:
     Args:
         pipeline: result of `pipeline_for` for this request.
         request: request to sample.
+
+    Returns:
+        (embedding of the prompt, embedding of the negative prompt), each [1, tokens, channels]. The second embedding is
+        None without guidance.
     """
     both = request.prompt, request.negative_prompt
     texts: Texts = pipeline.encode_prompt(*both, request.guidance_scale > 1, max_sequence_length=TEXT_LEN)

@@ -99,9 +99,9 @@ def share_pipeline(
         kernel: "auto" or "native", see `set_attention`.
 
     Returns:
-        Process group of two ranks for `sample_latents`. Both ranks have the same tokens. One computes the prediction with the
-            prompt, the other the prediction with the negative prompt, for classifier-free guidance. None if every rank
-            computes both predictions.
+        Process group of two ranks for the argument `guidance` of `sample_latents`, or None if every rank computes both
+        predictions of classifier-free guidance. Both ranks of the group have the same tokens. The first rank computes the
+        prediction for the prompt, and the second rank the prediction for the negative prompt.
 
     Raises:
         ConfigError: on every rank, if the weights or the scheduler differ between ranks.
@@ -129,7 +129,7 @@ def set_attention(
         pipeline: result of `load_pipeline`.
         device: device of the pipeline.
         groups: process groups of the ranks that divide the tokens of a video.
-        kernel: "auto" or "native".
+        kernel: "native" keeps diffusers' attention if the ranks do not divide the tokens. "auto" chooses a kernel of wands.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim
@@ -206,11 +206,12 @@ def shard_transformer(
 
 @dataclass(eq=False)
 class ShardedAttentionProcessor:
-    """Attention processor of diffusers that computes self-attention over the tokens of all ranks, and hooks of the DiT.
+    """Self-attention for a diffusers transformer whose tokens are divided among ranks.
 
-    The hooks select this rank's tokens before the blocks, and gather the outputs of all ranks after the head. The projections,
-    norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself is computed by
-    `self_attention`.
+    The object is the attention processor of every block. Its methods `angles`, `timesteps`, `tokens` and `join` are hooks of
+    the transformer: they select this rank's tokens before the blocks, and gather the outputs of all ranks after the last
+    layer. The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself
+    is computed by `self_attention`.
 
     Attributes:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
@@ -232,7 +233,16 @@ class ShardedAttentionProcessor:
         _attention_mask: None,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute self-attention over the tokens of all ranks. The result has the shape of `hidden_states`."""
+        """Compute self-attention over the tokens of all ranks, and return the outputs for the tokens of this rank.
+
+        Args:
+            attn: attention layer of a block, with the projections and norms.
+            hidden_states: tokens of this rank, [samples, tokens, channels].
+            rotary_emb: (cosines, sines) of the rotary angles of this rank's tokens.
+
+        Returns:
+            Tensor of the shape of `hidden_states`.
+        """
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
         q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
@@ -243,9 +253,10 @@ class ShardedAttentionProcessor:
         return out
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select the rotary angles of this rank's tokens from `output`, the angles of all tokens of a sample.
+        """Hook after the rotary embedding: return the rows of this rank's tokens from both tables in `output`.
 
-        This hook runs first, and stores the indices of this rank's tokens for the later hooks.
+        The tables (cosines, sines) contain the rotary angles of all tokens of a sample. This hook runs before the other
+        hooks, and stores the indices of this rank's tokens for the other hooks.
         """
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = token_index(grid, self.dims, args[0].device)
@@ -254,9 +265,12 @@ class ShardedAttentionProcessor:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Select the timesteps of this rank's tokens from the timesteps of all tokens, the first argument in `args`.
+        """Hook before the timestep embedding: keep only the timesteps of this rank's tokens in `args[0]`.
 
-        If all tokens of a sample have one common timestep, return the arguments unchanged.
+        If all tokens of a sample have one common timestep, nothing is changed.
+
+        Returns:
+            (positional arguments, keyword arguments) of the timestep embedding.
         """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
@@ -266,12 +280,12 @@ class ShardedAttentionProcessor:
         return (mine.flatten(), *others), options | {"timestep_seq_len": mine.shape[1]}
 
     def tokens(self, _: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Select this rank's tokens from all tokens [samples, tokens, channels] before the first block."""
+        """Hook before the first block: keep only the tokens of this rank in `args[0]`, [samples, tokens, channels]."""
         hidden, *others = args
         return hidden[:, self._mine], *others
 
     def join(self, _: Any, _args: Any, output: Tensor) -> Tensor:
-        """Gather the last layer's outputs of all ranks, and return the outputs of all tokens in order, without padding."""
+        """Hook after the last layer: gather the outputs of all ranks, and return them in token order without padding."""
         return join_tokens(output, self._order, self.group)
 
 

@@ -79,7 +79,9 @@ def test_code_of_a_tokenizer_is_not_run(model: Path, monkeypatch: pytest.MonkeyP
 def test_code_that_a_pipeline_names_is_refused(model: Path):
     path = model / "model_index.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"scheduler": ["own_scheduler", "Own"]}))
-    with pytest.raises(ConfigError, match="scheduler is code of own_scheduler, but wands runs only code of"):
+    with pytest.raises(
+        ConfigError, match="scheduler is a class of own_scheduler, but wands runs only code of"
+    ):
         find_pipeline(model)
 
 

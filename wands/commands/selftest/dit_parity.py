@@ -143,7 +143,7 @@ class PackedSamples:
         """Draw the samples and pack them into one bin (packed sequence).
 
         Args:
-            setup: the model, the settings of the checks, and the one DiT of the model that is tested. Noise levels are
+            setup: the model, the DiT that is tested, and the settings of the checks. Noise levels are
                 drawn from the range on which this DiT is trained.
             i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
         """
@@ -320,7 +320,7 @@ def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load the packed model with fp32 weights, as in a training run.
 
     Args:
-        setup: the model, the settings of the checks, and the one DiT of the model that is tested.
+        setup: the model, the DiT that is tested, and the settings of the checks.
         dtype: dtype of the computation. The model uses the first kernel of `FLASH_BACKENDS` that passes its check. A
             training run in bf16 on a GPU measures the kernels, and may choose another one.
     """

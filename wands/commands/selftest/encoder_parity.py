@@ -225,7 +225,7 @@ class TextPart:
         try:
             return TextEncoder(self.tokenizer, self.model).encode(caption).float()
         except ConfigError as error:
-            raise Skipped(f"text.tied fails: {error}") from None
+            raise Skipped(f"the check text.tied fails: {error}") from None
 
     def encode_stock(self, caption: str) -> Tensor:
         """Return the text embedding that diffusers' stock pipeline computes, fp32 [512, text_dim]."""

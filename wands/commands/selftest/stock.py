@@ -29,8 +29,8 @@ def add_conditions(
         last_image: whether the model gets the last frame of the clip in addition to the first frame.
 
     Returns:
-        Latents with the added condition channels [channels, f, h, w], and the timesteps. The timesteps have shape [1], or
-        [1, tokens] with `first_frame`.
+        (latents, timesteps). With `image_latents`, the latents [channels, f, h, w] have additional channels: a mask and
+        the image latents. The timesteps have shape [1], or [1, tokens] with `first_frame`.
     """
     if first_frame is not None:
         # These lines copy the loop of WanImageToVideoPipeline with expand_timesteps.
