@@ -206,7 +206,7 @@ def find_source(options: InferOptions) -> PipelineSource:
             dits[part] = dit
     elif options.ema:
         raise ConfigError(
-            "--ema needs --checkpoint; add --checkpoint, or leave --ema out if wands export --ema wrote the weights."
+            "--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from wands export --ema."
         )
     source = find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
     if Path(options.model).is_dir():

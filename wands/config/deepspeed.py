@@ -77,7 +77,7 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-            JSON has a scheduler. A resumed run with the same recipe and world size may pass this config as `user`.
+        JSON has a scheduler. A resumed run with the same recipe and world size may pass this config as `user`.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
@@ -215,10 +215,11 @@ def uses_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Select torch's Adam or DeepSpeed's Adam for an optimizer of type Adam or AdamW.
+    """Change `config` in place, so that an Adam or AdamW optimizer runs as torch's Adam or as DeepSpeed's Adam.
 
-    torch's Adam is preferred, because DeepSpeed's Adam is compiled on first use, which needs a CUDA toolkit. Only a GPU
-    run with optimizer states on the host uses DeepSpeed's Adam, because torch's Adam is several times slower on the host.
+    torch's Adam is the default, because DeepSpeed's Adam is compiled on first use, which needs a CUDA toolkit. A GPU run
+    with optimizer states on the host uses DeepSpeed's Adam by default, because torch's Adam is several times slower on
+    the host. Keys that the user set are kept.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.

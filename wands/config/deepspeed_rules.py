@@ -72,7 +72,7 @@ def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> s
 
     Args:
         zero: `zero_optimization` of the JSON.
-        key: name of the offload section: offload_optimizer or offload_param.
+        key: name of the offload section: offload_optimizer or offload_param. A missing section means "none".
     """
     if key == "offload_optimizer" and zero.get("cpu_offload"):
         return "cpu"

@@ -79,7 +79,7 @@ class Activations:
         return {name: size for name, size in found.items() if size}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the bytes of saved activations of all blocks on the device while one block is recomputed.
+        """Return the bytes on the device that blocks saved for their backward pass, while one block is recomputed.
 
         The recomputed activations are not included.
 

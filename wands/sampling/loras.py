@@ -97,6 +97,12 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
 
     A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
+
+    Args:
+        flag: "--lora", or "--lora-2" to find only the LoRA of the low-noise expert.
+        subfolder: DiT that gets a LoRA without a file for each expert: "transformer" or "transformer_2".
+        path: file, folder or Hub id.
+        scale: factor that multiplies the LoRA's update of the weights.
     """
     on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)

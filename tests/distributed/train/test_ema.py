@@ -466,7 +466,7 @@ def test_it_is_exported_and_sampled(finished: Finished, tiny_pipeline: Path, tmp
     assert infer._describe_weights(source, options, "fp32")["ema"] is True
     with pytest.raises(
         ConfigError,
-        match=r"--ema needs --checkpoint; add --checkpoint, or leave --ema out if wands export --ema wrote",
+        match=r"--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from",
     ):
         source_of(tiny_pipeline, ema=True)
 
