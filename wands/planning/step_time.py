@@ -6,18 +6,19 @@ The packer lets ranks wait for the slowest rank only up to a limit, `LEVEL`. The
 
 - Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
   has 2 times the FLOPs of the forward pass, or 1 time if its weight is frozen. The backward pass of attention has 2.5 times
-  the FLOPs. Recomputation adds a forward pass, but does not repeat attention if the output of attention is kept.
+  the FLOPs. Recomputation adds a forward pass, but does not repeat attention if `attn_output` is kept. Other kept tensors
+  (`model.saved_tensors`, `model.offloaded_tensors`) save no compute in the prediction.
 - Pointwise operations, such as norms and casts, take the time to read and write their tensors.
 - The host starts the kernels of a pass one by one. If starting all kernels takes longer than running them, the time of the
   pass is the time to start them.
 - Ulysses: the all-to-alls stay inside a node, and do not overlap with anything. Recomputation repeats the all-to-alls whose
-  results are not kept.
+  results, `attn_input` or `attn_output`, are not kept.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
   gradients and does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
   gradients in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per
   step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
-- Offload: weights, gradients and block inputs use the link between GPU and host. The optimizer's update on the host
+- Offload: weights, gradients and offloaded activations use the link between GPU and host. The optimizer's update on the host
   reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
 - Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading and padding.
 """
@@ -31,7 +32,7 @@ from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
 from wands.data.step_groups import LEVEL
 from wands.distributed.layout import ContextPlan
-from wands.planning.activations import BF16, FP32
+from wands.planning.activations import BF16, FP32, Activations
 from wands.planning.hardware import Machine
 from wands.planning.workload import Workload
 
@@ -132,7 +133,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
         machine: GPUs and links.
         lens: number of tokens of each clip in a bin.
     """
-    shape, cp, checkpointing = workload.shape, workload.cp_size, workload.recipe.model.checkpointing
+    shape, cp, model = workload.shape, workload.cp_size, workload.recipe.model
     layers, ulysses, ring = shape.num_layers, workload.ulysses_degree, workload.ring_degree
     plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
     share = min(workload.trained, shape.num_params) / shape.num_params
@@ -150,16 +151,16 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
     of_bin, of_clip = _LAUNCHES[compiled]
     launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
-    again = workload.recipe.model.num_recomputed(layers) / layers
-    attend_again = again * (checkpointing in ("full", "offload"))
+    again, kept = model.num_recomputed(layers) / layers, {*model.kept_on_device, *model.kept_on_host}
+    attend_again = again * ("attn_output" not in kept)
     linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
     forward = max(linear + attention + pointwise, launches)
     device = (linear_backward + again) * linear + attention_backward + attend_again * attention
     backward = max(device + (2 + again) * pointwise, (2 + again) * launches)
 
     comm = plan.comm_bytes(shape.dim, BF16)
-    # The forward pass exchanges four tensors. With `selective`, the result of the last exchange is kept.
-    exchanges = 1.0 + (attend_again or 0.75 * again)
+    # The forward pass exchanges four tensors: q, k and v (`attn_input`), and the output of attention.
+    exchanges = 1.0 + 0.75 * again * ("attn_input" not in kept) + 0.25 * attend_again
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
     kernels = attention / layers, attention_backward / layers
     one_way, back = ring_traffic(plan, shape.dim, kernels, machine.ring_bandwidth(cp))
@@ -167,10 +168,10 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 
     compute = ((forward, ring_forward), (backward, ring_backward))
     zero, once = _zero_traffic(workload, machine, compute)
-    if checkpointing == "offload":
-        # Each block's input moves to the host and back, overlapping with the computation.
-        moved = 2 * FP32 * shape.dim * layers * again * sum(lens) / cp / machine.host_bandwidth
-        zero += Traffic(moved, max(0.0, moved - forward - backward))
+    # Offloaded activations move to the host and back, overlapping with the computation.
+    on_host = Activations(workload).on_host().get("activations", 0.0) * sum(lens) / workload.max_tokens
+    moved = 2 * on_host / machine.host_bandwidth
+    zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
     all_to_all, transfers = Traffic(exchanged, exchanged), ring_forward + ring_backward
     return Prediction(workload, machine, plan, flops, forward + backward, all_to_all, transfers, zero, once)

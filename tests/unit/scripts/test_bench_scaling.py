@@ -107,6 +107,41 @@ def test_compute_is_the_planners_cost(
     assert one.mfu == pytest.approx(LEVEL * 3 * SHAPE.forward_flops(LENS) / work / own.peak)
 
 
+@pytest.mark.parametrize(
+    ("mode", "saved", "offloaded", "exchanges", "attention_forwards", "host_bytes"),
+    [
+        ("selective", ["attn_output", "attn_input"], None, 1.0, 1, 0),
+        ("selective", ["query_proj"], None, 2.0, 2, 0),
+        ("offload", None, None, 2.0, 2, 4),
+        ("offload", ["attn_output"], None, 1.75, 1, 4),
+        ("offload", None, ["attn_input"], 1.25, 2, 6),
+    ],
+)
+def test_kept_tensors_are_neither_computed_nor_sent_again(
+    mode: str,
+    saved: list[str] | None,
+    offloaded: list[str] | None,
+    exchanges: float,
+    attention_forwards: int,
+    host_bytes: int,
+):
+    """`host_bytes`: bytes on the host for each token and channel of a block."""
+    instant = {"linear_flops": 1e30, "copy_bandwidth": 1e30, "launch_seconds": 0.0, "node_bandwidth": 1e9}
+    own = replace(H100, attention_flops={"cudnn": (6e14, 1e30)}, **instant)
+    base = workload_of(SHAPE, LENS, 4, 4, Setting(own, mode))
+    model = base.recipe.model.model_copy(update={"saved_tensors": saved, "offloaded_tensors": offloaded})
+    base = replace(base, recipe=base.recipe.model_copy(update={"model": model}))
+    one = predict(base, own, LENS)
+    attention = SHAPE.attention_flops_per_squared_token() * sum(n * n for n in LENS)
+    comm = one.plan.comm_bytes(SHAPE.dim, BF16)
+    exchanged = SHAPE.num_layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward)
+    assert one.compute == pytest.approx(attention_forwards * attention / 4 / 6e14)
+    assert one.all_to_all.total == pytest.approx(exchanged / 1e9)
+    moved = 2 * host_bytes * SHAPE.dim * SHAPE.num_layers * sum(LENS) / 4 / own.host_bandwidth
+    zero = 3 * 4 * SHAPE.num_params * 3 / 4 / 1e9
+    assert one.zero.total == pytest.approx(zero + moved)
+
+
 def test_pointwise_bytes_of_a_block():
     """1,140 U + 16 r U without and 240 U + 16 r U with compiled operators: one pass, one again, and twice as much backward."""
     assert [4 * number for number in POINTWISE_BYTES] == [1140, 240]
