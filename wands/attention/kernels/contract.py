@@ -38,9 +38,10 @@ How to add a kernel:
    self-check. Add a CUDA kernel to docs/performance.md (table and order of `auto`), to the help text of
    `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py. `bash scripts/gpu.sh --only attention`
    measures this speed for every `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
-5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. Once
-   per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
-   results are wrong.
+5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. On a
+   machine with several GPUs, also run `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and
+   the ring over NCCL with a single call of the kernel, for every `FlashBackend` that runs there. Once per process, a
+   training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose results are wrong.
 
 What the two functions receive:
 
@@ -59,7 +60,8 @@ What the two functions receive:
   has a finite `lse`. +inf must work too: such a row adds nothing to any gradient, because exp(score - inf) is 0. No code of
   wands passes +inf yet; self_check.py tests it.
 - The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
-  the kernels of PyTorch in its list `KERNELS`; nothing tests it for kernels of other packages.
+  the kernels of PyTorch in its list `KERNELS`, on CUDA tensors without memory. Kernels in Triton and kernels of other
+  packages need memory. Only the tests marked `gpu` run these kernels, and no test checks that they do not wait.
 
 What the two functions return:
 
