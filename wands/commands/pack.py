@@ -33,8 +33,9 @@ def pack(options: PackOptions) -> str:
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. A bin has the lists keys, indices and tokens, with one entry per sample. The list tokens contains numbers of
-    tokens. A bin also has the number cost: the bin's cost divided by the mean cost of all bins of the epoch.
+    bins. A bin has three lists with one entry per sample: `keys` (key of the sample), `indices` (its index in the data) and
+    `tokens` (its number of tokens). A bin also has the number `cost`: the bin's cost
+    divided by the mean cost of all bins of the epoch.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

@@ -144,10 +144,6 @@ def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
         run: the run, with the model and the checkpoint to resume from.
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
 
-    Args:
-        run: the checked training run.
-        share: (rank, number of ranks). The ranks divide the files among them.
-
     Returns:
         The error message for the first damaged file of the checkpoint. None if no file is damaged, or if the run has
         no checkpoint. All ranks return the same message.

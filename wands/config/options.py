@@ -117,8 +117,8 @@ class InitOptions(ClipOptions):
     """
 
     out: Path = Path("wands-project")
-    """Folder for the files that the command writes. The printed commands later write the latent cache, the run and the
-    samples to this folder, too."""
+    """Folder for the files that the command writes. The commands that it prints, which you run next, write the latent cache, the
+    run and the samples to this folder, too."""
     model: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     """Diffusers pipeline folder or Hub id of the model to train. The default is the smallest published Wan model, which trains
     on one GPU. For a published model, this command needs no files of the model."""

@@ -188,8 +188,8 @@ class AttentionConfig(StrictModel):
     """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and compute
     correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn` are part of
     PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of 1,024 tokens or
-    more, and the kernel `torch` for shorter clips. `auto` measures from which length on cuDNN is faster. A kernel that you
-    choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
+    more, and the kernel `torch` for shorter clips. Instead of 1,024, `auto` measures the length at which cuDNN becomes
+    faster. A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):

@@ -303,8 +303,8 @@ def level(
     both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
-        bins: bins as lists. A sample is represented by an index into `lengths` and `costs`.
-        lengths: int64 [D], lengths in tokens.
+        bins: bins as lists. A sample is represented by the index of its length in `lengths`.
+        lengths: int64 [D], lengths in tokens. Several samples may share an index, and several indices a length.
         costs: int64 [D], cost of a sample of each length.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.

@@ -226,7 +226,8 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     and repeat.
 
     num_samples counts the samples that the run uses. num_other_side counts the held-out samples, or the training samples if
-    the run uses the held-out samples. num_gap and num_duplicates count the samples on neither side (see `SelectedSource`).
+    the run uses the held-out samples. num_gap and num_duplicates
+    count the samples that are neither trained nor held out, for the two reasons that `SelectedSource` describes.
     repeat is how often an epoch uses each sample.
 
     Args:

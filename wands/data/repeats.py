@@ -56,7 +56,7 @@ class RepeatSchedule:
             pairs = zip(num_samples, repeats, strict=True)
             shares = " + ".join(f"{num} x {float(repeat):.3g}" for num, repeat in pairs)
             raise ConfigError(
-                f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase repeat or weight."
+                f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase its repeat or weight."
             )
 
     @property

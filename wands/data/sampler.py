@@ -207,8 +207,8 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the indices of the rows that an epoch uses, int64, or None for all rows. A row is one use of a
-        sample.
+        """Return the int64 indices of the samples that an epoch uses, or None if it uses all. A sample that repeats has
+        several indices.
         """
         if epoch in self.given:
             return np.array([i for step in self.given[epoch].steps for bin in step for i in bin], np.int64)

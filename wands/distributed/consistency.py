@@ -68,12 +68,12 @@ def check_agreement(
 
 
 def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:
-    """Return a sentence about a text that differs between ranks.
+    """Return a sentence about a value that differs between ranks. Values are compared as texts.
 
     Args:
-        name: name of the text.
-        consequences: names of other texts that differ between the same ranks.
-        texts: the text on each rank; None for a rank without this text.
+        name: name of the value.
+        consequences: names of other values that differ between the same ranks, probably because this value differs.
+        texts: the value on each rank, as a text; None for a rank without this value.
     """
     reference, *others = group_ranks(texts)
     odd = [f"of {name_ranks(ranks)}{_first_key(texts[ranks[0]], texts[reference[0]])}" for ranks in others]

@@ -357,7 +357,7 @@ class NormRotate(nn.RMSNorm):
 
 
 class SelfAttentionProcessor:
-    """Attention processor that computes q, k and v (projected, normalised and rotated) and passes them to a `SelfAttention`."""
+    """Attention processor that projects, normalises and rotates q, k and v, and calls a given function for attention."""
 
     def __init__(self, self_attention: SelfAttention) -> None:
         self.self_attention = self_attention

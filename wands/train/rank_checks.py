@@ -122,8 +122,8 @@ def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) 
     Args:
         engine: DeepSpeed engine of a DiT.
         device: device of this rank.
-        gather: whether to gather and compare also partitioned parameters. Their differences can only come from the
-            gathering, because all ranks read the same partitions.
+        gather: whether to gather and compare also partitioned parameters (ZeRO-3). All ranks gather such a parameter from the
+            same partitions, so a difference shows an error of the gathering.
 
     Returns:
         Number of compared parameters.

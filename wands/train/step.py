@@ -29,9 +29,9 @@ class StepResult:
     The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. The sum over all ranks is divided by one of two
-            numbers: for the logged loss by `TrainingRun.count` (samples or trained tokens of this step), for the gradient by
-            `TrainingRun.denominator` (mean of these numbers over the steps of the epoch).
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. For the logged loss, the sum over all ranks is
+            divided by `TrainingRun.count`: the samples or trained tokens of this step. For the gradient, it is divided by
+            `TrainingRun.denominator`: the mean of these counts over the steps of the epoch.
         clips: (key of the random numbers, noise level, weight) of each sample in the bins of this rank. A padding sample,
             which fills an empty bin, has the weight 0.
         errors: fp64, for each of `clips` the mean squared error over the trained tokens.
@@ -49,7 +49,7 @@ class StepResult:
 
     @cached_property
     def grad_norm(self) -> float:
-        """`norm` as a number."""
+        """Gradient norm of the step: the value of the tensor `norm` as a Python number."""
         return float(self.norm)
 
     @cached_property

@@ -68,7 +68,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
         reason, fix = unmet
         raise ConfigError(f"{error}: {reason}. {fix}.")
     if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
-        raise ConfigError(f"{error}: the check of its results fails ({fault}). Use attention.backend=auto.")
+        raise ConfigError(f"{error}: its results are wrong ({fault}). Use attention.backend=auto.")
     _log_once(logging.INFO, f"attention.backend={name} ({target})")
     return get_backend(name)
 

@@ -268,7 +268,7 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. Two errors are raised only after every other
+            is too short or too small, or the mask does not fit the clip. Two errors are raised only after each usable
             `DecodedClip` was yielded: the mask is black in a window, or the file is too small for a size in
             `spec.more_pixels` but not for the main size.
     """
