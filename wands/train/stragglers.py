@@ -102,9 +102,9 @@ class ComputeTimes:
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
     """Return a dict from each slow rank to its time / the median time of the other ranks, slowest first; {} without slow ranks.
 
-    A rank is slow only if both its seconds and its seconds per input value (element of the model's inputs)
-    are high. The seconds alone would also report a rank with more tokens than the other ranks. The seconds per value alone would also report a rank with fewer tokens,
-    because each layer has a constant cost.
+    A rank is slow only if both its seconds and its seconds per input value (element of the model's inputs) are high. The
+    seconds alone would also report a rank with more tokens than the other ranks. The seconds per value alone would also
+    report a rank with fewer tokens, because each layer has a constant cost.
 
     Args:
         table: [world_size, 2], for each rank its seconds per step and its seconds per input value.

@@ -237,8 +237,8 @@ class ModelConversion:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
         The remaining parts are copied from the attribute `rest`, a pipeline folder that the user gave, or else from the
-        source if the source is a diffusers pipeline. Otherwise, new files are
-        written if the source has all components and a tokenizer. If a component or the tokenizer is missing, a note is added to the result.
+        source if the source is a diffusers pipeline. Otherwise, new files are written if the source has all components
+        and a tokenizer. If a component or the tokenizer is missing, a note is added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
