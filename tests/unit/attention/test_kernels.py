@@ -602,9 +602,7 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
         backends.BACKENDS, "flash4", FlashBackend("flash4", wrong.forward, wrong.backward, min_major=8)
     )
     assert choose_backend("auto", "cuda", BF16, head_dim=16).name == "torch"
-    with pytest.raises(
-        ConfigError, match=r"flash4 cannot run on cuda in bfloat16: its results are wrong"
-    ):
+    with pytest.raises(ConfigError, match=r"flash4 cannot run on cuda in bfloat16: its results are wrong"):
         choose_backend("flash4", "cuda", BF16, head_dim=16)
 
 
