@@ -298,7 +298,7 @@ def test_a_hostile_row_costs_only_itself(box: Sandbox) -> None:
     clips = json.loads((box.out / "check.json").read_text())["clips"]
     assert sum(bool(clip["reason"]) for clip in clips) == len(rows) - 1
     assert [clip["key"] for clip in clips if not clip["reason"]] == ["good"]
-    assert any("but crop=0,0,1,1 must be inside" in clip["reason"] for clip in clips)
+    assert any("but crop=0,0,1,1 must be in the frame" in clip["reason"] for clip in clips)
 
 
 @pytest.mark.parametrize(

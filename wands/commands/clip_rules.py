@@ -110,7 +110,7 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
 
 
 def describe_footage(footage: Sequence[float]) -> str:
-    """Return a text such as "uses 5.1 of 55.1 s; --clip-mode slide would use 50.6 s".
+    """Return a text such as "uses 5.1 of 55.1 s; --clip-mode slide would use 54.9 s".
 
     The part about --clip-mode slide is left out if this mode would not use more of the video.
 

@@ -51,8 +51,11 @@ def find_launcher() -> tuple[Ancestor, ...]:
     """
     ancestors: list[Ancestor] = []
     length = 0
-    with suppress(psutil.NoSuchProcess):  # a process ends in this moment
-        for process in psutil.Process().parents() if "RANK" in os.environ else ():  # launchers set RANK
+    process = psutil.Process() if "RANK" in os.environ else None  # launchers set RANK
+    with suppress(
+        psutil.Error
+    ):  # a process ends in this moment, or belongs to a user whose processes are hidden
+        while process := process and process.parent():
             ancestors.append(Ancestor(process, _program(process)))
             if ancestors[-1].name in _LAUNCHERS:
                 length = len(ancestors)

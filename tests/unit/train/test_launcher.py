@@ -104,13 +104,27 @@ def test_deepspeed_was_killed_before_there_were_workers(
     """KILL of `deepspeed` in the seconds in which its child imports; the child then starts the workers."""
     # number -> name, down to process 1
     processes = dict(zip(range(len(names), 0, -1), names, strict=True))
-    parents = [
-        SimpleNamespace(pid=pid, is_running=lambda: True, status=lambda: "sleeping") for pid in processes
-    ]
+    chain = None
+    for pid in reversed(processes):
+        running = {"is_running": lambda: True, "status": lambda: "sleeping"}
+        chain = SimpleNamespace(pid=pid, parent=lambda above=chain: above, **running)
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(psutil.Process, "parents", lambda self: parents)
+    monkeypatch.setattr(psutil.Process, "parent", lambda self: chain)
     monkeypatch.setattr(launcher, "_program", lambda process: processes[process.pid])
     assert any(ancestor.is_gone() for ancestor in find_launcher()) == is_gone
+
+
+def test_hidden_ancestors_do_not_matter(monkeypatch: pytest.MonkeyPatch):
+    """A cluster may hide the processes of other users (`hidepid` of /proc), such as those above the launcher."""
+
+    def hidden() -> None:
+        raise psutil.AccessDenied(1)
+
+    torchrun = SimpleNamespace(pid=9, parent=hidden)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(psutil.Process, "parent", lambda self: torchrun)
+    monkeypatch.setattr(launcher, "_program", lambda process: "torchrun")
+    assert [ancestor.name for ancestor in find_launcher()] == ["torchrun"]
 
 
 def test_no_process_below_the_first_one(monkeypatch: pytest.MonkeyPatch):

@@ -36,12 +36,14 @@ How to add a kernel:
    all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
    without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
    self-check. Add a CUDA kernel to docs/performance.md (table and order of `auto`), to the help text of
-   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py. `bash scripts/gpu.sh --only attention`
-   measures this speed for every `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
-5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. On a
-   machine with several GPUs, also run `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and
-   the ring over NCCL with a single call of the kernel, for every `FlashBackend` that runs there. Once per process, a
-   training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose results are wrong.
+   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py: fractions of the peak for forward and
+   backward, only for GPUs that run the kernel. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of every
+   `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
+5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
+   tests require bf16 and fp16, and head dims 64 and 128. On a machine with several GPUs, also run
+   `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and the ring over NCCL with a single call
+   of the kernel, for every `FlashBackend` that runs there. Once per process, a training run checks each `FlashBackend` that
+   it may use (self_check.py), and rejects a kernel whose results are wrong.
 
 What the two functions receive:
 

@@ -11,11 +11,14 @@ To add a layout:
 2. In the generator, for each clip yield from `records.records_of_clip`, with captions from `source.check_captions`, which
    allows a clip without a caption where the command needs none. Both raise DataError: catch it around each clip and yield
    `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never take a file name for a caption.
-3. Add the function to `LAYOUTS`, before every layout that would also match.
-4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py.
+3. Add the function to `LAYOUTS`, before every layout that would also match. If the configuration of another trainer can name
+   such a folder, also add it to `_LAYOUTS` in trainer_configs.py.
+4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
+   test_listings.py, whose `LISTINGS` are also read after random damage.
 
 A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. A
-table with another file name is one line in `listings.py`.
+table with another file name is one line in `listings.py`. A JSON table of another shape belongs in `_json_rows` in
+`tables.py`.
 """
 
 from __future__ import annotations

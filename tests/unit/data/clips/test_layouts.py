@@ -449,7 +449,7 @@ def test_csv_mistakes(tmp_path: Path) -> None:
     found = reasons(tmp_path)
     assert "more cells than the header; put a caption with commas in double quotes" in found["metadata.csv:2"]
     assert "missing caption" in found["metadata.csv:3"]
-    lay(tmp_path, {"metadata.csv": "video;caption\nc.mp4;a dog\n"})
+    lay(tmp_path, {"metadata.csv": "video|caption\nc.mp4|a dog\n"})
     with pytest.raises(DataError, match="no video column"):
         load_source(str(tmp_path))
 
