@@ -52,9 +52,8 @@ def find_launcher() -> tuple[Ancestor, ...]:
     ancestors: list[Ancestor] = []
     length = 0
     process = psutil.Process() if "RANK" in os.environ else None  # launchers set RANK
-    with suppress(
-        psutil.Error
-    ):  # a process ends in this moment, or belongs to a user whose processes are hidden
+    # An ancestor may end in this moment, or belong to a user whose processes are hidden.
+    with suppress(psutil.Error):
         while process := process and process.parent():
             ancestors.append(Ancestor(process, _program(process)))
             if ancestors[-1].name in _LAUNCHERS:
