@@ -22,8 +22,9 @@ from PIL import Image
 
 from data_tools.footage.analysis import analyse_clips, identify
 from wands.config.options import SplitOptions
+from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
 from wands.data.clips.layouts import load_source
-from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord
+from wands.data.clips.records import ClipRecord
 from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video_file import open_video
 from wands.errors import ConfigError, DataError

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wands.config.options import ScoreOptions
 from wands.data.clips.clip import ClipSpec
+from wands.data.clips.file_kinds import VIDEO_EXTENSIONS
 from wands.data.clips.layouts import load_source
-from wands.data.clips.records import VIDEO_EXTENSIONS
 from wands.data.clips.video import decode_clip, probe, to_pixels
 from wands.distributed.bootstrap import accelerator_type
 from wands.encoders.vae import WanVideoEncoder

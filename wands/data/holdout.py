@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wands.data.cache.format import checksum, to_bits
-from wands.data.clips.records import CLIP_EXTENSIONS
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS
 
 SUFFIX = re.compile(
     rf"(?:@\d+\.\d+(?:-\d+\.\d+)?|~[0-9a-f]{{8}}|{'|'.join(map(re.escape, CLIP_EXTENSIONS))})+\Z",

@@ -34,9 +34,10 @@ from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS
 from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
-from wands.data.clips.records import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, ClipRecord
+from wands.data.clips.records import ClipRecord
 from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch

@@ -17,7 +17,8 @@ from wands.commands.clip_rules import EMPTY_CAPTION, Footage, measure_footage, n
 from wands.data.cache.shards import IndexEntry
 from wands.data.clips.captions import clean_caption
 from wands.data.clips.clip import ClipSpec, TooSmallError, plan_sizes, split_suffix
-from wands.data.clips.records import IMAGE_EXTENSIONS, ClipRecord, Part, Rejection
+from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
+from wands.data.clips.records import ClipRecord, Part, Rejection
 from wands.data.clips.source import Source
 from wands.errors import ConfigError, one_line
 

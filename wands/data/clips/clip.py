@@ -18,6 +18,8 @@ from typing import Any, Literal
 from wands.errors import ConfigError, DataError
 from wands.variants import Variant
 
+Crop = tuple[int, int, int, int]
+"""(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
 MAX_PIXELS = 480 * 832
 """Default limit of a frame's area in pixels: Wan's 480p class at any aspect ratio."""
 

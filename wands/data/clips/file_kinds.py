@@ -1,4 +1,4 @@
-"""Reasons why a file is not what its name promises: a folder, a named pipe, a Git LFS pointer, an HTML page, other text."""
+"""File types of clips, and reasons why a file is not what its name promises: a folder, a named pipe, a Git LFS pointer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from wands.errors import DataError, one_line
+
+# fmt: off
+VIDEO_EXTENSIONS = (
+    ".3gp", ".avi", ".flv", ".gif", ".m2ts", ".m4v", ".mkv", ".mov",
+    ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts", ".webm", ".wmv",
+)
+# fmt: on
+IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in its folder"

@@ -13,16 +13,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS
 from wands.data.clips.filters import identifier
-from wands.data.clips.records import (
-    CLIP_EXTENSIONS,
-    ClipRecord,
-    Rejection,
-    locate,
-    records_of_clip,
-    reject,
-    store_clip,
-)
+from wands.data.clips.records import ClipRecord, Rejection, locate, records_of_clip, reject, store_clip
 from wands.data.clips.rows import LICENSE_COLUMNS, RANGE_COLUMNS
 from wands.data.clips.source import Source
 from wands.data.clips.tables import lower_names

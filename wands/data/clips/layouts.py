@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from wands.data.clips.file_kinds import explain_no_file
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
 from wands.data.clips.listings import listed_file, listed_folder, single_clip
-from wands.data.clips.records import CLIP_EXTENSIONS, ClipRecord, Rejection, settle_keys
+from wands.data.clips.records import ClipRecord, Rejection, settle_keys
 from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
 from wands.data.clips.trainer_configs import trainer_config

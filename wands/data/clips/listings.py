@@ -15,11 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from wands.data.clips.archives import is_tar
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from wands.data.clips.records import (
-    CLIP_EXTENSIONS,
-    IMAGE_EXTENSIONS,
     MAX_PATH,
-    VIDEO_EXTENSIONS,
     ClipRecord,
     Rejection,
     clip_key,

@@ -13,19 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from wands.data.clips.file_kinds import explain_no_file
-from wands.data.clips.rows import Crop, is_empty, pick_crop, pick_license, read_range
+from wands.data.clips.clip import Crop
+from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
+from wands.data.clips.rows import is_empty, pick_crop, pick_license, read_range
 from wands.errors import CacheError, DataError, one_line
 from wands.texts import printable
 
-# fmt: off
-VIDEO_EXTENSIONS = (
-    ".3gp", ".avi", ".flv", ".gif", ".m2ts", ".m4v", ".mkv", ".mov",
-    ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts", ".webm", ".wmv",
-)
-# fmt: on
-IMAGE_EXTENSIONS = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
-CLIP_EXTENSIONS = (*VIDEO_EXTENSIONS, *IMAGE_EXTENSIONS)
 REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
 MASK_ENDINGS = (".mask.png", ".mask.mp4")

@@ -8,12 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from wands.data.clips.clip import Crop
 from wands.errors import DataError
 from wands.texts import printable
 
 LICENSE_COLUMNS = ("license", "licence")
-Crop = tuple[int, int, int, int]
-"""(x, y, width, height) of a rectangle in pixels of the upright, displayed frame. The upper left corner is (x, y)."""
 RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
 MAX_TIME = 1e9
 """Limit of times in seconds and in frames. The arithmetic of larger times can overflow."""

@@ -12,13 +12,17 @@ from tarfile import TarInfo
 from typing import Any
 
 from wands.data.clips.archives import MAX_CAPTION_BYTES, TAR_EXTENSIONS, TarReader, is_tar
-from wands.data.clips.file_kinds import decode_text, explain_error, explain_no_file
-from wands.data.clips.hf_dataset import clips_dir, saved_dataset
-from wands.data.clips.records import (
+from wands.data.clips.file_kinds import (
     CLIP_EXTENSIONS,
     IMAGE_EXTENSIONS,
-    MASK_ENDINGS,
     VIDEO_EXTENSIONS,
+    decode_text,
+    explain_error,
+    explain_no_file,
+)
+from wands.data.clips.hf_dataset import clips_dir, saved_dataset
+from wands.data.clips.records import (
+    MASK_ENDINGS,
     ClipRecord,
     Rejection,
     clip_key,

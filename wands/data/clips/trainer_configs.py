@@ -20,9 +20,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from wands.data.clips.captions import check_caption
+from wands.data.clips.file_kinds import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
 from wands.data.clips.listings import listed_file, listed_folder
-from wands.data.clips.records import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS, ClipRecord, Rejection, reject
+from wands.data.clips.records import ClipRecord, Rejection, reject
 from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
 from wands.errors import DataError, one_line

@@ -21,9 +21,8 @@ import av
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
-from wands.data.clips.clip import TIME_SLACK, ClipSpec, FrameSize, plan_sizes, plan_windows
-from wands.data.clips.records import IMAGE_EXTENSIONS
-from wands.data.clips.rows import Crop
+from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
+from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
 from wands.data.clips.video_file import LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader, open_video
 from wands.files import atomic_path
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.data.clips.test_listings import clip, image, load, write
+from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
 from wands.data.clips.layouts import load_source
-from wands.data.clips.records import IMAGE_EXTENSIONS
 from wands.errors import DataError
 
 MUSUBI = """
