@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_393
+TOTAL = 21_379
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,11 +19,11 @@ CORE_FILES = (
 FOLDERS = {
     ".": 778,
     "attention": 884,
-    "commands": 4452,
+    "commands": 4445,
     "config": 1232,
     "data": 4444,
     "distributed": 381,
-    "encoders": 341,
+    "encoders": 335,
     "export": 381,
     "flow": 208,
     "model": 2408,
@@ -31,7 +31,7 @@ FOLDERS = {
     "recipes": 0,
     "report": 264,
     "sampling": 945,
-    "train": 3956,
+    "train": 3955,
 }
 """Folder of wands -> its budget; "." is the files next to the folders."""
 

@@ -38,7 +38,6 @@ PROCESSOR_KEYS = (
     "do_normalize", "image_mean", "image_std",
 )
 # fmt: on
-IMAGE_PARTS = ("image_encoder", "image_processor")
 PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
 
 
@@ -72,7 +71,7 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
         if Path(model).is_dir():
             is_missing = not (Path(model) / part).is_dir()
         else:  # most models have no CLIP; find_part would fail for a missing part on the Hub
-            is_missing = part in IMAGE_PARTS and load_index(model).get(part, [None])[0] is None
+            is_missing = part.startswith("image_") and load_index(model).get(part, [None])[0] is None
         if is_missing:
             continue
         fingerprint[part] = read(str(model), find_part(model, part, CONFIG_FILES))

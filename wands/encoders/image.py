@@ -36,10 +36,8 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
-    video = torch.zeros_like(pixels)
-    video[..., 0, :, :] = pixels[..., 0, :, :]
-    if last_image:
-        video[..., -1, :, :] = pixels[..., -1, :, :]
+    video, kept = torch.zeros_like(pixels), [0, -1] if last_image else [0]
+    video[..., kept, :, :] = pixels[..., kept, :, :]
     return video
 
 

@@ -1,10 +1,12 @@
-"""Encode captions in the same way as official Wan.
+"""Encode captions in the same way as official Wan, and find their stored embeddings while clips are encoded.
 
 Letters: L text tokens, D width of the encoder.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from wands.data.cache.format import from_bits, to_bits
+from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
 from wands.encoders.components import find_part, loading_part
@@ -87,3 +91,45 @@ class TextEncoder:
         tokens = self.tokenizer(clean_caption(caption), **options).to(self.model.device)
         states = self.model(tokens.input_ids, tokens.attention_mask).last_hidden_state
         return states[0].to("cpu", torch.bfloat16)
+
+
+def caption_name(caption: str) -> str:
+    """Return the name of a caption's record in a write-ahead log: 32 hex digits, a digest of the caption."""
+    return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
+
+
+def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
+    """Append the text embedding of a caption to a write-ahead log.
+
+    Args:
+        log: write-ahead log.
+        caption: the caption.
+        embeds: bf16 [L, D], for L text tokens and width D of the text encoder.
+
+    Raises:
+        CacheError: if the disk is full.
+    """
+    log.add(caption_name(caption), [to_bits(embeds)], {})
+
+
+class TextSpool:
+    """Reader that finds the text embedding of a caption in write-ahead logs.
+
+    Only the positions of the embeddings are in memory, because a million embeddings would need 800 GB.
+    """
+
+    def __init__(self, logs: Iterable[Path]) -> None:
+        """Index the text embeddings that the logs contain now. Embeddings that are appended later are not found."""
+        self._records = {record.name: record for log in logs for record in read_records(log)}
+
+    def __contains__(self, caption: str) -> bool:
+        return caption_name(caption) in self._records
+
+    def read(self, caption: str) -> Tensor:
+        """Return the stored embedding of a caption, bf16 [text tokens, width of the text encoder].
+
+        Raises:
+            CacheError: if the log is damaged.
+            KeyError: if no log contains the caption. Check with `caption in spool` first.
+        """
+        return from_bits(self._records[caption_name(caption)].read()[0])

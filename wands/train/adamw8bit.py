@@ -87,7 +87,7 @@ class FragmentAdamW8bit(AdamW8bit):
             stored: (index of the first value in the flattened parameter, states) of each stored range that overlaps with
                 the fragment, in ascending order.
         """
-        first, last = fragment.start, fragment.start + fragment.read().numel()
+        first, last = fragment.start, fragment.start + fragment.numel
         moments = []
         for start, states in stored:
             end = start + len(states["state1"])
@@ -110,7 +110,7 @@ class FragmentAdamW8bit(AdamW8bit):
             for table in ("qmap1", "qmap2"):
                 state.pop(table, None)
             for fragment in self.fragments[flats[number]]:
-                first, last = fragment.offset, fragment.offset + fragment.read().numel()
+                first, last = fragment.offset, fragment.offset + fragment.numel
                 states = cut_states(old, 0, first, last) if old else state[fragment.name]
                 # At ZeRO-0, the flat tensor is a parameter, and the blocks do not change.
                 same_blocks = not old or (

@@ -63,11 +63,10 @@ def _gradient(parameter: Any, fragment: Fragment) -> Tensor:
 
     Each ZeRO stage stores the gradients in a different place.
     """
-    size = fragment.read().numel()
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_grad
 
-        return safe_get_local_grad(parameter).view(-1)[:size]  # without the last rank's padding
+        return safe_get_local_grad(parameter).view(-1)[: fragment.numel]  # without the last rank's padding
     if hasattr(parameter, "_hp_mapping"):
         return parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-    return parameter.grad.reshape(-1)[fragment.start : fragment.start + size]
+    return parameter.grad.reshape(-1)[fragment.start : fragment.start + fragment.numel]

@@ -167,14 +167,14 @@ def own_fragments(engine: Any) -> list[Fragment]:
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():
         return fragments
-    return [share for share in map(_own_share, fragments) if share.read().numel()]
+    return [share for share in map(_own_share, fragments) if share.numel]
 
 
 def _own_share(fragment: Fragment) -> Fragment:
     """Return the share of a parameter that this rank averages at ZeRO-0, where `fragment` is the whole parameter."""
-    rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.read().numel()
+    rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
     start, end = numel * rank // world_size, numel * (rank + 1) // world_size
-    return fragment._replace(start=start, read=lambda: fragment.read()[start:end])
+    return fragment._replace(start=start, offset=start, numel=end - start)
 
 
 def _gather_shares(engine: Any) -> None:
@@ -182,5 +182,5 @@ def _gather_shares(engine: Any) -> None:
     for fragment in trained_fragments(engine):
         share = _own_share(fragment)
         bits = fragment.read().view(torch.int32)  # a sum with zeros keeps all bits, also those of -0.0
-        bits[: share.start] = bits[share.start + share.read().numel() :] = 0
+        bits[: share.start] = bits[share.start + share.numel :] = 0
         dist.all_reduce(bits)

@@ -13,9 +13,8 @@ The scales of 8-bit AdamW belong to a fragment, so their names contain the param
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,18 +38,24 @@ class Fragment(NamedTuple):
     Attributes:
         name: name of the parameter.
         start: index of the first value of the range in the flattened parameter.
+        numel: number of values of the range.
         shape: shape of the whole parameter.
-        flat: index of the flat tensor that contains the range, in the order of the optimizer's parameters.
+        tensor: flat tensor that contains the range.
         offset: index of the first value of the range in the flat tensor.
-        read: function that returns a vector with the current values of the range: a view, not a copy.
+        flat: index of the flat tensor in the order of the optimizer's parameters; 0 for a frozen parameter.
     """
 
     name: str
     start: int
+    numel: int
     shape: list[int]
-    flat: int
-    offset: int
-    read: Callable[[], Tensor]
+    tensor: Tensor
+    offset: int = 0
+    flat: int = 0
+
+    def read(self) -> Tensor:
+        """Return a vector with the current values of the range: a view, not a copy."""
+        return cut_flat(self.tensor, self)
 
 
 def trained_fragments(engine: Any) -> list[Fragment]:
@@ -62,7 +67,7 @@ def trained_fragments(engine: Any) -> list[Fragment]:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
         named = engine.module.named_parameters()
         found = [_fragment(engine, name, value, order) for name, value in named if value.requires_grad]
-    return [fragment for fragment in found if fragment is not None and fragment.read().numel()]
+    return [fragment for fragment in found if fragment is not None and fragment.numel]
 
 
 def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
@@ -116,12 +121,14 @@ def state_tensors(
         values = _without_nesting(nested, [fragment.name for fragment in own])
         plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for key, value in values.items():
-            if isinstance(value, Tensor) and "/" not in key and _is_flat(value, flats[number]):
-                tensors += [
-                    LazyTensor.of(f"{fragment.name}/{key}", cut_flat(value, fragment)) for fragment in own
-                ]
-            elif isinstance(value, Tensor):
-                tensors.append(LazyTensor.of(key if "/" in key else f"flat.{number}/{key}", value))
+            if not isinstance(value, Tensor):
+                continue
+            if "/" in key:
+                tensors.append(LazyTensor.of(key, value))
+            elif value.is_floating_point() and value.shape == flats[number].shape:
+                tensors += [LazyTensor.of(f"{each.name}/{key}", cut_flat(value, each)) for each in own]
+            else:
+                tensors.append(LazyTensor.of(f"flat.{number}/{key}", value))
     tensors += [LazyTensor.of(f"{fragment.name}/{FROZEN}", fragment.read()) for fragment in frozen]
     return tensors, {
         "fragments": _places(fragments),
@@ -205,7 +212,7 @@ def _optimizer_state(
         if not state.get(fragment.flat):  # at ZeRO-0, a parameter without a gradient has no states
             state[fragment.flat] = _flat_values(fragment, layout, files)
     if hasattr(base, "join_states"):  # 8-bit AdamW
-        stored = files.read_overlapping({f.name: (f.start, f.start + f.read().numel()) for f in fragments})
+        stored = files.read_overlapping({f.name: (f.start, f.start + f.numel) for f in fragments})
         for fragment in fragments:
             # An earlier version had blocks of whole flat tensors, which `load_state_dict` converts.
             if state[fragment.flat] and "state1" not in state[fragment.flat]:
@@ -344,14 +351,9 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
     return result
 
 
-def _is_flat(value: Tensor, flat: Tensor) -> bool:
-    """Return whether a state has one floating-point value for each value of a flat tensor."""
-    return value.is_floating_point() and value.shape == flat.shape
-
-
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
     """Return the values of a fragment from its flat tensor, or from a tensor of the same shape, such as the gradient."""
-    return flat.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.read().numel()]
+    return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 
 def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
@@ -360,17 +362,16 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
         optimizer = engine.optimizer
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
         flat, shape = optimizer.fp32_partitioned_groups_flat[group], list(parameter.ds_shape)
-        start, own = _own_range(parameter, partition)
-        return Fragment(name, start, shape, order[id(flat)], offset, partial(flat.narrow, 0, offset, own))
+        return Fragment(name, *_own_range(parameter, partition), shape, flat, offset, order[id(flat)])
     shape = list(parameter.shape)
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
         mapping = parameter._hp_mapping
         if mapping is None:  # other ranks own the whole parameter
             return None
-        number = order[id(engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index])]
-        start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
-        return Fragment(name, start, shape, number, offset, lambda: parameter._hp_mapping.hp_fragment)
-    return Fragment(name, 0, shape, order[id(parameter)], 0, lambda: parameter.detach().view(-1))
+        flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+        start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+        return Fragment(name, start, place.numel, shape, flat, place.start, order[id(flat)])
+    return Fragment(name, 0, parameter.numel(), shape, parameter, 0, order[id(parameter)])
 
 
 def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
@@ -395,8 +396,7 @@ def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
         if parameter.requires_grad:
             continue
         if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part
-            values, shape = parameter.ds_tensor.detach(), list(parameter.ds_shape)
-            start, own = _own_range(parameter, values.numel())
-            yield Fragment(name, start, shape, 0, 0, partial(values.narrow, 0, 0, own))
+            values = parameter.ds_tensor
+            yield Fragment(name, *_own_range(parameter, values.numel()), list(parameter.ds_shape), values)
         elif dist.get_rank() == 0:
-            yield Fragment(name, 0, list(parameter.shape), 0, 0, partial(parameter.detach().view, -1))
+            yield Fragment(name, 0, parameter.numel(), list(parameter.shape), parameter)

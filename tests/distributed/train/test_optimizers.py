@@ -620,7 +620,7 @@ def test_8_bits_step_as_32_do(device: str):
     ):
         parameter = torch.nn.Parameter(start.clone().to(device))
         optimizer = build(parameter)
-        optimizer.fragments = {parameter: [Fragment("p", 0, [10_001], 0, 0, parameter.detach)]}
+        optimizer.fragments = {parameter: [Fragment("p", 0, 10_001, [10_001], parameter)]}
         for gradient in gradients:
             parameter.grad = gradient.to(device)
             optimizer.step()

@@ -33,9 +33,9 @@ def cut(bounds: Sequence[int]) -> list[FragmentAdamW8bit]:
         for name, size in sizes().items():
             lower, upper = max(begin, first), min(begin + size, last)
             if lower < upper:
-                # `read` is a view of the first storage, as DeepSpeed's fragments are.
-                read = flat[lower - first : upper - first].detach
-                fragments.append(Fragment(name, lower - begin, SHAPES[name], 0, lower - first, read))
+                fragments.append(
+                    Fragment(name, lower - begin, upper - lower, SHAPES[name], flat, lower - first)
+                )
             begin += size
         optimizer = FragmentAdamW8bit([flat.requires_grad_()], **SETTINGS)
         optimizer.fragments = {flat: fragments}
@@ -230,7 +230,7 @@ def test_moments_move_to_other_ranks_within_one_code(bounds: list[int]):
     for rank in others:
         values: dict[str, Any] = {"step": STEPS}
         for fragment in rank.fragments[flat_of(rank)]:
-            end = fragment.start + fragment.read().numel()
+            end = fragment.start + fragment.numel
             overlapping = [
                 (start, states)
                 for start, states in stored[fragment.name]

@@ -126,14 +126,13 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
             for name, place in slices.items():
                 start = starts.get(name, 0)
                 starts[name] = start + place.numel
-                fragments.append(
-                    _fragment(name, start, shapes[name], number, place.start, flats[number], place.numel)
-                )
+                rest = place.numel, shapes[name], flats[number], place.start, number
+                fragments.append(Fragment(name, start, *rest))
     else:
         names = _in_optimizer_order([name for name in module if trains(name)], state, module)
         flats, optimizer = [module[name] for name in names], model["optimizer"]
         fragments = [
-            _fragment(name, 0, list(value.shape), number, 0, value.flatten(), value.numel())
+            Fragment(name, 0, value.numel(), list(value.shape), value, 0, number)
             for number, (name, value) in enumerate(zip(names, flats, strict=True))
         ]
     frozen = []
@@ -146,7 +145,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         for name, value in stored.items():
             start = value.numel() * rank if stage == 3 else 0
             numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)
-            frozen.append(_fragment(name, start, list(shapes[name]), 0, 0, value.flatten(), numel))
+            frozen.append(Fragment(name, start, numel, list(shapes[name]), value))
     if stage in (1, 2) and not (state.ds_config and offloads_optimizer(state.ds_config)):
         for number, group in enumerate(optimizer["param_groups"]):
             values, own = optimizer["state"].get(number, {}), [f for f in fragments if f.flat == number]
@@ -185,15 +184,9 @@ def _partitions(
         start = partition * rank
         numel = max(min(partition, math.prod(shape) - start), 0)
         if numel:
-            fragments.append(_fragment(name, start, list(shape), number, offset, flats[number], numel))
+            fragments.append(Fragment(name, start, numel, list(shape), flats[number], offset, number))
         offset += partition
     return fragments
-
-
-def _fragment(
-    name: str, start: int, shape: list[int], number: int, offset: int, flat: torch.Tensor, numel: int
-) -> Fragment:
-    return Fragment(name, start, shape, number, offset, partial(flat.detach().narrow, 0, offset, numel))
 
 
 def _in_optimizer_order(names: list[str], state: TrainState, module: Mapping[str, Any]) -> list[str]:

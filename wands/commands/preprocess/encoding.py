@@ -31,8 +31,7 @@ from wands.data.cache.format import MASK_ARRAY, to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
 from wands.encoders.image import ImageEncoder, WindowEncoder
-from wands.encoders.spool import TextSpool, store_text
-from wands.encoders.text import TextEncoder
+from wands.encoders.text import TextEncoder, TextSpool, store_text
 from wands.encoders.vae import WanVideoEncoder
 
 LOG_BYTES = 1 << 30

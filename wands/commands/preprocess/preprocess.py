@@ -34,8 +34,7 @@ from wands.data.clips.isolated import Crash, IsolatedWorker
 from wands.data.clips.records import REJECTS_NAME, Rejection
 from wands.encoders.components import CONFIG_FILES, find_part, read_config, read_variant
 from wands.encoders.fingerprint import fingerprint_pipeline
-from wands.encoders.spool import TextSpool
-from wands.encoders.text import CLEANING_VERSION
+from wands.encoders.text import CLEANING_VERSION, TextSpool
 from wands.encoders.vae import TILE, TILE_STRIDE
 from wands.errors import CacheError, ConfigError, DataError, WandsError
 from wands.sampling.pipeline import check_encoders
