@@ -8,8 +8,7 @@ Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -74,18 +73,10 @@ class Problems:
         """Return True if none of the checks with these names failed or was skipped."""
         return self.failed.isdisjoint(names)
 
-    @contextmanager
-    def check(self, name: str) -> Iterator[None]:
-        """Return a context manager that catches a WandsError of its `with` block, and collects the error for `raise_all`.
-
-        Args:
-            name: name of the check. The check counts as failed if the block raises a WandsError.
-        """
-        try:
-            yield
-        except WandsError as error:
-            self._errors.append(error)
-            self.failed.add(name)
+    def add(self, name: str, error: WandsError) -> None:
+        """Collect the error of a check for `raise_all`. The check with this name counts as failed."""
+        self._errors.append(error)
+        self.failed.add(name)
 
     def run(self, name: str, check: Callable[[], Any], *needs: str) -> Any:
         """Run a check and collect the WandsError that the check raises. Skip the check if a check named in `needs` failed.
@@ -98,11 +89,12 @@ class Problems:
         Returns:
             The result of the check; None if the check failed or was skipped. A skipped check counts as failed.
         """
-        if not self.passed(*needs):
-            self.failed.add(name)
-            return None
-        with self.check(name):
-            return check()
+        if self.passed(*needs):
+            try:
+                return check()
+            except WandsError as error:
+                self._errors.append(error)
+        self.failed.add(name)
         return None
 
     def raise_all(self) -> None:

@@ -62,7 +62,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Raises:
         ConfigError: if the file is missing or is not a YAML mapping.
     """
-    values = _read_yaml(_find_recipe(path)) if path is not None else {}
+    values = _read_yaml(path) if path is not None else {}
     messages = [message for item in overrides if (message := _apply_override(values, item))]
     try:
         recipe = Recipe.model_validate(values)
@@ -72,8 +72,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
         messages += _cross_checks(recipe)
     if not messages:
         return recipe
-    with problems.check("recipe"):
-        raise ConfigError(messages)
+    problems.add("recipe", ConfigError(messages))
     sections = Recipe.model_fields.keys()
     problems.failed |= {name for name in sections if any(re.search(rf"\b{name}[.=]", m) for m in messages)}
     return Recipe.model_validate({name: values[name] for name in sections & values.keys() - problems.failed})
@@ -94,15 +93,6 @@ def shipped_recipe(name: str) -> str:
     if name not in names:
         raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, names)}")
     return (_SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _find_recipe(name: str | Path) -> Path:
-    for path in (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml"):
-        if path.is_file():
-            return path
-    raise ConfigError(
-        f"recipe={name} is neither a file nor a shipped recipe; use a path, or one of {', '.join(list_recipes())}."
-    )
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -127,7 +117,14 @@ class _RecipeLoader(yaml.SafeLoader):
         return node
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(name: str | Path) -> dict[str, Any]:
+    places = (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml")
+    path = next(filter(Path.is_file, places), None)
+    if path is None:
+        recipes = ", ".join(list_recipes())
+        raise ConfigError(
+            f"recipe={name} is neither a file nor a shipped recipe; use a path, or one of {recipes}."
+        )
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -165,8 +162,7 @@ def _apply_override(values: dict[str, Any], item: str) -> str | None:
 
 def _validation_problems(error: ValidationError) -> Iterator[str]:
     """Yield one message per invalid key. If a key accepts several types, the message lists one reason for each type."""
-    reasons: dict[tuple[str, ...], list[str]] = {}
-    values = {}
+    reasons: dict[tuple[str, str], list[str]] = {}
     for item in error.errors():
         path = tuple(str(part) for part in item["loc"] if "[" not in str(part))  # without types: "list[str]"
         if item["type"] in ("extra_forbidden", "invalid_key"):
@@ -174,12 +170,12 @@ def _validation_problems(error: ValidationError) -> Iterator[str]:
             fix = suggest(path[-1], _section_at(path[:-1]).model_fields, prefix)
             yield f"{prefix}{path[-1]} is not a key of the recipe; {fix}"
         else:
-            reasons.setdefault(path, []).append(item["msg"][0].lower() + item["msg"][1:])
-            values[path] = "" if item["type"] == "missing" else f"={item['input']!r}"
-    for path, messages in reasons.items():
-        name, key = ".".join(path), ".".join(part for part in path if not part.isdigit())
-        reason = ", or ".join(messages)
-        yield f"{name}{values[path]} is invalid: {reason}; `wands config {key}` describes the key."
+            value = "" if item["type"] == "missing" else f"={item['input']!r}"
+            reason = item["msg"][0].lower() + item["msg"][1:]
+            reasons.setdefault((".".join(path), value), []).append(reason)
+    for (name, value), messages in reasons.items():
+        key = re.sub(r"\.\d+", "", name)
+        yield f"{name}{value} is invalid: {', or '.join(messages)}; `wands config {key}` describes the key."
 
 
 def _section_at(path: Sequence[str]) -> type[BaseModel]:

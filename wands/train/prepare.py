@@ -137,10 +137,8 @@ def prepare_run(
     merge = partial(build_ds_config, world_size=world_size, device_type=device_type, names=names)
     if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
         ds_config = check("merged config", lambda: merge(ds_user, recipe))
-    else:
-        with problems.check("merged config"):
-            if messages := check_json(dict(ds_user), names[0]):
-                raise ConfigError(messages)
+    elif messages := check_json(dict(ds_user), names[0]):
+        problems.add("merged config", ConfigError(messages))
     check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
     if recipe.lora and recipe.lora.quantize != "none":
         check("quantize", load_library, "lora")
