@@ -101,11 +101,6 @@ def _infer(options: opts.InferOptions) -> None:
     exit_rank()
 
 
-def _evaluate(options: opts.EvaluateOptions) -> None:
-    _print_result("wands.commands.evaluate:evaluate", options)
-    exit_rank()
-
-
 def _selftest(options: opts.SelftestOptions) -> None:
     from wands.commands.selftest.selftest import selftest
 
@@ -124,6 +119,7 @@ def _print_result(function: str, options: Options) -> None:
     if result is not None:  # in a distributed run, only the first rank returns a result
         # A path is printed as it is, because a shell may use it.
         click.echo(result if isinstance(result, Path) else safe_lines(str(result)))
+    exit_rank()
 
 
 def _echo(text: str, *, err: bool = False) -> None:
@@ -149,7 +145,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.ReportOptions: "wands.report.page:report",
     opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
-    opts.EvaluateOptions: _evaluate,
+    opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
     opts.ConvertOptions: "wands.commands.convert.convert:convert",

@@ -86,9 +86,8 @@ def _spelling(field: FieldInfo) -> Spelling:
 
 def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     spelling = _spelling(field)
-    members = [member for member in get_args(field.annotation) if member is not NoneType]
-    optional = NoneType in get_args(field.annotation)
-    kind: Any = members[0] if optional else field.annotation
+    members = get_args(field.annotation)
+    kind: Any = members[0] if NoneType in members else field.annotation
     multiple = get_origin(kind) is tuple
     if multiple:
         kind = get_args(kind)[0]

@@ -6,7 +6,6 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -63,12 +62,16 @@ class Section(NamedTuple):
     keys: tuple[Key, ...]
 
 
-def list_sections() -> list[Section]:
-    """Return all sections of the recipe. A section comes before the sections that are nested in it."""
-    return list(_walk(Recipe, "", str(inspect.getdoc(Recipe))))
+def list_sections(
+    model: type[BaseModel] = Recipe, name: str = "", description: str | None = ""
+) -> list[Section]:
+    """Return a section of the recipe and the sections that are nested in it. A section comes before its nested sections.
 
-
-def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Section]:
+    Args:
+        model: class of the section. The default is the whole recipe.
+        name: name of the section.
+        description: text that is added to the docstring of the class.
+    """
     prefix = f"{name}." if name else ""
     fields = {f"{prefix}{key}": field for key, field in model.model_fields.items()}
     inner = {key: section for key, field in fields.items() if (section := inner_section(field.annotation))}
@@ -77,12 +80,13 @@ def _walk(model: type[BaseModel], name: str, description: str) -> Iterator[Secti
         for key, field in fields.items()
         if key not in inner
     )
-    yield Section(name, description, tuple(keys))
+    text = f"{inspect.getdoc(model)} {description or ''}"
+    sections = [Section(name, " ".join(text.split()), tuple(keys))]
     for key, section in inner.items():
         annotation = fields[key].annotation
-        text = f"{inspect.getdoc(section)} {fields[key].description or ''}"
         is_list = any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
-        yield from _walk(section, key + "[]" * is_list, " ".join(text.split()))
+        sections += list_sections(section, key + "[]" * is_list, fields[key].description)
+    return sections
 
 
 def _type_text(field: FieldInfo) -> str:
