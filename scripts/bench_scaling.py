@@ -30,7 +30,7 @@ from wands.planning.memory import estimate_memory, reserved_memory
 from wands.planning.step_time import Prediction, Traffic, predict
 from wands.planning.workload import Weight, Workload
 from wands.train.weights import list_weights
-from wands.variants import VARIANTS, DiTShape, legal_frames
+from wands.variants import VARIANTS, DiTShape
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 H100 = MACHINES["h100"]
@@ -56,7 +56,7 @@ def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], f
     """Return the tokens of a clip whose sides are cut to multiples of VAE stride x patch size."""
     steps = [step * patch for step, patch in zip(stride[1:], shape.patch_size[1:], strict=True)]
     rows, columns = (side // step for side, step in zip(size, steps, strict=True))
-    return ((legal_frames(frames) - 1) // stride[0] + 1) * rows * columns
+    return ((frames - 1) // stride[0] + 1) * rows * columns
 
 
 @cache
@@ -127,7 +127,11 @@ def effective_len(one: Prediction) -> float:
 
 def needed_len(one: Prediction) -> float:
     """Return the smallest effective length at which the messages of the ring's forward overlap with compute completely."""
-    return one.plan.ring_degree * one.machine.attention_speeds()[0] / one.machine.ring_bandwidth(one.cp)
+    return (
+        one.plan.ring_degree
+        * one.machine.attention_speeds()[0]
+        / one.machine.ring_bandwidth(one.workload.cp_size)
+    )
 
 
 def hidden(traffic: Traffic) -> float:
@@ -175,7 +179,7 @@ def published_errors() -> list[tuple[str, float, float]]:
             for mode in ("none", "selective", "full")
         ]
         one = min(filter(None, found), key=lambda one: one.seconds)
-        mode = f"{one.workload.recipe.model.checkpointing}, cp {one.cp}"
+        mode = f"{one.workload.recipe.model.checkpointing}, cp {one.workload.cp_size}"
         rows.append(
             (f"{trainer:22}{gpus:4} x {machine.name:13}{mode:18}", tflops, one.mfu * machine.peak / 1e12)
         )

@@ -261,7 +261,7 @@ class Variant:
         """Return the size (frames, rows, columns) of the latents of a video.
 
         Args:
-            num_frames: number of frames of the video, 4k + 1 for an integer k.
+            num_frames: number of frames of the video. If it is not 4k + 1 for an integer k, the next smaller such number is used.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """
@@ -272,7 +272,7 @@ class Variant:
         """Return the number of tokens of a video in the DiT.
 
         Args:
-            num_frames: number of frames of the video, 4k + 1 for an integer k.
+            num_frames: number of frames of the video, as in `latent_size`.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """
@@ -369,11 +369,3 @@ def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:
         f"the transformer's config has in_channels={shape.in_channels}, out_channels={latents} and image_dim="
         f"{shape.image_dim}, which no Wan 2.1 or 2.2 text-to-video or image-to-video model has"
     )
-
-
-def legal_frames(num_frames: int) -> int:
-    """Return the largest number of the form 4k + 1 that is not larger than `num_frames`.
-
-    The VAE accepts only such numbers of frames, because it encodes the first frame alone and then groups of four frames.
-    """
-    return (num_frames - 1) // 4 * 4 + 1

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from wands.variants import IMAGE_LEN, VARIANTS, DiTShape, Variant, legal_frames, variant_of
+from wands.variants import IMAGE_LEN, VARIANTS, DiTShape, Variant, variant_of
 
 CONFIG = {
     "patch_size": (1, 2, 2), "num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16,
@@ -126,5 +126,7 @@ def test_official_sizes_can_be_sampled(variant: Variant):
     assert (chosen.guidance_scale_2 is None) == (variant.boundary_ratio is None)
 
 
-def test_legal_frames():
-    assert [legal_frames(n) for n in (1, 2, 4, 5, 8, 9, 81, 84)] == [1, 1, 1, 5, 5, 9, 81, 81]
+def test_other_numbers_of_frames_count_as_the_next_smaller_4k_plus_1():
+    variant = VARIANTS["wan2.1-t2v-1.3b"]
+    sizes = [variant.latent_size(n, 8, 8)[0] for n in (1, 2, 4, 5, 8, 9, 81, 84)]
+    assert sizes == [1, 1, 1, 2, 2, 3, 21, 21]
