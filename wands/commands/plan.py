@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +28,9 @@ from wands.train.evaluation_plan import num_forwards
 from wands.train.run import sampling_load
 from wands.train.samples import plan_videos
 from wands.train.weights import list_weights, read_model
-from wands.variants import VARIANTS, Expert, Variant, legal_frames
+from wands.variants import VARIANTS, Expert, Variant
 
-SIZES = {"480p": (480, 832), "720p": (720, 1280)}
+SIZES = {"480p": "480x832", "720p": "720x1280"}
 _NUM_ROWS = 10
 _TEXT_BYTES = 150 * 2  # bytes of a text embedding per channel of the text encoder: about 150 tokens in bf16
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
@@ -66,7 +67,7 @@ def plan(options: PlanOptions) -> str:
     if options.table:
         return what_fits()
     recipe = load_recipe(options.recipe, options.overrides)
-    model = find_model(recipe, options)
+    model = find_model(recipe, options.variant)
     _, variant, experts = model
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
     task = build_task(recipe, model, _lengths(recipe, variant, options), options, load)
@@ -87,18 +88,6 @@ def plan(options: PlanOptions) -> str:
         head += f"\nassumed: {len(task.seq_lens)} clips (--clips) of {options.frames} frames (--frames), {options.size} (--size)"
     details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
     return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
-
-
-def _machine_of(options: PlanOptions) -> Machine:
-    machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
-    machine = with_measurements(machine, options.hardware_file)
-    per_node = machine.ranks_per_node
-    if options.gpus > per_node and options.gpus % per_node:
-        raise ConfigError(
-            f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
-            f"{options.gpus // per_node * per_node}."
-        )
-    return machine
 
 
 def what_fits(
@@ -139,21 +128,16 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
         gpus: number of GPUs.
     """
     variant = VARIANTS[name]
-    for quantize in ("none", "nf4") if kind == "lora" else ("none",):
-        recipe = load_recipe(f"{name}-{kind}")
-        lens = _lengths(recipe, variant, PlanOptions())
-        packing = recipe.packing.model_copy(update={"max_tokens": int(lens.max())})
-        changes: dict[str, Any] = {"packing": packing}
-        if recipe.lora:
-            changes["lora"] = recipe.lora.model_copy(update={"quantize": quantize})
-        recipe = recipe.model_copy(update=changes)  # skips the checks of the local installation
+    lens = _lengths(Recipe(), variant, PlanOptions())
+    for quantize in ([], ["lora.quantize=nf4"]) if kind == "lora" else ([],):
+        recipe = load_recipe(f"{name}-{kind}", [f"packing.max_tokens={lens[0]}", *quantize])
         weights = list_weights(recipe, variant.dit.to_config(), variant.experts)
         workload = Workload(recipe, variant.dit, weights, len(variant.experts), gpus)
         ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
         if candidates := search(Task(workload, lens, machine, ds_configs)):
             best = candidates[0].workload
             cp = f"cp {best.cp_size}" if best.cp_size > 1 else ""
-            words = candidates[0].ds_name, cp, best.recipe.model.checkpointing, quantize.replace("none", "")
+            words = candidates[0].ds_name, cp, best.recipe.model.checkpointing, "nf4" if quantize else ""
             return ", ".join(filter(None, words))
     return "–"
 
@@ -177,23 +161,30 @@ def build_task(
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
     """
-    machine, (config, variant, experts) = _machine_of(options), model
+    machine = machine_named(options.hardware, **options.model_dump(include=_MACHINE_OPTIONS))
+    machine = with_measurements(machine, options.hardware_file)
+    per_node, (config, variant, experts) = machine.ranks_per_node, model
+    if options.gpus > per_node and options.gpus % per_node:
+        raise ConfigError(
+            f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
+            f"{options.gpus // per_node * per_node}."
+        )
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
     weights = list_weights(recipe, config, experts)
     workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
     return Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
 
 
-def find_model(recipe: Recipe, options: PlanOptions) -> Model:
+def find_model(recipe: Recipe, variant: str | None = None) -> Model:
     """Return (config of the DiT, model variant, trained experts) for the model that the recipe trains.
 
-    For a published model, no model file is read. The name of the published model is `options.variant`, or part of the Hub id
-    in `model.path`. For other models, the config files in `model.path` are read.
+    For a published model, no model file is read. The name of the published model is `variant`, or part of the Hub id in
+    `model.path`. For other models, the config files in `model.path` are read.
 
     Raises:
         ConfigError: if the variant is unknown, or the recipe names no model.
     """
-    name = options.variant or published_name(recipe.model.path)
+    name = variant or published_name(recipe.model.path)
     if not (name or recipe.model.path):
         raise ConfigError(
             "model.path is not set; add --set model.path=DIR with a pipeline folder, or --variant with the name of a "
@@ -222,16 +213,10 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
             raise CacheError(f"{error} To plan without a cache, add --clips N.") from None
         return dataset.num_tokens(dit.patch_size)
     size = options.size
-    parts = SIZES.get(size) or size.lower().split("x")
-    try:
-        height, width = map(int, parts)
-        if min(height, width) < 1:
-            raise ValueError
-    except ValueError:
-        raise ConfigError(
-            f"--size {size} is neither 480p, 720p nor HEIGHTxWIDTH; write for example 480x832."
-        ) from None
-    tokens = variant.num_tokens(legal_frames(options.frames), height, width)
+    sides = re.fullmatch(r"(\d+)x(\d+)", SIZES.get(size, size.lower()))
+    if sides is None:
+        raise ConfigError(f"--size {size} is neither 480p, 720p nor HEIGHTxWIDTH; write for example 480x832.")
+    tokens = variant.num_tokens(options.frames, *map(int, sides.groups()))
     if tokens < 1:
         raise ConfigError(
             f"--size {size} is smaller than one video token of {variant.name}; use a larger size, such as 480p."
@@ -291,9 +276,7 @@ def _evaluation_line(best: Candidate, variant: Variant, total: int) -> str:
     load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
     assert recipe.eval is not None
     clip = int(lens.mean())
-    training = (
-        total * recipe.train.bins_per_step * best.prediction.cp * best.prediction.flops * load.num_models
-    )
+    training = total * recipe.train.bins_per_step * load.cp_size * best.prediction.flops * load.num_models
     each = 9 * num_forwards(recipe, total, variant, load.num_models) * variant.dit.forward_flops([clip])
     share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
     return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
@@ -338,14 +321,11 @@ def describe_smallest(task: Task, fix: str) -> str:
     if not settings:
         return f"--gpus {gpus}: no DeepSpeed config is valid for this recipe; run wands train --dry-run to see the reasons."
     least = min(settings, key=lambda setting: setting.memory.needed)
-    host = ""
-    if least.host:
-        host = f" and {to_gib(least.host)} of host memory per node (available: {to_gib(task.machine.host_memory)})"
     load = least.workload
     how = f"{least.ds_name}, cp {load.cp_size}, checkpointing {load.recipe.model.checkpointing}"
     return (
         f"no settings fit {gpus} x {task.machine.name}: the smallest settings ({how}, clips of up to {longest:,} "
-        f"tokens) need {to_gib(least.memory.needed)} per GPU (available: {to_gib(least.usable)}){host}; {fix}"
+        f"tokens) need {least.describe_memory()}; {fix}"
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from wands.commands.plan import find_model
 from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
-from wands.config.options import PlanOptions, TrainOptions
+from wands.config.options import TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import (
     accelerator_type,
@@ -202,8 +202,7 @@ def _show_timesteps(options: TrainOptions, log: Log) -> None:
     If the recipe has no `model.path`, log one histogram over all noise levels. For a published model, no model file is read.
     """
     recipe = load_recipe(options.recipe, options.overrides)
-    model = PlanOptions(recipe=options.recipe, overrides=options.overrides)
-    experts = find_model(recipe, model)[2] if recipe.model.path else ()
+    experts = find_model(recipe)[2] if recipe.model.path else ()
     for expert in experts or (None,):
         if expert and expert.name:
             log(f"{expert.name}-noise expert ({expert.subfolder})")

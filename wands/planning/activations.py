@@ -21,15 +21,11 @@ class Activations:
     """
 
     def __init__(self, workload: Workload) -> None:
-        self.shape, self.recipe, self.stage = workload.shape, workload.recipe, workload.zero_stage
-        self.video_tokens = workload.video_tokens / workload.cp_size
-        self.tokens, self.exchanged = workload.tokens, workload.ulysses_degree > 1
+        self.workload, self.shape, self.recipe = workload, workload.shape, workload.recipe
+        self.tokens, self.stage = workload.tokens, workload.zero_stage
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
-        self.num_models = workload.num_models
         self.num_recomputed = self.recipe.model.num_recomputed(self.shape.num_layers)
-        self.num_batches = workload.micro_steps * self.recipe.data.prefetch
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
-        self._compiled = workload.compiled
         self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
     def moments(self) -> Iterator[tuple[int, float]]:
@@ -41,9 +37,8 @@ class Activations:
         block = self._block()
         # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
         working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim)
-        if (
-            self._quantized
-        ):  # the largest weight of the base model after decoding, and the buffer for decoding
+        if self._quantized:
+            # The largest weight of the base model after decoding, and the buffer for decoding.
             working += 2.0 * FP32 * shape.dim * shape.ffn_dim
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
         # Norm and modulation before the head, with their gradients. Tensors are saved for them only if the tables are trained.
@@ -64,19 +59,17 @@ class Activations:
         # Query and key are in fp32 while they are normalised and rotated.
         attention = (14 + 6 * narrow) * shape.dim
         ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * shape.ffn_dim
-        return self.video_tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
+        tokens = self.workload.video_tokens / self.workload.cp_size
+        return tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of each component in host memory: offloaded activations, and the data of prefetched steps.
-
-        Components without bytes are left out.
-        """
-        sizes = sum(self._named(name) for name in self.recipe.model.kept_on_host)
+        """Return the bytes of each component in host memory: offloaded activations, and the data of prefetched steps."""
+        sizes, shape = sum(self._named(name) for name in self.recipe.model.kept_on_host), self.shape
         # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
-        noisy = self.num_models * self.tokens * FP32 * 4 * (self.shape.in_channels + self.shape.out_channels)
-        ahead = self.num_batches * (noisy + BF16 * self.text_rows * self.shape.text_dim)
-        found = {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
-        return {name: size for name, size in found.items() if size}
+        noisy = self.workload.num_models * self.tokens * FP32 * 4 * (shape.in_channels + shape.out_channels)
+        num_batches = self.workload.micro_steps * self.recipe.data.prefetch
+        ahead = num_batches * (noisy + BF16 * self.text_rows * shape.text_dim)
+        return {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
 
     def _held_on_device(self, left: int) -> float:
         """Return the bytes on the device that blocks saved for their backward pass, while one block is recomputed.
@@ -96,7 +89,7 @@ class Activations:
 
     def _named(self, name: str) -> float:
         """Return the bytes of the tensor `name` in one block. `wands.model.checkpointing` lists the tensor names."""
-        shape, exchanged = self.shape, self.exchanged
+        shape, exchanged = self.shape, self.workload.ulysses_degree > 1
         rows = {
             "block_input": FP32 * shape.dim,
             "attn_output": (1 + exchanged) * self.narrow * shape.dim + FP32 * shape.num_heads,
@@ -122,7 +115,8 @@ class Activations:
         # Values per token: rows of D in fp32 (wide), rows of D (narrow_rows) and of F (hidden) in the compute dtype, and the
         # values of the LoRA's width (low).
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
-        if self._compiled:  # queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept
+        if self.workload.compiled:
+            # Queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept.
             wide, narrow_rows = 3, narrow_rows + 3
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:

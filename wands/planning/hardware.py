@@ -143,13 +143,16 @@ MACHINES = {
 """Maps each name that `wands plan --hardware` accepts to its machine."""
 
 
-def machine_named(name: str, **own: float | None) -> Machine:
-    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers.
+def machine_named(
+    name: str, *, gpu_memory: float | None, gpus_per_node: int | None, **own: float | None
+) -> Machine:
+    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers. None keeps a number.
 
     Args:
         name: name of the machine.
-        own: the user's numbers: gpu_memory and host_memory in GB, node_bandwidth and network_bandwidth in GB/s, and
-            gpus_per_node. None keeps the number of the machine.
+        gpu_memory: the user's memory of one GPU in GB.
+        gpus_per_node: the user's number of GPUs in a node.
+        own: other numbers of the user: host_memory in GB, and node_bandwidth and network_bandwidth in GB/s.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -160,15 +163,11 @@ def machine_named(name: str, **own: float | None) -> Machine:
             f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}. If only the memory of your GPU "
             "is different, also set --gpu-memory."
         )
-    given = {key: value for key, value in own.items() if value is not None}
-    scaled = ("host_memory", "node_bandwidth", "network_bandwidth")
-    changes: dict[str, Any] = {key: given[key] * GB for key in scaled if key in given}
-    if "gpu_memory" in given:
+    changes: dict[str, Any] = {key: value * GB for key, value in own.items() if value is not None}
+    if gpu_memory is not None:
         kind = machine.name.rsplit(" ", 2)[0]  # "H100 80 GB"
-        changes |= {"name": f"{kind} {given['gpu_memory']:g} GB", "memory": given["gpu_memory"] * GB}
-    if "gpus_per_node" in given:
-        changes["ranks_per_node"] = int(given["gpus_per_node"])
-    return replace(machine, **changes)
+        changes |= {"name": f"{kind} {gpu_memory:g} GB", "memory": gpu_memory * GB}
+    return replace(machine, ranks_per_node=gpus_per_node or machine.ranks_per_node, **changes)
 
 
 def measurement_file(device: str) -> Path:

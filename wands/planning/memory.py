@@ -78,8 +78,8 @@ def estimate_memory(workload: Workload) -> Memory:
     if workload.video_tokens:
         moments += states.during_samples(activations.without_gradients())
     highest = max(moments, key=lambda parts: sum(parts.values()))
-    host = states.on_host() | activations.on_host()
-    return Memory({name: size for name, size in highest.items() if size}, host)
+    places = highest, states.on_host() | activations.on_host()
+    return Memory(*({name: size for name, size in parts.items() if size} for parts in places))
 
 
 def checkpoint_bytes(workload: Workload) -> int:
@@ -111,9 +111,13 @@ class _States:
         self.weights_away = offload_device(zero, "offload_param") != "none"
         # One fp32 copy of the trained weights, partitioned over the ranks.
         self.share = FP32 * workload.trained / world_size
+        # At stage 0 the optimizer updates the weights directly, so there are no fp32 master weights. At stage 3 only weights
+        # that are not fp32 have masters, because `build_engine` lets fp32 weights and masters share memory.
+        copied = sum(w.numel for w in weights if w.trained and w.element_size != FP32)
+        self.masters = (0.0, self.share, self.share, FP32 * copied / world_size)[self.stage]
         # Each trained DiT has separate weights, optimizer states and a separate moving average.
         self.weights = workload.num_models * workload.stored / (world_size if self.stage == 3 else 1)
-        self.average = workload.num_models * FP32 * workload.trained / world_size
+        self.average = workload.num_models * self.share
         self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
         trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
         states = state_bytes(self.kind, trained, self.stage) if self.kind else 2 * FP32 * workload.trained
@@ -177,7 +181,7 @@ class _States:
         if self.optimizer_away:
             # DeepSpeed keeps masters of all trained weights on the host, also at stage 3.
             host["optimizer"] = models * ((self.share if self.stage else 0.0) + self.moments)
-            host["gradients"] = models * FP32 * self.workload.trained / self.workload.world_size
+            host["gradients"] = models * self.share
         if self.weights_away:
             host["weights"] = self.weights
         if self.ema and self.ema.device == "cpu":
@@ -200,7 +204,7 @@ class _States:
         models, held = self.workload.num_models, defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:
-            held["optimizer"] = models * (self._masters() + self.moments)
+            held["optimizer"] = models * (self.masters + self.moments)
         if self.ema and self.ema.device == "gpu":
             held["ema"] = self.average
         if self.stage == 3:
@@ -208,17 +212,6 @@ class _States:
             held["gradients"] = (models - 1) * self.gradients
             held["buffers"] = models * self.bucket
         return held
-
-    def _masters(self) -> float:
-        """Return the bytes of this rank's fp32 master weights.
-
-        At ZeRO stage 0 there are no master weights, because the optimizer updates the weights directly. At ZeRO stage
-        3, fp32 weights need no separate masters, because `build_engine` lets weights and masters share memory.
-        """
-        if self.stage < 3:
-            return self.share if self.stage else 0.0
-        copied = sum(w.numel for w in self.workload.weights if w.trained and w.element_size != FP32)
-        return FP32 * copied / self.workload.world_size
 
     def _gradients(self) -> float:
         if self.stage >= 2:

@@ -23,6 +23,7 @@ from wands.config.deepspeed import build_ds_config
 from wands.config.recipe import ParallelConfig
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
+from wands.files import differences
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory, reserved_memory, to_gib
 from wands.planning.step_time import Prediction, predict
@@ -131,6 +132,15 @@ class Candidate:
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
         return fits_host and self.memory.needed <= self.usable
 
+    def describe_memory(self) -> str:
+        """Return a text with the memory that a run with this combination needs, and the memory that the machine has."""
+        machine, host = self.task.machine, ""
+        if self.host:
+            available = to_gib(machine.host_memory)
+            host = f" and {to_gib(self.host)} of host memory per node ({available} available)"
+        device = f"{machine.name}: {to_gib(self.usable)} available"
+        return f"{to_gib(self.memory.needed)} of device memory per rank ({device}){host}"
+
     @cached_property
     def prediction(self) -> Prediction:
         """Predicted time of an optimizer step that trains one DiT."""
@@ -139,15 +149,8 @@ class Candidate:
 
     def changes(self) -> list[str]:
         """Return the recipe keys that this combination changes, as ``key=value`` strings with the new values."""
-        before, after = self.task.workload.recipe, self.workload.recipe
-        keys = {
-            "model.checkpointing": (before.model.checkpointing, after.model.checkpointing),
-            "model.checkpoint_blocks": (before.model.checkpoint_blocks, after.model.checkpoint_blocks),
-            "parallel.cp_size": (before.parallel.group_size, self.workload.cp_size),
-            "packing.max_tokens": (before.packing.max_tokens, after.packing.max_tokens),
-            "train.bins_per_step": (before.train.bins_per_step, after.train.bins_per_step),
-        }
-        return [f"{key}={value}" for key, (old, value) in keys.items() if value != old]
+        recipes = self.task.workload.recipe.model_dump(), self.workload.recipe.model_dump()
+        return [f"{key}={'null' if new is None else new}" for key, _, new in differences(*recipes)]
 
     @property
     def seconds(self) -> float:
@@ -190,19 +193,12 @@ def check_memory(task: Task, ds_name: str) -> str | None:
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
 
     Returns:
-        None if the run fits. Otherwise a text with the memory that the run needs, and the text of `find_cure`.
+        None if the run fits. Otherwise a text with the memory that the run needs, and the text of `_find_cure`.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
         return None
-    host = ""
-    if run.host:
-        available = to_gib(task.machine.host_memory)
-        host = f" and {to_gib(run.host)} of host memory per node ({available} available)"
-    return (
-        f"this run needs about {to_gib(run.memory.needed)} of device memory per rank ({task.machine.name}: "
-        f"{to_gib(run.usable)} available){host}; {find_cure(task, ds_name)}"
-    )
+    return f"this run needs about {run.describe_memory()}; {_find_cure(task, ds_name)}"
 
 
 def search(task: Task) -> list[Candidate]:
@@ -350,7 +346,7 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     return [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]
 
 
-def find_cure(task: Task, ds_name: str) -> str:
+def _find_cure(task: Task, ds_name: str) -> str:
     """Find the smallest change of settings that makes a run fit its machine, and return the end of an error message.
 
     The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests larger

@@ -98,14 +98,9 @@ class Prediction:
     once: float
 
     @property
-    def cp(self) -> int:
-        """Number of ranks in a context-parallel group. The ranks of a group share each bin."""
-        return self.workload.cp_size
-
-    @property
     def dp(self) -> int:
         """Number of context-parallel groups (groups of ranks that share a bin). Each group trains on different bins."""
-        return self.workload.world_size // self.cp
+        return self.workload.world_size // self.workload.cp_size
 
     @property
     def micro_steps(self) -> int:
@@ -169,7 +164,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     compute = ((forward, ring_forward), (backward, ring_backward))
     zero, once = _zero_traffic(workload, machine, compute)
     # Offloaded activations move to the host and back, overlapping with the computation.
-    on_host = Activations(workload).on_host().get("activations", 0.0) * sum(lens) / workload.max_tokens
+    on_host = Activations(workload).on_host()["activations"] * sum(lens) / workload.max_tokens
     moved = 2 * on_host / machine.host_bandwidth
     zero += Traffic(moved, max(0.0, moved - forward - backward))
     flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp

@@ -177,7 +177,7 @@ def test_published_speeds_have_a_prediction():
 
 def test_more_ranks_per_bin_keep_the_work_and_add_traffic():
     slower = [prediction(SHAPE, LENS, 64, cp, Setting()) for cp in (1, 2, 4, 8, 16, 32)]
-    assert [one.cp * one.dp for one in slower] == [64] * 6
+    assert [one.workload.cp_size * one.dp for one in slower] == [64] * 6
     assert [one.plan.ulysses_degree for one in slower] == [1, 2, 4, 4, 4, 4]  # 12 heads, 8 ranks in a node
     assert sorted(one.seconds for one in slower) == [one.seconds for one in slower]
     held = [bench_scaling.memory(one) for one in slower]
@@ -237,7 +237,7 @@ def test_the_smallest_cp_that_fits(gpus: int):
     assert one is not None
     assert bench_scaling.fits(one)
     assert one.dp <= setting.bins
-    half = one.cp // 2
+    half = one.workload.cp_size // 2
     smaller = prediction(shape, [75600], gpus, half, setting)
     assert gpus // half > setting.bins or not bench_scaling.fits(smaller)
     nothing = Setting(Machine(memory=1e9))

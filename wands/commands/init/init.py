@@ -104,7 +104,7 @@ def init(options: InitOptions) -> str:
     shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
     prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
     load = sampling_load(build_requests([prompt], {"num_inference_steps": 30}, variant)[0], variant)
-    parts, has_room = find_model(recipe, machine), (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER
+    has_room, parts = (machine.gpu_memory or TEXT_ENCODER) >= TEXT_ENCODER, find_model(recipe, name)
     tasks = [build_task(recipe, parts, lens, machine, part) for part in [{}, load][: 1 + has_room]]
     # Settings with more data-parallel ranks than samples come last, because wands train refuses them.
     ranked = [
