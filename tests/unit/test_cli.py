@@ -210,15 +210,21 @@ def test_dry_run_of_a_published_model_needs_no_network(
     assert "no.png cannot be used" in wrong
 
 
-@pytest.mark.parametrize("end", ["", ".index.json"])
-def test_dry_run_checks_a_published_model_that_is_downloaded(end: str, offline: Path):
-    weights = offline / "snapshots" / "1" / "transformer" / f"diffusion_pytorch_model.safetensors{end}"
+@pytest.mark.parametrize("name", ["{}.safetensors", "{}-00001-of-00001.safetensors"])
+def test_dry_run_checks_a_published_model_that_is_downloaded(name: str, offline: Path):
+    stem = "diffusion_pytorch_model"
+    weights = offline / "snapshots" / "1" / "transformer" / name.format(stem)
     weights.parent.mkdir(parents=True)
-    weights.write_text("damaged")
     (offline / "refs").mkdir()
     (offline / "refs" / "main").write_text("1")
-    text = refused("train", "wan2.1-t2v-1.3b-lora", "--dry-run", "--set", MOCK)
-    assert "model.path=Wan-AI/Wan2.1-T2V-1.3B-Diffusers has no transformer/config.json" in text
+    run = ("train", "wan2.1-t2v-1.3b-lora", "--dry-run", "--set", MOCK)
+    if "-of-" in name:
+        index = weights.with_name(f"{stem}.safetensors.index.json")
+        index.write_text(json.dumps({"weight_map": {"proj_out.weight": weights.name}}))
+        result = invoke(*run)  # the index without the weights that it lists
+        assert "not downloaded" in result.output, result.output
+    weights.write_text("damaged")
+    assert "model.path=Wan-AI/Wan2.1-T2V-1.3B-Diffusers has no transformer/config.json" in refused(*run)
 
 
 def test_a_folder_with_the_name_of_a_published_model_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -10,6 +10,9 @@ from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from wands.errors import ConfigError, one_line
+from wands.model.files.name_maps import EXPERTS
+from wands.model.files.official import DIT_STEM
+from wands.model.files.tensor_files import find_weights
 from wands.variants import VARIANTS
 
 
@@ -32,13 +35,19 @@ def published_name(model: str) -> str | None:
 
 
 def is_downloaded(model: str) -> bool:
-    """Return whether the Hub cache on this machine contains the DiT's weights of a pipeline, or the index of these weights.
+    """Return whether the Hub cache on this machine contains all weights of a pipeline's only DiT or high-noise expert.
 
     Args:
         model: Hub id of a diffusers pipeline.
+
+    Raises:
+        CheckpointError: if the cached index of the weights is damaged.
     """
-    stem = "transformer/diffusion_pytorch_model.safetensors"
-    return any(isinstance(try_to_load_from_cache(model, stem + end), str) for end in ("", ".index.json"))
+    for end in ("", ".index.json"):
+        cached = try_to_load_from_cache(model, f"{EXPERTS[0]}/{DIT_STEM}.safetensors{end}")
+        if isinstance(cached, str):
+            return all(path.is_file() for path in find_weights(Path(cached).parent, DIT_STEM))
+    return False
 
 
 def fetch_model(
