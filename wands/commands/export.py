@@ -14,9 +14,8 @@ from wands import __version__
 from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
-from wands.export.lora_weights import write_lora
 from wands.export.model_card import RECORD_FILE, STRIPS_FILE
-from wands.export.transformer_weights import write_transformer
+from wands.export.trained_weights import write_lora, write_transformer
 from wands.files import atomic_folder, write_text
 from wands.model.files.checkpoint_files import (
     TrainState,

@@ -158,8 +158,8 @@ def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
-            with TensorFiles([path], f"DIRECTORY {directory}") as files:
-                prefixes = {name.partition(".")[0] for name in files.shapes if ".lora_" in name}
+            names = TensorFiles([path], f"DIRECTORY {directory}").tensors
+            prefixes = {name.partition(".")[0] for name in names if ".lora_" in name}
             targets = {prefix: prefix for prefix in EXPERTS if prefix in prefixes}
             if list(targets) == [EXPERTS[0]]:
                 targets[EXPERTS[0]] = expert

@@ -150,8 +150,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
         CheckpointError: if the file is damaged or contains no LoRA for Wan.
     """
     file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
-    with TensorFiles([file], f"{key}={file}") as files:
-        loras = read_lora_file(files)
+    loras = read_lora_file(TensorFiles([file], f"{key}={file}"))
     update = update_of(loras, expert.subfolder)
     if update is None:
         raise ConfigError(

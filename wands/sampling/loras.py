@@ -191,8 +191,7 @@ def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
         ConfigError: if the file is damaged or not a LoRA of Wan, or fits no parameter of a DiT.
     """
     try:
-        with TensorFiles([lora.file], lora.label) as files:
-            updates = read_lora_file(files)
+        updates = read_lora_file(TensorFiles([lora.file], lora.label))
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     if lora.subfolder == EXPERTS[1]:

@@ -56,8 +56,8 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def tensors(*files: Path) -> dict[str, Tensor]:
-    with TensorFiles(files, "test") as opened:
-        return {name: opened.read(name).clone() for name in opened.shapes}
+    opened = TensorFiles(files, "test")
+    return {name: opened.read(name).clone() for name in opened.shapes}
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -346,7 +346,7 @@ def test_whenever_it_dies_a_whole_export_is_left(
 
 
 def test_a_disk_that_changes_a_bit_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from wands.export import transformer_weights as module
+    from wands.export import trained_weights as module
 
     def damaged(*args: Any) -> None:
         (path,) = write_sharded(*args)

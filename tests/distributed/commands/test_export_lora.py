@@ -18,8 +18,8 @@ from tests.support.commands import convert, export
 from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
 from wands.errors import CheckpointError, ConfigError
-from wands.export.lora_weights import COMFYUI_FILE
 from wands.export.model_card import RECORD_FILE
+from wands.export.trained_weights import COMFYUI_FILE
 from wands.model.files.checkpoint_files import load_full_weights
 from wands.model.files.lora_files import LORA_FILE
 from wands.train.checkpoint import build_state

@@ -16,23 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.commands.convert.convert_result import ComponentSummary, ConvertResult
+from wands.commands.convert.convert_result import (
+    ComponentSummary,
+    ConvertResult,
+    compare_forwards,
+    stock_names,
+)
 from wands.commands.convert.lora_layouts import convert_lora, find_loras
 from wands.commands.convert.old_checkpoint import convert_run
-from wands.commands.convert.pipeline_folder import (
-    build_stock,
-    copy_path,
-    write_pipeline,
-    write_stock_config,
-)
-from wands.commands.convert.round_trip import compare_forwards, stock_names
-from wands.commands.convert.source_components import (
-    KINDS,
-    SourceComponent,
-    find_components,
-    map_component,
-)
+from wands.commands.convert.pipeline_folder import build_stock, copy_path, write_pipeline, write_stock_config
+from wands.commands.convert.source_components import SourceComponent, find_components, map_component
 from wands.config.options import ConvertOptions
+from wands.encoders.components import WEIGHT_STEMS
 from wands.errors import ConfigError
 from wands.export.base_pipeline import check_base
 from wands.files import atomic_folder
@@ -161,24 +156,21 @@ class ModelConversion:
         return _NOT_CONVERTED.get(f"{component.name} to {self.to}")
 
     def _convert(self, component: SourceComponent) -> None:
-        is_dit = component.name in EXPERTS
-        with component.open() as files:
-            mapping = map_component(component, files, self.to)
-            if is_dit and not self.dit_config:
-                self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-            sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
-            stock = stock_names(sources) if dtype else {}
-            tensors = []
-            for name, source in sorted(sources.items()):
-                new_dtype = stock_dtype(stock[name], dtype) if dtype else None
-                tensors.append(source.derived(name, partial(Tensor.to, dtype=new_dtype)))
-            paths = self._write(component, mapping.config, tensors)
-            check_written(tensors, paths, "convert")
-            forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
-            renamed = sum(source.name != name for name, source in mapping.sources.items())
-            num_bytes = sum(tensor.num_bytes for tensor in tensors)
-            counts = (len(files.tensors), len(tensors), renamed, num_bytes)
-            self.result.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
+        is_dit, mapping = component.name in EXPERTS, map_component(component, self.to)
+        if is_dit and not self.dit_config:
+            self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
+        sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
+        stock = stock_names(sources) if dtype else {}
+        tensors = []
+        for name, source in sorted(sources.items()):
+            new_dtype = stock_dtype(stock[name], dtype) if dtype else None
+            tensors.append(source.derived(name, partial(Tensor.to, dtype=new_dtype)))
+        paths = self._write(component, mapping.config, tensors)
+        check_written(tensors, paths, "convert")
+        forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
+        renamed = sum(source.name != name for name, source in sources.items())
+        counts = (len(mapping.stored), len(tensors), renamed, sum(tensor.num_bytes for tensor in tensors))
+        self.result.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
         index: dict[str, Any] = {}
@@ -231,7 +223,7 @@ class ModelConversion:
         else:
             text = json.dumps(official.to_official_config(config, self.variant), indent=2)
             (target / "config.json").write_text(text + "\n", encoding="utf-8")
-        return write_sharded(target, KINDS[component.name].stem, tensors)
+        return write_sharded(target, WEIGHT_STEMS.get(component.name, official.DIT_STEM), tensors)
 
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.

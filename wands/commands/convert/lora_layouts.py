@@ -43,9 +43,8 @@ def find_loras(root: Path) -> dict[str | None, Path]:
     if not files and not (root / "model_index.json").is_file():
         files = {expert: find_lora_file(root, "SOURCE", expert) for expert in experts_in(root)}
     for path in files.values():
-        with TensorFiles([path], f"SOURCE {path}") as tensors:
-            if not is_lora(tensors.shapes):
-                return {}
+        if not is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
+            return {}
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
         raise ConfigError(
@@ -75,8 +74,8 @@ def convert_lora(
             low-rank) changes of parameters, which the layout `to` cannot store. Also if values read back from a
             written file differ from the values in `source`.
     """
-    with TensorFiles([source], f"SOURCE {source}") as files:
-        loras, old_names = read_lora_file(files), files.tensors.keys()
+    files = TensorFiles([source], f"SOURCE {source}")
+    loras, old_names = read_lora_file(files), files.tensors.keys()
     if expert is not None:
         update = update_of(loras, expert)
         if update is None:

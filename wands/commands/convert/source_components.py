@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from wands.commands.convert.pipeline_folder import build_stock
+from wands.encoders.components import WEIGHT_STEMS
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_json_object
 from wands.model.files import name_maps, official
@@ -26,7 +27,6 @@ class ComponentKind:
     """Description of the files and tensor names of one kind of model: DiT, VAE, text encoder or image encoder.
 
     Attributes:
-        stem: name of the weight files in a diffusers folder, without suffix.
         signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
             have). wands recognises a file by these names.
         names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
@@ -38,7 +38,6 @@ class ComponentKind:
         unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
     """
 
-    stem: str
     signs: tuple[str, str]
     names: Callable[[Iterable[str], str], NameMap]
     config: Callable[[Mapping[str, tuple[int, ...]], _Config, str], _Config]
@@ -47,7 +46,6 @@ class ComponentKind:
 
 
 _DIT_KIND = ComponentKind(
-    stem=official.DIT_STEM,
     signs=("head.head.weight", "proj_out.weight"),
     names=lambda names, where: name_maps.DIT,
     config=lambda shapes, config, where: official.dit_config(shapes, config, where=where),
@@ -56,21 +54,18 @@ _DIT_KIND = ComponentKind(
 KINDS: dict[str, ComponentKind] = {
     **dict.fromkeys(EXPERTS, _DIT_KIND),
     "vae": ComponentKind(
-        stem=official.DIT_STEM,
         signs=("decoder.middle.0.residual.0.gamma", "decoder.mid_block.resnets.0.norm1.gamma"),
         names=lambda names, where: name_maps.vae_names(*name_maps.vae_structure(names, where)),
         config=lambda shapes, config, where: official.vae_config(shapes),
         official_files="Wan2.*_VAE",
     ),
     "text_encoder": ComponentKind(
-        stem="model",
         signs=("token_embedding.weight", "shared.weight"),
         names=lambda names, where: name_maps.UMT5,
         config=lambda shapes, config, where: official.umt5_config(shapes),
         official_files="models_t5_*",
     ),
     "image_encoder": ComponentKind(
-        stem="model",
         signs=("visual.patch_embedding.weight", "vision_model.embeddings.patch_embedding.weight"),
         names=lambda names, where: name_maps.CLIP,
         config=lambda shapes, config, where: official.clip_config(shapes),
@@ -91,13 +86,8 @@ class SourceComponent(NamedTuple):
     """
 
     name: str
-    files: tuple[Path, ...]
+    files: list[Path]
     config: _Config | None
-
-    def open(self) -> TensorFiles:
-        """Return the tensor files of the component, for use in a `with` statement."""
-        path = self.files[0].parent if len(self.files) > 1 else self.files[0]
-        return TensorFiles(self.files, f"SOURCE {path}")
 
 
 class ComponentMapping(NamedTuple):
@@ -105,13 +95,19 @@ class ComponentMapping(NamedTuple):
 
     Attributes:
         config: config of the model in the format of diffusers or transformers.
+        stored: maps the name of each tensor in the source's files to the tensor.
         sources: maps a tensor name of the new layout to the source's tensor, in the shape of the new layout.
-        unused: names of the source's tensors that the new layout does not have.
     """
 
     config: _Config
+    stored: dict[str, LazyTensor]
     sources: dict[str, LazyTensor]
-    unused: tuple[str, ...]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the source's tensors that the new layout does not have."""
+        used = {source.name for source in self.sources.values()}
+        return tuple(name for name in self.stored if name not in used)
 
 
 def find_components(source: Path) -> list[SourceComponent]:
@@ -126,9 +122,10 @@ def find_components(source: Path) -> list[SourceComponent]:
     """
     if source.is_file():
         return [_component_of_file(source)]
+    stems = {name: WEIGHT_STEMS.get(name, official.DIT_STEM) for name in KINDS}
     components = [
-        SourceComponent(name, tuple(find_weights(source / name, kind.stem)), _read_config(source / name))
-        for name, kind in KINDS.items()
+        SourceComponent(name, find_weights(source / name, stem), _read_config(source / name))
+        for name, stem in stems.items()
         if (source / name / "config.json").is_file()
     ]
     components = components or _find_dits(source)
@@ -136,7 +133,7 @@ def find_components(source: Path) -> list[SourceComponent]:
         for name, kind in KINDS.items():
             paths = sorted(source.glob(f"{kind.official_files}.*")) if kind.official_files else []
             files = [path for path in paths if path.suffix in (*PICKLES, ".safetensors")]
-            components += [SourceComponent(name, (file,), None) for file in files[:1]]
+            components += [SourceComponent(name, [file], None) for file in files[:1]]
     if not components:
         raise ConfigError(
             f"SOURCE={source} contains no Wan model (no model_index.json, config.json or high_noise_model). Set SOURCE to a "
@@ -162,17 +159,16 @@ def _find_dits(source: Path) -> list[SourceComponent]:
                 f"SOURCE={source} contains a {class_name}, not a Wan DiT. Set SOURCE to a diffusers or official Wan 2.1 or 2.2 "
                 "model."
             )
-        components.append(SourceComponent(expert, tuple(find_weights(folder, official.DIT_STEM)), config))
+        components.append(SourceComponent(expert, find_weights(folder, official.DIT_STEM), config))
     return components
 
 
 def _component_of_file(path: Path) -> SourceComponent:
     config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
-    with TensorFiles([path], f"SOURCE {path}") as files:
-        names = set(name_maps.strip_prefix(files.shapes))
+    names = set(name_maps.strip_prefix(TensorFiles([path], f"SOURCE {path}").tensors))
     for name, kind in KINDS.items():
         if names.intersection(kind.signs):
-            return SourceComponent(name, (path,), config)
+            return SourceComponent(name, [path], config)
     raise ConfigError(
         f"SOURCE={path} contains no model of Wan: its tensors are {shorten(names, 3)}. Set SOURCE to a DiT, VAE, UMT5, CLIP or "
         "LoRA of Wan 2.1 or 2.2."
@@ -184,22 +180,23 @@ def _read_config(folder: Path) -> _Config:
     return read_json_object(path, label=f"SOURCE {path}")
 
 
-def map_component(component: SourceComponent, files: TensorFiles, to: str) -> ComponentMapping:
+def map_component(component: SourceComponent, to: str) -> ComponentMapping:
     """Find the source's tensor for every tensor that the new layout needs, and check that all tensors fit the model.
 
     Args:
         component: component of the source.
-        files: open tensor files of this component.
         to: "diffusers", "official" or "comfyui".
 
     Raises:
-        CheckpointError: if a tensor name is unknown, tensors are missing, or shapes differ from the config.
+        CheckpointError: if a file is damaged, a tensor name is unknown, tensors are missing, or shapes differ from the config.
     """
-    kind, where, given = KINDS[component.name], files.where, component.config or {}
-    stored = {name: files.tensors[old] for name, old in name_maps.strip_prefix(files.tensors).items()}
+    kind, given = KINDS[component.name], component.config or {}
+    where = f"SOURCE {component.files[0].parent if len(component.files) > 1 else component.files[0]}"
+    tensors = TensorFiles(component.files, where).tensors
+    stored = {name: tensors[old] for name, old in name_maps.strip_prefix(tensors).items()}
     is_official, is_dit = kind.signs[0] in stored, component.name in EXPERTS
     if component.name == "image_encoder" and not (is_official and to == "diffusers"):
-        return ComponentMapping(given, dict(files.tensors), ())
+        return ComponentMapping(given, tensors, tensors)
     if name_maps.UMT5_TIED in stored:
         stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
     stored = {name: value for name, value in stored.items() if not any(part in name for part in kind.unused)}
@@ -220,13 +217,11 @@ def map_component(component: SourceComponent, files: TensorFiles, to: str) -> Co
         for named in (by_stock_name.items(), parameters)
     )
     name_maps.check_fit(found, expected, where)
-    used = {source.name for source in sources.values()}
-    unused = tuple(name for name in files.tensors if name not in used)
     if to == "diffusers":
-        return ComponentMapping(config, by_stock_name, unused)
+        return ComponentMapping(config, tensors, by_stock_name)
     prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
     renamed = {f"{prefix}{name}": source for name, source in by_official_name.items()}
-    return ComponentMapping(config, renamed, unused)
+    return ComponentMapping(config, tensors, renamed)
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -156,9 +156,9 @@ def load_transformer(
         if folder is None:
             fill(lambda name, shape: _initial_value(name, shape, seed))
         else:
-            with _open_weights(where, folder, model) as read:
-                # Cast to fp32 before merging, because bf16 would lose a small update.
-                fill(lambda name, _: read(name).to(torch.float32))
+            read = _open_weights(where, folder, model)
+            # Cast to fp32 before merging, because bf16 would lose a small update.
+            fill(lambda name, _: read(name).to(torch.float32))
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 
@@ -194,8 +194,7 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
         CheckpointError: if the weights are missing, are damaged, or do not fit the config.
     """
     where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
-    with _open_weights(where, folder, build_empty(_read_config(where, folder))):
-        pass  # opening checks the weights
+    _open_weights(where, folder, build_empty(_read_config(where, folder)))
 
 
 def sample_weights(path: str | Path, subfolder: str) -> str:
@@ -234,8 +233,7 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
     config = _read_object(where, folder / "config.json")
     class_name = config.get("_class_name")
     if class_name == OFFICIAL_CLASS:
-        with TensorFiles(find_weights(folder, DIT_STEM), where) as files:
-            return dit_config(files.shapes, config, where=where)
+        return dit_config(TensorFiles(find_weights(folder, DIT_STEM), where).shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
         raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan model.")
     return config
@@ -268,17 +266,16 @@ def _freed_is_returned() -> Iterator[None]:
         mallopt(trim_threshold, 64 * kib * kib)
 
 
-@contextmanager
-def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iterator[Callable[[str], Tensor]]:
-    """Open the weights of a DiT and check that their names and shapes fit the model.
+def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Callable[[str], Tensor]:
+    """Find the weights of a DiT and check that their names and shapes fit the model.
 
     Args:
         where: option and value that name the model, for error messages.
         folder: folder of the weights.
         model: the DiT.
 
-    Yields:
-        A function that takes a diffusers parameter name and returns the tensor from the files.
+    Returns:
+        A function that takes a diffusers parameter name, and reads and returns its tensor.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
@@ -289,15 +286,14 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Iter
             f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Use a complete pipeline, or train from "
             "random weights with model.init=random."
         )
-    with TensorFiles(paths, where) as files:
-        ignored = model._keys_to_ignore_on_load_unexpected or ()
-        shapes = {name: x for name, x in files.shapes.items() if not any(part in name for part in ignored)}
-        rename = DIT.to_diffusers if "head.head.weight" in shapes else str
-        stored_names = rename_all(shapes, rename, where)
-        stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
-        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        check_fit(stored, expected, where)
-        yield lambda name: files.read(stored_names[name])
+    files, ignored = TensorFiles(paths, where), model._keys_to_ignore_on_load_unexpected or ()
+    shapes = {name: x for name, x in files.shapes.items() if not any(part in name for part in ignored)}
+    rename = DIT.to_diffusers if "head.head.weight" in shapes else str
+    stored_names = rename_all(shapes, rename, where)
+    stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_fit(stored, expected, where)
+    return lambda name: files.read(stored_names[name])
 
 
 def _fill(

@@ -127,7 +127,7 @@ def is_lora(names: Iterable[str]) -> bool:
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
-    """Read the LoRA in an open safetensors file of any layout that `parse_lora` supports.
+    """Read the LoRA in a safetensors file of any layout that `parse_lora` supports.
 
     Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
 
@@ -137,7 +137,7 @@ def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
     """
-    state = {name: files.read(name) for name in files.shapes}
+    state = {name: files.read(name) for name in files.tensors}
     return parse_lora(state, settings=peft_settings(files.metadata, files.files[0]), where=files.where)
 
 

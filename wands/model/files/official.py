@@ -15,7 +15,7 @@ from typing import Any
 
 from wands.errors import CheckpointError
 from wands.model.files.name_maps import EXPERTS, vae_structure
-from wands.variants import Variant
+from wands.variants import DiTShape, Variant
 
 OFFICIAL_CLASS = "WanModel"
 DIFFUSERS_CLASS = "WanTransformer3DModel"
@@ -100,10 +100,14 @@ def dit_config(
     known = official_config or {}
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
-        ffn_dim = shapes["blocks.0.ffn.0.weight"][0]
-        freq_dim = shapes["time_embedding.0.weight"][1]
-        text_dim = shapes["text_embedding.0.weight"][1]
-        out = shapes["head.head.weight"][0]
+        sizes: dict[str, Any] = {
+            "in_channels": in_channels,
+            "patch_size": patch,
+            "ffn_dim": shapes["blocks.0.ffn.0.weight"][0],
+            "freq_dim": shapes["time_embedding.0.weight"][1],
+            "text_dim": shapes["text_embedding.0.weight"][1],
+            "out_channels": shapes["head.head.weight"][0] // math.prod(patch),
+        }
     except KeyError as error:
         raise CheckpointError(
             f"{where} has no tensor {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
@@ -114,26 +118,15 @@ def dit_config(
             f"{where}: the model's width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. "
             "Put the model's config.json with the right num_heads next to the weights."
         )
-    image = shapes.get("img_emb.proj.0.weight")
-    positions = shapes.get("img_emb.emb_pos")
-    config = {
+    if image := shapes.get("img_emb.proj.0.weight"):
+        sizes |= {"image_dim": image[0], "image_positions": shapes.get("img_emb.emb_pos", (0, 0))[1]}
+    shape = DiTShape(num_heads, dim // num_heads, _num_blocks(shapes, "blocks."), **sizes)
+    config = shape.to_config() | {
         "_class_name": DIFFUSERS_CLASS,
-        "added_kv_proj_dim": dim if "blocks.0.cross_attn.k_img.weight" in shapes else None,
-        "attention_head_dim": dim // num_heads,
         "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
         "eps": known.get("eps", 1e-6),
-        "ffn_dim": ffn_dim,
-        "freq_dim": freq_dim,
-        "image_dim": image[0] if image else None,
-        "in_channels": in_channels,
-        "num_attention_heads": num_heads,
-        "num_layers": _num_blocks(shapes, "blocks."),
-        "out_channels": out // math.prod(patch),
-        "patch_size": list(patch),
-        "pos_embed_seq_len": positions[1] if positions else None,
         "qk_norm": "rms_norm_across_heads" if "blocks.0.self_attn.norm_q.weight" in shapes else None,
         "rope_max_seq_len": 1024,
-        "text_dim": text_dim,
     }
     expected = {old: config[new] for old, new in _SAME.items()} | {"dim": dim}
     differing = [

@@ -62,7 +62,7 @@ class LazyTensor:
 
 
 class TensorFiles:
-    """Tensors of several files, opened with a `with` statement. A tensor is read only when `read` is called.
+    """Tensors of several files. A tensor is read only when `read` is called.
 
     While a safetensors file is open, the tensors that were read from it stay in memory. If a model's file stayed open,
     the whole model would be in memory twice. Therefore `read` opens the file, copies one tensor and closes the file.
@@ -70,6 +70,13 @@ class TensorFiles:
     Args:
         files: safetensors files, or pickles that contain only tensors.
         where: name of the files for error messages, such as "model.path=DIR".
+
+    Attributes:
+        metadata: metadata of all safetensors files.
+        tensors: maps the name of each tensor to the tensor.
+
+    Raises:
+        CheckpointError: if a file is missing or damaged, or a pickle contains anything other than tensors.
     """
 
     def __init__(self, files: Sequence[Path], where: str) -> None:
@@ -78,18 +85,12 @@ class TensorFiles:
         self.metadata: dict[str, str] = {}
         self.tensors: dict[str, LazyTensor] = {}
         self._stored: dict[str, Path | Tensor] = {}
-
-    def __enter__(self) -> TensorFiles:
         for file in self.files:
             is_pickle = file.suffix in PICKLES
             for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
                 read = partial(self.read, name)
                 self.tensors[name] = LazyTensor(name, tuple(value.shape), value.dtype, read)
                 self._stored[name] = value if is_pickle else file
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self.tensors, self._stored = {}, {}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -169,10 +170,10 @@ def sample_digest(files: Sequence[Path], where: str) -> str:
     Raises:
         CheckpointError: if a file is missing or damaged.
     """
-    reader, tensors = TensorFiles(files, where), dict[str, Tensor]()
-    for file in files:
-        tensors |= reader._open_safetensors(file)
-    digest = hashlib.blake2b(digest_size=16)
+    digest, tensors = hashlib.blake2b(digest_size=16), dict[str, Tensor]()
+    for path in files:
+        with open_safetensors(path, where) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         bits = as_bytes(value)
@@ -305,16 +306,16 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
         CheckpointError: if a tensor is missing from the files, or a tensor in the files differs from the tensor in
             `tensors`.
     """
-    with TensorFiles(files, command) as written:
-        if written.shapes.keys() != {tensor.name for tensor in tensors}:
+    written = TensorFiles(files, command)
+    if written.tensors.keys() != {tensor.name for tensor in tensors}:
+        raise CheckpointError(
+            f"{command}: the tensor names read back from {files[0]} differ from the written names. Write to another disk."
+        )
+    for tensor in tensors:
+        if not torch.equal(as_bytes(written.read(tensor.name)), as_bytes(tensor.read())):
             raise CheckpointError(
-                f"{command}: the tensor names read back from {files[0]} differ from the written names. Write to another disk."
+                f"{command}: {tensor.name} read back from {files[0].parent} differs from the source. Write to another disk."
             )
-        for tensor in tensors:
-            if not torch.equal(as_bytes(written.read(tensor.name)), as_bytes(tensor.read())):
-                raise CheckpointError(
-                    f"{command}: {tensor.name} read back from {files[0].parent} differs from the source. Write to another disk."
-                )
 
 
 def as_bytes(value: Tensor) -> Tensor:

@@ -194,8 +194,8 @@ def test_peft_s_settings_give_the_update_of_peft(extra: dict, tmp_path: Path):
         if "lora_" in name:
             torch.nn.init.normal_(parameter)
     peft.save_pretrained(tmp_path)
-    with TensorFiles([tmp_path / "adapter_model.safetensors"], "SOURCE") as files:
-        pairs = read_lora_file(files)["transformer"].pairs
+    files = TensorFiles([tmp_path / "adapter_model.safetensors"], "SOURCE")
+    pairs = read_lora_file(files)["transformer"].pairs
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
     assert len(layers) == len(pairs) == 6
     for name, layer in layers.items():
