@@ -30,6 +30,8 @@ Bin = tuple[int, ...]
 Contents = list[list[int]]
 """Bins that contain lengths instead of samples. Each item of a bin is an index into the ascending array of distinct
 lengths."""
+Key = tuple[int | str, ...]
+"""Numbers and texts that determine random choices."""
 
 MAX_LENGTHS = 1024
 """Largest number of distinct lengths, which limits the time for packing. If the clips have more distinct lengths, all
@@ -127,11 +129,7 @@ def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.n
 
 
 def even_out(
-    bins: Sequence[Bin],
-    seq_lens: np.ndarray,
-    sample_costs: np.ndarray,
-    max_tokens: int,
-    key: tuple[int | str, ...],
+    bins: Sequence[Bin], seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, key: Key
 ) -> list[Bin]:
     """Balance the costs of bins (packed batches) by exchanging samples. The number of bins does not change, and no
     bin becomes empty.
@@ -287,9 +285,7 @@ class _Sums:
         return (self._bits & (2 << room) - 1).bit_length() - 1
 
 
-def level(
-    bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: tuple[int | str, ...]
-) -> Contents:
+def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: Key) -> Contents:
     """Balance the costs of bins (packed batches): pairs of bins exchange samples, so that the costs of the two bins
     become more similar.
 
@@ -344,9 +340,7 @@ def _as_integers(costs: np.ndarray) -> np.ndarray:
     return np.rint(costs / costs.max() * EXACT).astype(np.int64)
 
 
-def _pairs(
-    cost: np.ndarray, number: int, key: tuple[int | str, ...]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs(cost: np.ndarray, number: int, key: Key) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the pairs of bins that exchange samples in one round, at most 256 pairs at a time.
 
     Each item is two arrays of bin numbers. The i-th bin of the first array and the i-th bin of the second array are a

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from wands.attention.packed import PackedMeta
 from wands.config.recipe import FlowConfig
-from wands.data.conditions import condition_channels
-from wands.data.patchify import grid_size, patchify
+from wands.data.patchify import condition_channels, grid_size, patchify
 from wands.distributed.layout import ContextLayout
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
@@ -131,7 +130,8 @@ class PackedBatch(BinSamples):
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
         cu_seqlens_text: int32 [S+1], cumulative text lengths.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
-        condition_channels: fp32 [T, P'], see `wands.data.conditions`. None for models without conditioning channels.
+        condition_channels: fp32 [T, P'], see `wands.data.patchify.condition_channels`. None for models without
+            conditioning channels.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """
 

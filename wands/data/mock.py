@@ -30,6 +30,8 @@ class MockDataset(SampleFacts):
         keys: sample ids.
         licenses: array of one empty text per sample, because mock data has no licence.
         mask_sums: zeros [N, 2], because mock data has no masks.
+        places: int64 [N, 2], (shard, position in the shard) of each sample, as if the samples were stored in shards of 512
+            samples.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
 
     Raises:
@@ -54,13 +56,7 @@ class MockDataset(SampleFacts):
         self.latent_shapes = np.resize(self.mock.shapes, (len(self.keys), 3))
         self.checksums = np.zeros(len(self.keys), np.uint32)  # the seed and the key determine a sample
         self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
-
-    @property
-    def places(self) -> np.ndarray:
-        """(shard, position in the shard) of every sample, int64 [N, 2], as if the samples were stored in shards of 512
-        samples.
-        """
-        return np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
+        self.places = np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
         """Return a sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and

@@ -206,10 +206,9 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
     used = np.fromiter(chain.from_iterable(bins), np.int64, int(sizes.sum()))
-    wanted = np.zeros(len(plan.seq_lens), np.int64)
-    for rows in windows:
-        wanted[rows] += 1
-    found = np.bincount(used, minlength=len(wanted))
+    found, wanted = (
+        np.bincount(rows, minlength=len(plan.seq_lens)) for rows in (used, np.concatenate(windows))
+    )
     wrong = np.flatnonzero(found != wanted)
     assert not len(wrong), f"sample {wrong[0]} is in {found[wrong[0]]} bins, not in {wanted[wrong[0]]}"
     tokens = np.bincount(np.repeat(np.arange(len(bins)), sizes), plan.seq_lens[used], len(bins))

@@ -1,4 +1,4 @@
-"""Convert latents to tokens and tokens to latents.
+"""Convert latents to tokens and tokens to latents, and make the conditioning channels of image-to-video models.
 
 The channels of a token are in the order of the patch convolution: (C, pt, ph, pw). C is the number of latent channels,
 and (pt, ph, pw) is the patch size in latent frames, rows and columns.
@@ -7,7 +7,10 @@ and (pt, ph, pw) is the patch size in latent frames, rows and columns.
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from wands.variants import MASK_CHANNELS
 
 
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
@@ -56,6 +59,54 @@ def grid_size(latent_shape: tuple[int, int, int], patch_size: tuple[int, int, in
     return f // pt, h // ph, w // pw
 
 
+# ---- conditioning frames: images that the user gives, the first frame of the video, or its first and last frames
+
+
+def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
+    """Return the mask that marks the conditioning frames. The mask has four channels, because a latent frame encodes
+    four pixel frames.
+
+    The causal VAE encodes the first pixel frame alone as latent frame 0. So all four channels of latent frame 0 mark
+    this pixel frame. Each later latent frame encodes four pixel frames, and channel i marks pixel frame i of these four.
+
+    Args:
+        latent_shape: (f, h, w), number of latent frames, rows and columns.
+        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
+
+    Returns:
+        fp32 [4, f, h, w], 1 for conditioning frames, 0 for all other frames.
+
+    Source: the mask in `get_sampling` of the official Wan 2.1 image2video.py and first_last_frame2video.py.
+    """
+    mask = torch.zeros(MASK_CHANNELS, *latent_shape)
+    if last_image:
+        mask[-1, -1] = 1.0
+    mask[:, 0] = 1.0
+    return mask
+
+
+def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tuple[int, int, int]) -> Tensor:
+    """Return the conditioning channels of each token: first the mask, then the image latents.
+
+    In the model's input, these channels follow the channels of the noisy token.
+
+    Args:
+        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalised latents of a video in which all
+            frames except the conditioning frames are grey.
+        last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
+        patch_size: latent (frames, height, width) of one token.
+
+    Returns:
+        fp32 [number of tokens, channels of a token], tokens in the order of `patchify`.
+    """
+    f, h, w = image_latents.shape[1:]
+    mask = image_mask((f, h, w), last_image)
+    return patchify(torch.cat([mask, image_latents.to(torch.float32)]), patch_size)
+
+
+# ---- samples of a data set
+
+
 class SampleFacts:
     """Shapes and checksums of the samples of a cache, of mock data, or of a combination of sources.
 
@@ -77,10 +128,6 @@ class SampleFacts:
         """Return the latent (frames, height, width) of sample `i`. The latents are not read."""
         f, h, w = self.latent_shapes[i].tolist()
         return f, h, w
-
-    def crc32(self, i: int) -> int:
-        """Return the checksum of sample `i`."""
-        return int(self.checksums[i])
 
 
 def frames_of_tokens(

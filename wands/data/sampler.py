@@ -7,8 +7,10 @@ a resumed run also needs the plan of the epoch, which the checkpoint contains (`
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -261,8 +263,5 @@ def check_enough_samples(num_samples: int, dp_size: int) -> None:
 
 def count_earlier(keys: Sequence[str]) -> np.ndarray:
     """Return the repeat index of each key: the number of earlier equal keys, int64 [N]."""
-    repeat_indices, seen = np.zeros(len(keys), dtype=np.int64), dict[str, int]()
-    for i, key in enumerate(keys):
-        repeat_indices[i] = seen.get(key, 0)
-        seen[key] = seen.get(key, 0) + 1
-    return repeat_indices
+    counters: defaultdict[str, Iterator[int]] = defaultdict(count)
+    return np.array([next(counters[key]) for key in keys], dtype=np.int64)

@@ -210,7 +210,7 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
             cache = LatentCache(source["path"])
             for i, key in enumerate(cache.keys):
                 # If several caches have the key, the first cache has the sample id without a checksum (`CombinedDataset`).
-                for name in names & {key, f"{key}#{cache.crc32(i):08x}"}:
+                for name in names & {key, f"{key}#{cache.checksums[i]:08x}"}:
                     metas.setdefault(name, cache.meta(i))
     with closing(IsolatedWorker([decode_clip.__module__])) as worker:
         for name, meta in metas.items():

@@ -72,14 +72,14 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
         tokens), "steps" and "unused" (sorted keys of the samples that the epoch does not use). A step is a list of bins, and a
         bin is a list of (key of the sample, repeat index, CRC-32).
     """
-    keys, steps = run.data.keys, plan.epoch_plan.steps
+    keys, checksums, steps = run.data.keys, run.data.checksums, plan.epoch_plan.steps
     used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}
     return {
         "epoch": plan.epoch,
         "first_step": plan.step - plan.step_in_epoch,
         "totals": plan.epoch_plan.totals,
         "steps": [
-            [[(keys[i], int(plan.repeat_index_of[i]), run.data.crc32(i)) for i in bin] for bin in step]
+            [[(keys[i], int(plan.repeat_index_of[i]), int(checksums[i])) for i in bin] for bin in step]
             for step in steps
         ],
         "unused": sorted(set(keys) - used),
@@ -122,7 +122,7 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     samples = list(chain.from_iterable(chain.from_iterable(values["steps"])))
     for key, repeat_index, crc32 in samples:
         row = rows.get((key, repeat_index))
-        if row is not None and run.data.crc32(row) != crc32:
+        if row is not None and run.data.checksums[row] != crc32:
             raise CheckpointError(
                 f"--resume {folder}: the training sample {key} was encoded again since the checkpoint; use the cache of the "
                 "checkpoint's run, or export the checkpoint and start a new run from it."

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from wands.config.recipe import FlowConfig
-from wands.data import conditions
+from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator, Sample
 from wands.data.patchify import patchify

@@ -318,7 +318,7 @@ def test_spikes_show_thumbnails_of_their_clips(tmp_path: Path, monkeypatch: pyte
         tmp_path / "one", {"b": videos["b"], "d": videos["d"], "e": videos["e"], "same": videos["a"]}, 1
     )
     two = write_cache(tmp_path / "two", {"same": videos["c"]}, 2)
-    other = f"same#{two.crc32(0):08x}"
+    other = f"same#{two.checksums[0]:08x}"
     sources = f"data.sources=[{{path: {tmp_path / 'one'}}}, {{path: {tmp_path / 'gone'}}}, {{path: {tmp_path / 'two'}}}]"
     run = write_run(tmp_path / "fox", 40, 10, media=False, overrides=("data.cache=null", sources))
     clips = [

@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from wands.commands.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
 from wands.commands.preprocess.scan import Clip
 from wands.config.options import PreprocessOptions
-from wands.data.cache.format import from_bits
+from wands.data.cache.format import MASK_ARRAY, from_bits
 from wands.data.cache.shards import read_stored
 from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
 from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
@@ -71,18 +70,15 @@ class Window:
         meta: metadata of the samples, without the entries that differ between captions.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
-        token_weights: bf16, weight of each token in the loss. The shape is the number of tokens along (frame, row, column).
-            None without a mask.
-        encoded: maps array names, such as "latents", to encoded arrays of the window; None until the window is encoded, or
-            its arrays are read from the cache.
+        arrays: maps array names, such as "latents", to the arrays to store. At first it contains only "token_weights" if the
+            clip has a mask. The encoder adds the other arrays, unless they are read from the cache.
     """
 
     clip: Clip
     suffix: str
     meta: dict[str, Any]
     frames: Tensor | None = None
-    token_weights: Tensor | None = None
-    encoded: dict[str, Tensor] | None = None
+    arrays: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,27 +113,25 @@ def decode_clips(
         CacheError: if latents in the cache are damaged.
     """
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
-    run = partial(_decode_next_clips, remaining, settings, pin_memory)
-    return run_in_workers(run, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
 
+    def decode_next_clips(worker: IsolatedWorker) -> Iterator[Window | ClipEnd]:
+        for clip in remaining:
+            end = ClipEnd(clip)
+            try:
+                for shard, row, suffix in clip.latents:
+                    bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
+                    arrays = {name: from_bits(array) for name, array in bits.items()}
+                    yield Window(clip, suffix, meta, arrays=arrays)
+                if clip.decode:
+                    yield from _decoded_windows(clip, worker, settings, pin_memory)
+            except Crash as crash:
+                end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
+            except (DataError, MemoryError) as error:
+                end = ClipEnd(clip, str(error) or NO_MEMORY)
+            yield end
 
-def _decode_next_clips(
-    remaining: Iterator[Clip], settings: EncodeSettings, pin_memory: bool, worker: IsolatedWorker
-) -> Iterator[Window | ClipEnd]:
-    for clip in remaining:
-        end = ClipEnd(clip)
-        try:
-            for shard, row, suffix in clip.latents:
-                bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
-                encoded = {name: from_bits(array) for name, array in bits.items()}
-                yield Window(clip, suffix, meta, encoded=encoded)
-            if clip.decode:
-                yield from _decoded_windows(clip, worker, settings, pin_memory)
-        except Crash as crash:
-            end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
-        except (DataError, MemoryError) as error:
-            end = ClipEnd(clip, str(error) or NO_MEMORY)
-        yield end
+    preload, num_workers = [DecodedClip.__module__], min(NUM_DECODERS, len(clips))
+    return run_in_workers(decode_next_clips, num_workers, preload, NUM_READY)
 
 
 def _decoded_windows(
@@ -163,7 +157,7 @@ def _decoded_windows(
                         frames = frames.pin_memory() if pin_memory else frames
                         window = Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
                         if decoded.token_weights is not None:
-                            window.token_weights = torch.from_numpy(decoded.token_weights).bfloat16()
+                            window.arrays[MASK_ARRAY] = torch.from_numpy(decoded.token_weights).bfloat16()
                         yield window
                     finished.add(decoded.suffix)
             return

@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from torch import Tensor
 
 from wands.commands.clip_rules import NO_MEMORY
 from wands.commands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.commands.preprocess.scan import Clip
-from wands.data.cache.format import MASK_ARRAY, to_bits
+from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
 from wands.encoders.image import ImageEncoder, WindowEncoder
@@ -126,9 +125,9 @@ def encode_clips(
         CacheError: if the disk is full, or stored latents are damaged.
         ConfigError: if the model cannot be loaded.
     """
-    log = WriteAheadLog(settings.work / f"samples-{slot}.journal")
-    with closing(log) as samples, ThreadPoolExecutor(1, "write_samples") as writer:
-        yield from _ClipEncoder(settings, slot, devices.vae, samples, writer).run(clips)
+    encoder = _ClipEncoder(settings, slot, devices.vae)
+    with closing(encoder.samples), encoder.writer:
+        yield from encoder.run(clips)
     clear_device_cache(garbage_collection=True)
 
 
@@ -139,21 +138,16 @@ class _ClipEncoder:
     Only the writer thread uses the write-ahead log.
     """
 
-    def __init__(
-        self,
-        settings: EncodeSettings,
-        slot: int,
-        device: torch.device,
-        samples: WriteAheadLog,
-        writer: ThreadPoolExecutor,
-    ) -> None:
-        self.settings, self.device, self.samples, self.writer = settings, device, samples, writer
+    def __init__(self, settings: EncodeSettings, slot: int, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.writer = ThreadPoolExecutor(1, "write_samples")
         self.writes: deque[Future[None]] = deque()
         self.in_encoder = settings.work / f"encoding-{slot}"
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
         self.times = WorkerTimes()
         self.reasons: dict[str, str] = {}
+        self.samples = WriteAheadLog(settings.work / f"samples-{slot}.journal")
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
         began = time.monotonic()
@@ -214,10 +208,10 @@ class _ClipEncoder:
                 yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
-        """Encode windows of one shape together, and set the attribute `encoded` of each window.
+        """Encode windows of one shape together, and add the latents and other encoded arrays to each window's `arrays`.
 
         If the memory is too small for all windows, the windows are encoded one by one. If the memory is too small for
-        one window, the attribute `encoded` of this window stays None.
+        one window, this window gets no latents.
         """
         assert self.encoder is not None
         self._note("\n".join({window.clip.video for window in windows}))
@@ -231,8 +225,7 @@ class _ClipEncoder:
         finally:
             self._note("")  # this process is alive: the clips have not crashed it
         for window, tensors in zip(windows, encoded, strict=True):
-            masked = {} if window.token_weights is None else {MASK_ARRAY: window.token_weights}
-            window.encoded = {**tensors, **masked}
+            window.arrays = tensors | window.arrays
 
     def _store(self, window: Window) -> str | None:
         """Pass an encoded window (range of frames of a clip) to the writer thread, which appends its samples to the
@@ -241,12 +234,12 @@ class _ClipEncoder:
         Returns:
             The reason why the window cannot be stored; None if it can be stored.
         """
-        if window.encoded is None:
+        if "latents" not in window.arrays:
             return NO_MEMORY
-        if not all(tensor.isfinite().all() for tensor in window.encoded.values()):
+        if not all(tensor.isfinite().all() for tensor in window.arrays.values()):
             return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
         self.times.num_windows += 1
-        self._write(self._append, window, window.encoded)
+        self._write(self._append, window)
         return None
 
     def _write(self, function: Callable[..., None], *arguments: Any) -> None:
@@ -255,23 +248,19 @@ class _ClipEncoder:
             self.writes.popleft().result()
         self.writes.append(self.writer.submit(function, *arguments))
 
-    def _append(self, window: Window, encoded: dict[str, Tensor]) -> None:
-        """Append one record with all missing samples of a window (range of frames of a clip) to the write-ahead log.
+    def _append(self, window: Window) -> None:
+        """Append one record with all missing samples of an encoded window (range of frames) to the write-ahead log.
 
         A sample is missing if the cache has no sample of this window with this caption. If the process is killed while
         writing, either all samples of the record are stored, or none.
-
-        Args:
-            window: the encoded window.
-            encoded: maps array names, such as "latents", to encoded arrays of the window.
         """
         clip, rows = window.clip, window.clip.lacks(window.suffix)
         samples = []
         for row in rows:
             own = {"caption": row.caption, "license": row.license, "content": row.content}
             samples.append((row.key + window.suffix, window.meta | own | {"source": clip.path}))
-        tensors = [*encoded.values(), *(self.spool.read(row.caption) for row in rows)]
-        meta = {"arrays": [*encoded], "samples": samples}
+        tensors = [*window.arrays.values(), *(self.spool.read(row.caption) for row in rows)]
+        meta = {"arrays": [*window.arrays], "samples": samples}
         self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], meta)
         if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
             self._move_to_shard()

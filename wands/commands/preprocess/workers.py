@@ -193,13 +193,7 @@ class WorkerPool:
 
 
 def _run_in_subprocess(
-    level: int,
-    num_workers: int,
-    task: Task,
-    settings: Any,
-    slot: int,
-    devices: Devices,
-    share: Any,
+    level: int, num_workers: int, task: Task, settings: Any, slot: int, devices: Devices, share: Any
 ) -> Iterator[Event]:
     log_to_stderr()
     logging.getLogger("wands").setLevel(level)

@@ -13,8 +13,7 @@ from torch import Tensor
 from wands.commands.selftest.parity_setup import Result, Setup, Skipped, judge, judge_error, relative_error
 from wands.commands.selftest.stock import OFFICIAL_TEXT_LEN
 from wands.data.clips.video import to_pixels
-from wands.data.conditions import condition_channels
-from wands.data.patchify import patchify
+from wands.data.patchify import condition_channels, patchify
 from wands.encoders.components import loading_part
 from wands.encoders.image import ImageEncoder, given_frames
 from wands.encoders.text import TextEncoder

@@ -113,14 +113,14 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
         variant: variant of the model, or the properties of the variant that another manifest contains.
         fingerprint: fingerprint of encoders and settings, as nested JSON values.
     """
-    values = {
+    contract = variant_contract(variant) if isinstance(variant, Variant) else variant
+    manifest = {
         "format": FORMAT,
         "schema_version": SCHEMA_VERSION,
-        "variant": variant_contract(variant) if isinstance(variant, Variant) else variant,
+        "variant": contract,
         "fingerprint": fingerprint,
     }
-    manifest = plain(values)
-    return manifest | {"digest": digest(manifest)}
+    return plain(manifest | {"digest": digest(manifest)})
 
 
 def plain(value: Any) -> Any:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import io
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from wands.data.cache.format import reason
-from wands.data.cache.shards import IndexEntry, read_shard_id
-from wands.errors import CacheError
+from wands.data.cache.shards import IndexEntry, damage_named, read_shard_id
 
 TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
-# RuntimeError: a zip file with an unknown method or a password.
-DAMAGE = (OSError, ValueError, KeyError, EOFError, RuntimeError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,23 +118,18 @@ class CacheIndex:
         Raises:
             CacheError: if the file is damaged or an array is missing.
         """
-        try:
-            with np.load(path, allow_pickle=False) as npz:
-                zeros = np.zeros((len(npz["crc32"]), 2), np.uint64)
-                # Earlier versions of wands wrote no signatures and no licences. Not all caches have masks.
-                arrays = {"signatures": zeros, "mask_sums": zeros.astype(np.float64), **npz}
-                arrays = {"licenses": np.full(len(zeros), -1), "license_names": _join(()), **arrays}
-                arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
+        fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
+        with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
+            zeros = np.zeros((len(npz["crc32"]), 2), np.uint64)
+            # Earlier versions of wands wrote no signatures and no licences. Not all caches have masks.
+            arrays = {"signatures": zeros, "mask_sums": zeros.astype(np.float64), **npz}
+            arrays = {"licenses": np.full(len(zeros), -1), "license_names": _join(()), **arrays}
+            arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
             index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
             of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text"}
             wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("the cache's index is damaged: its arrays have different lengths")
-        except (*DAMAGE, zipfile.BadZipFile, zlib.error) as error:
-            raise CacheError(
-                f"cache={path.parent} has a damaged {path.name} ({reason(error)}); run the same wands "
-                "preprocess command again, which rebuilds the index from the shards."
-            ) from None
         return index
 
 

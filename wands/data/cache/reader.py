@@ -10,9 +10,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -63,6 +62,9 @@ class LatentCache(SampleFacts):
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
+        fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
+        num_bytes: size of all shards in bytes.
+        places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
         conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. After
             opening, these are the conditions of the variant for which the cache was made. `serve` changes them.
     """
@@ -81,6 +83,7 @@ class LatentCache(SampleFacts):
         self.path = Path(path)
         self.verify = verify
         self.manifest = read_manifest(self.path)
+        self.fingerprint: dict[str, Any] = self.manifest["fingerprint"]
         if not (self.path / INDEX_NAME).is_file():
             raise CacheError(
                 f"cache={self.path} is unfinished (no {INDEX_NAME}); run the same wands preprocess command again, "
@@ -91,6 +94,8 @@ class LatentCache(SampleFacts):
         self.licenses = np.array([*self.index.license_names, ""], object)[self.index.licenses]
         self.mask_sums = self.index.mask_sums
         self.latent_shapes, self.checksums = self.index.latent_shapes[:, 1:], self.index.crc32
+        self.places = np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
+        self.num_bytes = int(self.index.shard_bytes.sum())
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)
@@ -105,21 +110,6 @@ class LatentCache(SampleFacts):
 
     def __len__(self) -> int:
         return len(self.index)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """Fingerprint of the encoders and settings that made the samples, as nested JSON values."""
-        return self.manifest["fingerprint"]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of all shards in bytes."""
-        return int(self.index.shard_bytes.sum())
-
-    @property
-    def places(self) -> np.ndarray:
-        """(number of the shard, position in the shard) of every sample, int64 [N, 2]."""
-        return np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
 
     def find(self, key: str) -> int:
         """Return the position in `keys` of the sample with the given key.
@@ -239,7 +229,7 @@ class LatentCache(SampleFacts):
                 )
 
     @contextmanager
-    def _open(self, i: int) -> Iterator[FileIO]:
+    def _open(self, i: int) -> Iterator[BinaryIO]:
         """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
         changed, compare the shard with the index.
 
@@ -248,7 +238,7 @@ class LatentCache(SampleFacts):
                 also converted to this error.
         """
         path = self._path(i)
-        with damage_named(path), FileIO(path) as file:
+        with damage_named(path), path.open("rb") as file:
             status = os.fstat(file.fileno())
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
             if self._compared.get(path.name) != identity:
@@ -320,7 +310,7 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
 
 
 def _read_array(
-    file: FileIO, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
+    file: BinaryIO, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
 ) -> np.ndarray:
     """Read a stored array, and return it as uint16 bits of bf16.
 
@@ -333,11 +323,7 @@ def _read_array(
     array = np.zeros(shape, np.uint16)
     pieces = [array] if frames is None else [channel[slice(*frames)] for channel in array]
     for piece in pieces:
-        position = offset + piece.ctypes.data - array.ctypes.data  # the file has the layout of the array
-        view = piece.data.cast("B") if piece.size else memoryview(b"")
-        while view:  # the operating system reads at most 2 GiB at a time
-            count = os.preadv(file.fileno(), [view], position)
-            if count == 0:
-                raise OSError("the file ends too early")
-            view, position = view[count:], position + count
+        file.seek(offset + piece.ctypes.data - array.ctypes.data)  # the file has the layout of the array
+        if file.readinto(piece) < piece.nbytes:
+            raise OSError("the file ends too early")
     return array

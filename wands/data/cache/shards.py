@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import h5py
 import numpy as np
@@ -19,6 +21,11 @@ from wands.errors import CacheError
 LIBVER = ("v110", "v110")
 """(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
 "latest", only the newest HDF5 could read the files."""
+SHARD_FIX = (
+    "delete that file and run the same `wands preprocess` command again. The command encodes the clips of the "
+    "deleted file again."
+)
+"""Fix of a damaged shard, the end of an error message."""
 
 
 @dataclass(frozen=True)
@@ -209,14 +216,14 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 
 @contextmanager
-def damage_named(path: Path) -> Iterator[None]:
-    """Convert an error that a damaged shard causes inside the `with` block to a CacheError. The message names the
-    shard.
+def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
+    """Convert an error that a damaged file of a cache causes inside the `with` block to a CacheError.
+
+    Args:
+        path: the file, which the message names.
+        fix: end of the message. The default is for a damaged shard.
     """
     try:
         yield
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise CacheError(
-            f"cache={path.parent} has a damaged {path.name} ({reason(error)}); delete that file and run the "
-            "same `wands preprocess` command again. The command encodes the clips of the deleted file again."
-        ) from None
+    except (OSError, KeyError, ValueError, RuntimeError, EOFError, BadZipFile, zlib.error) as error:
+        raise CacheError(f"cache={path.parent} has a damaged {path.name} ({reason(error)}); {fix}") from None
