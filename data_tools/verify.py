@@ -27,8 +27,7 @@ from data_tools.program import program
 from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
-from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import IndexEntry, read_entry, sample_path, stored_names
+from wands.data.cache.shards import CacheIndex, IndexEntry, read_entry, sample_path, stored_names
 from wands.errors import CacheError
 from wands.texts import safe_lines
 

@@ -6,7 +6,7 @@
                        token_weights and the attribute mask_sums for samples with a mask
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
-A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards, and `index.py` contains the index.
+A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards and contains the index.
 """
 
 from __future__ import annotations

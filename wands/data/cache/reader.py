@@ -10,8 +10,9 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import h5py
 import numpy as np
@@ -27,8 +28,7 @@ from wands.data.cache.format import (
     read_manifest,
     variant_contract,
 )
-from wands.data.cache.index import CacheIndex
-from wands.data.cache.shards import damage_named, open_shard, sample_path, stored_names
+from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample_path, stored_names
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.patchify import SampleFacts, blank_other_frames, grid_size
@@ -229,7 +229,7 @@ class LatentCache(SampleFacts):
                 )
 
     @contextmanager
-    def _open(self, i: int) -> Iterator[BinaryIO]:
+    def _open(self, i: int) -> Iterator[BufferedReader]:
         """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
         changed, compare the shard with the index.
 
@@ -310,7 +310,7 @@ def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> l
 
 
 def _read_array(
-    file: BinaryIO, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
+    file: BufferedReader, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
 ) -> np.ndarray:
     """Read a stored array, and return it as uint16 bits of bf16.
 

@@ -36,9 +36,9 @@ from wands.data.cache.format import (
     to_bits,
     write_whole,
 )
-from wands.data.cache.index import CacheIndex
 from wands.data.cache.shards import (
     LIBVER,
+    CacheIndex,
     IndexEntry,
     entries_of,
     read_entries,
@@ -305,8 +305,7 @@ class CacheWriter(ShardWriter):
         path: str | Path,
         variant: Variant | Mapping[str, Any],
         fingerprint: Mapping[str, Any],
-        max_samples: int = 512,
-        max_bytes: int = 1 << 30,
+        **limits: int,
     ) -> None:
         """Create or open the cache folder, and lock it.
 
@@ -314,8 +313,7 @@ class CacheWriter(ShardWriter):
             path: cache folder.
             variant: variant of the model for which the samples are made, or `variant` from the manifest of another cache.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
-            max_samples: largest number of samples of a shard.
-            max_bytes: size in bytes at which a shard is finished.
+            limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
 
         Raises:
             CacheError: if the folder contains files that are not a cache, or a cache with another variant or fingerprint;
@@ -323,7 +321,7 @@ class CacheWriter(ShardWriter):
             WandsError: if another process writes to the folder, or the folder cannot be created.
         """
         manifest = build_manifest(variant, fingerprint)
-        super().__init__(Path(path), digest(manifest["fingerprint"]), max_samples, max_bytes)
+        super().__init__(Path(path), digest(manifest["fingerprint"]), **limits)
         with ExitStack() as stack:
             stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
             self._enter(manifest)
