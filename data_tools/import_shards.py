@@ -90,7 +90,7 @@ def import_shards(
     fingerprint = imported_fingerprint(model, first.encoding)
     encoder = TextEncoder.load(model, device)
     accepted, num_reused = set(), 0
-    with CacheWriter(out, variant, fingerprint) as writer:
+    with CacheWriter(Path(out), variant, fingerprint) as writer:
         for sample in _checked(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
                 reason = (

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 21_295
+TOTAL = 21_215
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 770,
     "attention": 884,
-    "commands": 4410,
+    "commands": 4389,
     "config": 1229,
-    "data": 4444,
+    "data": 4385,
     "distributed": 381,
     "encoders": 335,
     "export": 375,

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tests.support.runs import losses, run_training, weights
 from wands.data.collate import Sample
-from wands.data.mock import MockDataset
+from wands.data.datasets import MockDataset
 from wands.errors import DataError
 from wands.files import read_rows
 from wands.model.files.checkpoint_files import find_checkpoint

@@ -21,7 +21,7 @@ from tests.support.steps import Grid, zero
 from tests.support.world import WorldPool
 from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.config.recipe import MockConfig
-from wands.data.mock import MockDataset
+from wands.data.datasets import MockDataset
 from wands.data.patchify import unpatchify
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError

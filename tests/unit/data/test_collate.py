@@ -11,7 +11,7 @@ import wands.data.collate as collate_module
 from tests.support.examples import examples
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
-from wands.data.mock import MockDataset
+from wands.data.datasets import MockDataset
 from wands.data.patchify import unpatchify
 from wands.distributed.layout import ContextLayout
 from wands.errors import DataError

@@ -32,7 +32,9 @@ def write(
     **fingerprint: Any,
 ) -> Path:
     """Clips of a name and a number, which decides what they look like, and perhaps a number of another caption."""
-    with CacheWriter(path, VARIANT, ENCODERS | {"settings": str(path)} | fingerprint, max_samples) as writer:
+    with CacheWriter(
+        path, VARIANT, ENCODERS | {"settings": str(path)} | fingerprint, max_samples=max_samples
+    ) as writer:
         for key, number, *caption in clips:
             draw = torch.Generator().manual_seed(number)
             latents = torch.randn(16, 1 + number % 3, 4, 4, generator=draw).bfloat16()

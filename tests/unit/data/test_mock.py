@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wands.config.recipe import MockConfig
-from wands.data.mock import MockDataset
+from wands.data.datasets import MockDataset
 from wands.variants import VARIANTS
 
 DATA = MockDataset(

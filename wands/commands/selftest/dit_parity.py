@@ -25,7 +25,7 @@ from wands.commands.selftest.parity_setup import Result, Setup, Skipped, judge_e
 from wands.commands.selftest.stock import add_conditions, stock_velocity
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator
-from wands.data.mock import MockDataset
+from wands.data.datasets import MockDataset
 from wands.data.patchify import patchify, unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups

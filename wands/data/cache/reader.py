@@ -324,6 +324,6 @@ def _read_array(
     pieces = [array] if frames is None else [channel[slice(*frames)] for channel in array]
     for piece in pieces:
         file.seek(offset + piece.ctypes.data - array.ctypes.data)  # the file has the layout of the array
-        if file.readinto(piece) < piece.nbytes:
+        if file.readinto(piece.data) < piece.nbytes:
             raise OSError("the file ends too early")
     return array

@@ -301,11 +301,7 @@ class CacheWriter(ShardWriter):
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        variant: Variant | Mapping[str, Any],
-        fingerprint: Mapping[str, Any],
-        **limits: int,
+        self, path: Path, variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any], **limits: int
     ) -> None:
         """Create or open the cache folder, and lock it.
 
@@ -321,7 +317,7 @@ class CacheWriter(ShardWriter):
             WandsError: if another process writes to the folder, or the folder cannot be created.
         """
         manifest = build_manifest(variant, fingerprint)
-        super().__init__(Path(path), digest(manifest["fingerprint"]), **limits)
+        super().__init__(path, digest(manifest["fingerprint"]), **limits)
         with ExitStack() as stack:
             stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
             self._enter(manifest)
