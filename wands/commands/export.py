@@ -30,7 +30,7 @@ from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.report.run_data import read_run, sample_strips
 from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
-from wands.train.events import marked_steps
+from wands.train.append_log import marked_steps
 
 log = logging.getLogger(__name__)
 

@@ -121,15 +121,11 @@ def _strip(frames: np.ndarray | None, count: int) -> Image.Image:
         return _NOTHING
     assert frames.dtype == np.uint8, frames.dtype
     assert frames.shape[3:] == (3,), frames.shape
-    cells = [
-        ImageOps.contain(Image.fromarray(frame), CELL, Image.Resampling.LANCZOS)
-        for frame in pick_frames(frames, count)
-    ]
-    width, height = cells[0].size
-    strip = Image.new("RGB", (len(cells) * (width + FRAME_GAP) - FRAME_GAP, height), PAPER)
-    for i, cell in enumerate(cells):
-        strip.paste(cell, (i * (width + FRAME_GAP), 0))
-    return strip
+    cells = []
+    for frame in map(Image.fromarray, pick_frames(frames, count)):
+        cell = ImageOps.contain(frame, CELL, Image.Resampling.LANCZOS)
+        cells.append(np.pad(cell, ((0, 0), (0, FRAME_GAP), (0, 0)), constant_values=PAPER[0]))
+    return Image.fromarray(np.hstack(cells)[:, :-FRAME_GAP])
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:

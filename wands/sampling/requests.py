@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -170,19 +171,23 @@ def build_requests(
             columns[key] = [(values or [0])[0] + i for i in range(len(prompts))]
         elif values:
             columns[key] = values * len(prompts)
-    requests, broken_rules = [], []
+    requests = []
+    # Maps (option, broken rule) to the numbers of the prompts that break the rule.
+    broken_by = defaultdict[tuple[str, str], list[int]](list)
     for i, prompt in enumerate(prompts):
         fields = {key: column[i] for key, column in columns.items() if column[i] is not None}
         fields |= {"prompt": prompt} if isinstance(prompt, str) else prompt.model_dump(exclude_unset=True)
         try:
-            request = SampleRequest(**fields)
+            requests.append(fill_defaults(SampleRequest(**fields), variant.sampling))
+            broken_rules = list(find_problems(requests[-1], variant))
         except ValidationError as error:
-            broken_rules += [(i, f"{flag_of(key)}={value}", text) for key, value, text in _rules(error)]
-            continue
-        request = fill_defaults(request, variant.sampling)
-        requests.append(request)
-        broken_rules += [(i, option, text) for option, text in find_problems(request, variant)]
-    return requests, problems + _join_prompts(broken_rules, len(prompts))
+            broken_rules = [(f"{flag_of(key)}={value}", rule) for key, value, rule in _rules(error)]
+        for broken in broken_rules:
+            broken_by[broken].append(i + 1)
+    for (option, rule), numbers in broken_by.items():
+        names = "" if len(numbers) == len(prompts) else f" of prompt {', '.join(map(str, numbers))}"
+        problems.append(f"{option}{names} {rule}")
+    return requests, problems
 
 
 def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleRequest:
@@ -243,24 +248,6 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
         yield second, f"is for models of two experts, and {name} has one expert. Leave --guidance-2 out."
     elif request.guidance_scale <= 1 < request.guidance_scale_2:
         yield second, f"{no_effect}."
-
-
-def _join_prompts(problems: Iterable[tuple[int, str, str]], num_prompts: int) -> list[str]:
-    """Turn broken rules into error texts. Prompts that break the same rule with the same option share one text.
-
-    Args:
-        problems: tuples (index of the prompt, option as text, broken rule).
-        num_prompts: number of all prompts. A rule that all prompts break gets a text without prompt numbers.
-    """
-    prompts: dict[tuple[str, str], list[int]] = {}
-    for i, option, rule in problems:
-        prompts.setdefault((option, rule), []).append(i + 1)
-    return [
-        f"{option} {rule}"
-        if len(numbers) == num_prompts
-        else f"{option} of prompt {', '.join(map(str, numbers))} {rule}"
-        for (option, rule), numbers in prompts.items()
-    ]
 
 
 def _rules(error: ValidationError) -> Iterator[tuple[str, str, str]]:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
+from unittest.mock import patch
 
 import diffusers
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from wands.errors import WandsError
-from wands.sampling.guidance import predict_together
 from wands.sampling.images import NO_IMAGES, ConditionImages
 from wands.sampling.pipeline import AnyPipeline
 from wands.sampling.requests import SampleRequest
 from wands.sampling.schedulers import with_shift
 from wands.variants import TEXT_LEN
 
-Texts: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+Texts: TypeAlias = tuple[Tensor, Tensor | None]
 """Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. None without guidance."""
 
 
@@ -72,7 +75,7 @@ def sample_latents(
     images: ConditionImages = NO_IMAGES,
     texts: Texts | None = None,
     guidance: dist.ProcessGroup | Literal["batched"] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Run the denoising loop of a pipeline for one request.
 
     Args:
@@ -94,7 +97,7 @@ def sample_latents(
     prompt, negative = texts or encode_texts(pipeline, request)
     together = guidance is not None and negative is not None
     with predict_together(pipeline, (prompt, negative), guidance) if together else nullcontext():
-        latents: torch.Tensor = pipeline(
+        latents: Tensor = pipeline(
             prompt_embeds=prompt,
             negative_prompt_embeds=negative,
             # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
@@ -112,8 +115,47 @@ def sample_latents(
     return latents.float().cpu()
 
 
+@contextmanager
+def predict_together(
+    pipeline: AnyPipeline, texts: Sequence[Tensor], guidance: dist.ProcessGroup | Literal["batched"]
+) -> Iterator[None]:
+    """Make a pipeline compute both predictions of classifier-free guidance in one call of the transformer.
+
+    In each denoising step, diffusers calls the transformer with the prompt, and then with the negative prompt. Inside
+    this context, the first call computes both predictions. The second call only returns the prediction for the negative
+    prompt.
+
+    Args:
+        pipeline: pipeline that samples with guidance inside this context.
+        texts: (embedding of the prompt, embedding of the negative prompt), each [1, tokens, channels].
+        guidance: "batched" computes both predictions on this rank, with batch size 2. With a process group of two ranks, the
+            first rank computes the prediction for the prompt, and the second rank the prediction for the negative prompt.
+            Both ranks get both predictions.
+    """
+    waiting: list[Tensor] = []
+
+    def forward(own_forward: Callable[..., tuple[Tensor]], **inputs: Any) -> tuple[Tensor]:
+        if waiting:
+            return (waiting.pop(),)
+        text = torch.cat([*texts]).to(inputs["encoder_hidden_states"].dtype)
+        if guidance == "batched":
+            inputs = {key: torch.cat([x, x]) if isinstance(x, Tensor) else x for key, x in inputs.items()}
+            both = list(own_forward(**inputs | {"encoder_hidden_states": text})[0].chunk(2))
+        else:
+            own = own_forward(**inputs | {"encoder_hidden_states": text[guidance.rank()][None]})[0]
+            both = [torch.empty_like(own) for _ in texts]
+            dist.all_gather(both, own, group=guidance)
+        waiting.append(both[1])
+        return (both[0],)
+
+    with ExitStack() as patches:
+        for model in filter(None, (pipeline.transformer, pipeline.transformer_2)):
+            patches.enter_context(patch.object(model, "forward", partial(forward, model.forward)))
+        yield
+
+
 @torch.no_grad()
-def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor, *, tiled: bool = False) -> np.ndarray:
+def decode_latents(pipeline: AnyPipeline, latents: Tensor, *, tiled: bool = False) -> np.ndarray:
     """Decode latents to frames with exactly the operations of diffusers' Wan pipelines.
 
     Args:
@@ -126,9 +168,8 @@ def decode_latents(pipeline: AnyPipeline, latents: torch.Tensor, *, tiled: bool 
     """
     vae = pipeline.vae
     latents = latents[None].to(pipeline._execution_device, vae.dtype)
-    mean, std = (
-        torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(latents).view(2, -1, 1, 1, 1)
-    )
+    statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std]).to(latents)
+    mean, std = statistics.view(2, -1, 1, 1, 1)
     latents = latents / (1.0 / std) + mean
     vae.use_tiling = tiled
     video = vae.decode(latents.to(vae.post_quant_conv.weight.dtype), return_dict=False)[0].float()

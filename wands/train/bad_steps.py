@@ -23,7 +23,7 @@ import torch.distributed as dist
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import DataError
-from wands.train.events import EventLog
+from wands.train.append_log import EventLog
 from wands.train.run import TrainingRun
 from wands.train.step import StepResult
 from wands.variants import Expert

@@ -4,10 +4,10 @@ The plan depends only on the recipe, the data and the FLOPs of the planned train
 number of processes or packing.
 """
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,12 +196,11 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
         data: clips to choose from.
         most: largest number of clips to return.
     """
-    lengths = dict(zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True))
-    for key, length in list(lengths.items()):
-        if length > run.recipe.packing.max_tokens or key in run.sampler.excluded:
-            del lengths[key]
+    rows = zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True)
+    longest, excluded = run.recipe.packing.max_tokens, run.sampler.excluded
+    lengths = {key: length for key, length in rows if length <= longest and key not in excluded}
     turns, seen = {}, Counter[str]()
-    for key in sorted(lengths, key=_hash):
+    for key in sorted(lengths, key=lambda key: blake2b(key.encode("utf-8", "surrogateescape")).digest()):
         turns[key] = seen[clip_name(key)]
         seen[clip_name(key)] += 1
     return [(key, lengths[key]) for key in sorted(turns, key=turns.__getitem__)[:most]]
@@ -236,10 +235,6 @@ def plan_cache(run: TrainingRun, most: int) -> EvaluationPlan:
     """
     clips = add_levels(run, HELD_OUT, choose_clips(run, run.data, most), QUANTILES[9])
     return EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
-
-
-def _hash(key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:

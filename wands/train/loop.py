@@ -18,6 +18,7 @@ from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
 from wands.report.page import write_report
+from wands.train.append_log import EventLog
 from wands.train.attention_choice import agree_on_backend
 from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
@@ -27,7 +28,6 @@ from wands.train.control import ControlRequest, poll_requests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict
-from wands.train.events import EventLog
 from wands.train.metrics import StepLog, memory_peaks, sigma_sums, step_metrics
 from wands.train.profiler import memory_snapshots, profiled_steps
 from wands.train.rank_checks import FIXES, check_step, run_digests

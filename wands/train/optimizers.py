@@ -148,11 +148,10 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
             "none; use optim.name=adamw.",
             agreed=True,
         )
-    groups: list[dict[str, Any]] = []
-    if others:  # first, because the loop logs the learning rate of the first group
-        groups.append({"params": others, "use_muon": False, **params})
-    for (rows, columns), matrices in shapes.items():
-        ratio = muon_ratio(rows, columns)
+    # First, because the loop logs the learning rate of the first group.
+    groups: list[dict[str, Any]] = [{"params": others, "use_muon": False, **params}] if others else []
+    for shape, matrices in shapes.items():
+        ratio = muon_ratio(*shape)
         groups.append(
             {
                 "params": matrices,

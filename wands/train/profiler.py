@@ -10,10 +10,11 @@ import functools
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -78,8 +79,9 @@ def memory_snapshots(trainer: Trainer) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if trainer.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(path := _path(trainer, "out_of_memory.pickle"))
-            note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
-            error.add_note(note)
+            error.add_note(
+                f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            )
         raise
 
 
@@ -189,15 +191,8 @@ def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
 
 
 def _wrap(owner: Any, method: str, scope: str, stack: contextlib.ExitStack) -> None:
-    call: Callable[..., Any] = getattr(owner, method)
-    before = vars(owner).get(method)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with record_function(scope):
-            return call(*args, **kwargs)
-
-    setattr(owner, method, wrapped)
-    stack.callback(*((setattr, owner, method, before) if before else (delattr, owner, method)))
+    wrapped = record_function(scope)(getattr(owner, method))
+    stack.enter_context(patch.object(owner, method, wrapped))
 
 
 @functools.cache

@@ -82,21 +82,18 @@ class ComputeTimes:
         # A single stall, such as a garbage collection, does not change a median.
         medians = np.median(self._steps, axis=0)
         table = all_gather(torch.from_numpy(medians).to(self._device)).cpu().numpy()
-        self._report(step, slow_ranks(table))
-        return [float(f"{value:.4g}") for value in table[:, 0]]
-
-    def _report(self, step: int, slow: dict[int, float]) -> None:
-        if not slow:
-            return
-        for rank, ratio in slow.items():
+        names = []
+        for rank, ratio in slow_ranks(table).items():
             self._events.write("slow rank", rank=rank, host=self._hosts[rank], ratio=ratio)
-        names = [f"rank {rank} on {self._hosts[rank]} ({ratio:.2f})" for rank, ratio in slow.items()]
-        more = f" and {len(slow) - NUM_NAMED} more" if len(slow) > NUM_NAMED else ""
-        self._log(
-            f"step {step}: slow ranks (time for the same work / time of the other ranks, over {WINDOW} steps): "
-            f"{', '.join(names[:NUM_NAMED])}{more}. All ranks wait for the slowest rank. Look at the clocks, temperature and "
-            "other processes of these machines."
-        )
+            names.append(f"rank {rank} on {self._hosts[rank]} ({ratio:.2f})")
+        if names:
+            more = f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else ""
+            self._log(
+                f"step {step}: slow ranks (time for the same work / time of the other ranks, over {WINDOW} steps): "
+                f"{', '.join(names[:NUM_NAMED])}{more}. All ranks wait for the slowest rank. Look at the clocks, temperature "
+                "and other processes of these machines."
+            )
+        return [float(f"{value:.4g}") for value in table[:, 0]]
 
 
 def slow_ranks(table: np.ndarray) -> dict[int, float]:

@@ -30,15 +30,6 @@ def start_block(run: TrainingRun) -> str:
     bins = [bin for step in plan.steps for bin in step if bin]
     samples = [i for bin in bins for i in bin]
     imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
-    evaluation, videos = [], []
-    if recipe.eval:
-        evaluation = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]
-    if recipe.sample:
-        sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
-        training = sampler.total_steps * run.step_flops(bins) / plan.num_steps
-        share = sets * run.workload(accelerator_type()).video_flops / training
-        text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
-        videos = [f"{text}: {share:.1%} of the training's FLOPs"]
     rows = {
         "model": [
             f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
@@ -68,7 +59,6 @@ def start_block(run: TrainingRun) -> str:
             f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
             f"{recipe.train.bins_per_step} bins per step = dp {run.dp_size} x accumulation "
             f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}",
-            *_short_run(run),
         ],
         "flow": [
             f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
@@ -76,27 +66,26 @@ def start_block(run: TrainingRun) -> str:
             f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
             + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
         ],
-        "evaluation": evaluation,
-        "samples": videos,
-        "memory": [_memory_line(run)],
-        "output": [str(run.output_dir)],
-        "changed": [run.data_change] if run.data_change else [],
     }
+    if sampler.total_steps <= recipe.optim.warmup and "scheduler" not in run.ds_config:
+        rows["steps"].append(
+            f"WARNING: all {sampler.total_steps:,} steps are warm-up (optim.warmup={recipe.optim.warmup:g}), so that little is "
+            "learned; set train.max_steps, for example to 1500, and optim.warmup=0.05"
+        )
+    if recipe.eval:
+        rows["evaluation"] = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]
+    if recipe.sample:
+        sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
+        training = sampler.total_steps * run.step_flops(bins) / plan.num_steps
+        share = sets * run.workload(accelerator_type()).video_flops / training
+        text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
+        rows["samples"] = [f"{text}: {share:.1%} of the training's FLOPs"]
+    rows |= {"memory": [_memory_line(run)], "output": [str(run.output_dir)]}
+    rows["changed"] = [run.data_change] if run.data_change else []
     if run.checkpoint:
         rows["changed"] += list_changes(run.checkpoint.state, build_state(run, 0, 0, []))
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
-    return "\n".join(f"  {name:<{max(map(len, rows))}}  {line}" for name, line in names)
-
-
-def _short_run(run: TrainingRun) -> list[str]:
-    """Return a warning, as a list of one line, if the warm-up of the learning rate lasts the whole run; otherwise []."""
-    steps, warmup = run.sampler.total_steps, run.recipe.optim.warmup
-    if steps > warmup or "scheduler" in run.ds_config:
-        return []
-    return [
-        f"WARNING: all {steps:,} steps are warm-up (optim.warmup={warmup:g}), so that little is learned; set train.max_steps, "
-        "for example to 1500, and optim.warmup=0.05"
-    ]
+    return "\n".join(f"  {name:<12}{line}" for name, line in names)
 
 
 def _trained(run: TrainingRun) -> list[str]:

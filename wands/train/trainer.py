@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from wands.distributed.dims import ProcessGroups
+from wands.train.append_log import EventLog
 from wands.train.ema import WeightAverage
-from wands.train.events import EventLog
 from wands.train.run import Log, TrainingRun
 from wands.train.trackers import Trackers
 

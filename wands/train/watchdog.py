@@ -1,4 +1,9 @@
-"""Watch a training process from a thread: its launcher, its signals and its progress."""
+"""Watch a training process from a thread: its launcher, its signals and its progress.
+
+After a step that does not end or a connection that breaks, each rank writes its Python stacks to a file in the run folder and
+waits. A rank without a file does not answer. This works when the network is down or a process is suspended, and costs no time
+in a normal step.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,18 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
+from wands.distributed.consistency import group_ranks, name_ranks
 from wands.errors import RankError, one_line
 from wands.texts import safe_lines
 from wands.train.launcher import Ancestor
@@ -108,8 +118,6 @@ class Watchdog:
             timeout: seconds that any other work may take, such as a check or a checkpoint. The start, including the first
                 step, also counts as such work.
         """
-        from wands.train.roll_call import answer_file
-
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout
         # The file of an earlier run.
@@ -167,8 +175,6 @@ class Watchdog:
                 self._receive(signal.Signals(number))
 
     def _end_hang(self, work: str, limit: float) -> NoReturn:
-        from wands.train.roll_call import call_roll, dump_collectives
-
         faulthandler.dump_traceback_later(60 + _HANG_WAIT, exit=True)  # the run folder may hang too
         assert self._folder is not None
         text, is_lowest = call_roll(self._folder, _HANG_WAIT)
@@ -183,8 +189,6 @@ class Watchdog:
         # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
         if not isinstance(error, RuntimeError) or not re.search("gloo|^Dist", repr(error)):
             return
-        from wands.train.roll_call import call_roll
-
         reason = re.sub(r"\[\S*/gloo/\S*\] ", "", one_line(error)).partition(". ")[0]
         text = "check MASTER_ADDR and MASTER_PORT"
         if self._folder is not None:
@@ -223,3 +227,59 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
     if all_ranks or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
         with contextlib.suppress(OSError):  # the terminal was closed
             os.write(2, f"{safe_lines(f'wands: {message}')}\n".encode())
+
+
+def answer_file(folder: Path, rank: int) -> Path:
+    """Return the file in which a rank writes its stacks, so that the other ranks see that this rank answers."""
+    return folder / f"rank-{rank}.txt"
+
+
+def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
+    """Write this rank's stacks to a file, wait for the files of the other ranks, and return a text about all ranks.
+
+    Args:
+        folder: folder of the files. All ranks must share this folder.
+        seconds: time to wait for the files of the other ranks.
+        error: exception that has ended the training of this rank; None if the main thread still runs.
+
+    Returns:
+        (text with the ranks that do not answer, and the current function of the ranks that answer; whether this rank is the
+        lowest rank that answers).
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    files = [answer_file(folder, number) for number in range(world_size)]
+    with contextlib.suppress(OSError):  # the disk may be full
+        folder.mkdir(parents=True, exist_ok=True)
+        with files[rank].open("w", encoding="utf-8") as file:
+            file.write(f"{_place(error)}\n\n")
+            file.writelines(traceback.format_exception(error) if error else ())
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    time.sleep(seconds)
+    answers = [file.read_text("utf-8").partition("\n")[0] if file.exists() else "" for file in files]
+    groups = {answers[ranks[0]]: name_ranks(ranks) for ranks in group_ranks(answers)}
+    missing = groups.pop("", None)  # the cause: named first
+    clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
+    clauses += [f"{ranks} in {place}" for place, ranks in groups.items()]
+    text = f"{'; '.join(clauses)}. The stacks are in {folder}"
+    return text, not any(answers[:rank])
+
+
+def dump_collectives(folder: Path) -> None:
+    """Write a JSON file with the last collective operations of this rank, which PyTorch's flight recorder has stored."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):
+            file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
+            file.write_bytes(getattr(torch._C._distributed_c10d, name)())
+            return
+
+
+def _place(error: BaseException | None) -> str:
+    """Return the innermost function of wands that the main thread is running, or in which `error` was raised."""
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    frames = stack if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    for frame, line in frames:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("wands."):
+            return f"{frame.f_code.co_name} (line {line} of {name})"
+    return "code outside wands"

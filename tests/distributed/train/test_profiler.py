@@ -48,7 +48,7 @@ def profiled(
 
     def watched_table(rows: Rows, *more: Any) -> str:
         tables.append(rows)
-        assert all("wrapped" not in str(vars(owner).get(method, "")) for owner, method in wrapped)
+        assert not any(hasattr(vars(owner).get(method), "__wrapped__") for owner, method in wrapped)
         return table(rows, *more)
 
     profiler._wrap, profiler.format_scopes = watched_wrap, watched_table

@@ -15,7 +15,7 @@ import torch
 from tests.support.runs import run_training
 from wands.files import read_rows
 from wands.train import loop, stragglers
-from wands.train.events import marked_steps
+from wands.train.append_log import marked_steps
 from wands.train.trainer import Trainer
 
 STEPS = ("train.max_steps=10", "model.checkpointing=none")
