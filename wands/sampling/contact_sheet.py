@@ -123,7 +123,7 @@ def _strip(frames: np.ndarray | None, count: int) -> Image.Image:
     assert frames.shape[3:] == (3,), frames.shape
     cells = []
     for frame in map(Image.fromarray, pick_frames(frames, count)):
-        cell = ImageOps.contain(frame, CELL, Image.Resampling.LANCZOS)
+        cell = np.asarray(ImageOps.contain(frame, CELL, Image.Resampling.LANCZOS))
         cells.append(np.pad(cell, ((0, 0), (0, FRAME_GAP), (0, 0)), constant_values=PAPER[0]))
     return Image.fromarray(np.hstack(cells)[:, :-FRAME_GAP])
 

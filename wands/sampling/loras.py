@@ -156,13 +156,9 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
         model, name = getattr(pipeline, part), f"lora_{number}"
         if not update.pairs:
             continue
+        tensors = lora_tensors({key: _promote(pair, model.dtype) for key, pair in update.pairs.items()})
         try:
-            pipeline.load_lora_into_transformer(
-                lora_tensors({key: _promote(pair, model.dtype) for key, pair in update.pairs.items()}),
-                transformer=model,
-                adapter_name=name,
-                low_cpu_mem_usage=True,
-            )
+            pipeline.load_lora_into_transformer(tensors, model, adapter_name=name, low_cpu_mem_usage=True)
         except (RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{lora.label} does not fit the {part} ({one_line(error)}). Use a LoRA of this model."
@@ -209,9 +205,7 @@ def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
                 f"{min(missing)}. Use a LoRA of this model."
             )
         if missing:
-            log.warning(
-                "%s: %d of the LoRA's %d parameters are not in the %s and are skipped: %s",
-                *(lora.label, len(missing), total, part, shorten(missing)),
-            )
+            facts = lora.label, len(missing), total, part, shorten(missing)
+            log.warning("%s: %d of the LoRA's %d parameters are not in the %s and are skipped: %s", *facts)
         updates[part] = update.without(missing)
     return updates

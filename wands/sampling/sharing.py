@@ -109,10 +109,8 @@ def share_pipeline(
     _, _, device = init_process_group()
     _check_pipelines(pipeline, device)
     groups = ProcessGroups.build(dims, device)
-    log.info(
-        "sampling on %d ranks: guidance %d x Ulysses %d x ring %d",
-        *(dims.world_size, dims.dp_size, dims.ulysses_degree, dims.ring_degree),
-    )
+    sizes = dims.world_size, dims.dp_size, dims.ulysses_degree, dims.ring_degree
+    log.info("sampling on %d ranks: guidance %d x Ulysses %d x ring %d", *sizes)
     set_attention(pipeline, device, groups, kernel)
     return new_group([range(i, dims.world_size, dims.cp_size) for i in range(dims.cp_size)], device)
 
@@ -325,12 +323,8 @@ def token_index(
         `gathered[positions]` are all tokens of the sample in order, where `gathered` are the tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
-    layouts = [
-        ContextLayout.build(
-            [num_tokens], ulysses_degree=dims.ulysses_degree, ring_degree=dims.ring_degree, cp_rank=rank
-        )
-        for rank in range(dims.cp_size)
-    ]
+    degrees = {"ulysses_degree": dims.ulysses_degree, "ring_degree": dims.ring_degree}
+    layouts = [ContextLayout.build([num_tokens], **degrees, cp_rank=rank) for rank in range(dims.cp_size)]
     everywhere = torch.cat([layout.token_index for layout in layouts])
     order = everywhere.argsort()[len(everywhere) - num_tokens :]
     mine = layouts[dims.cp_rank]
@@ -347,8 +341,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     real, imaginary = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
-    return (
-        torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
-        .flatten(-2)
-        .type_as(x)
-    )
+    rotated = torch.stack([real * cos - imaginary * sin, real * sin + imaginary * cos], dim=-1)
+    return rotated.flatten(-2).type_as(x)

@@ -67,12 +67,9 @@ class FragmentAdamW8bit(AdamW8bit):
                             continue
                         part = values[first - start : last - start]
                         part.grad = gradient[first - start : last - start]
-                        self.state[part] = {
-                            "step": state.get("step", 0),
-                            "qmap1": _table("1", part.device),
-                            "qmap2": _table("2", part.device),
-                            **cut_states(state[fragment.name], start, first, last),
-                        }
+                        tables = {f"qmap{moment}": _table(moment, part.device) for moment in "12"}
+                        states = cut_states(state[fragment.name], start, first, last)
+                        self.state[part] = {"step": state.get("step", 0), **tables, **states}
                         self.update_step(group, part, group_number, number)
                         del self.state[part]
                 state["step"] = state.get("step", 0) + 1

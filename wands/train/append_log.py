@@ -135,11 +135,8 @@ class EventLog:
         values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
         values["num_nodes"] = run.world_size // ranks_per_node()
         values["checkpoint"] = run.checkpoint and run.checkpoint.folder.name
-        values |= {
-            "device": accelerator_type(),
-            "variant": run.variant.name,
-            "total_steps": run.sampler.total_steps,
-        }
+        values |= {"device": accelerator_type(), "variant": run.variant.name}
+        values["total_steps"] = run.sampler.total_steps
         values["data"] = {"num_samples": len(run.data.keys), "num_tokens": int(run.seq_lens.sum())}
         if is_restart:
             steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]

@@ -105,12 +105,10 @@ class EvaluationPlan(StrictModel):
         Args:
             run: the checked training run.
         """
-        rows = {
-            (side, key): (data, i)
-            for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data))
-            if data is not None
-            for i, key in enumerate(data.keys)
-        }
+        rows: dict[tuple[str, str], tuple[Dataset, int]] = {}
+        for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data)):
+            if data is not None:
+                rows |= {(side, key): (data, i) for i, key in enumerate(data.keys)}
         return [
             EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
             for expert in run.experts
@@ -220,10 +218,9 @@ def add_levels(
     clips = []
     for key, num_tokens in chosen:
         flow = with_clip_shift(run.recipe.flow, num_tokens)
-        levels = {
-            expert.subfolder: [sigma_quantile(flow, quantile, *expert.sigma_range) for quantile in quantiles]
-            for expert in run.experts
-        }
+        levels = {}
+        for expert in run.experts:
+            levels[expert.subfolder] = [sigma_quantile(flow, q, *expert.sigma_range) for q in quantiles]
         clips.append(EvaluationClip(key=key, side=side, num_tokens=num_tokens, sigmas=levels))
     return clips
 

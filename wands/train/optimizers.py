@@ -152,16 +152,9 @@ def _build_muon(named: Sequence[tuple[str, Any]], params: Mapping[str, Any], fus
     groups: list[dict[str, Any]] = [{"params": others, "use_muon": False, **params}] if others else []
     for shape, matrices in shapes.items():
         ratio = muon_ratio(*shape)
-        groups.append(
-            {
-                "params": matrices,
-                "use_muon": True,
-                "lr": params["lr"] * ratio,
-                # The optimizer multiplies weight_decay by the learning rate.
-                "weight_decay": params["weight_decay"] / ratio,
-                "momentum": _MUON_MOMENTUM,
-            }
-        )
+        # The optimizer multiplies weight_decay by the learning rate.
+        rates = {"lr": params["lr"] * ratio, "weight_decay": params["weight_decay"] / ratio}
+        groups.append({"params": matrices, "use_muon": True, **rates, "momentum": _MUON_MOMENTUM})
     if not fused:
         # DeepSpeed compiles Muon's update, which takes longer on a CPU than any run there. Use the plain functions.
         for name, function in list(vars(original_muon).items()):

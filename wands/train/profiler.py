@@ -79,9 +79,8 @@ def memory_snapshots(trainer: Trainer) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if trainer.device.type == "cuda":
             torch.cuda.memory._dump_snapshot(path := _path(trainer, "out_of_memory.pickle"))
-            error.add_note(
-                f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
-            )
+            note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            error.add_note(note)
         raise
 
 
@@ -150,8 +149,7 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
         # The matmuls of a kernel in plain PyTorch are part of the attention.
         counted = event.name in MATMULS and scope != "attention"
         flops = event.flops if counted else _attention_flops(event, ring_rank)
-        values = (calls, event.self_cpu_time_total, event.self_device_time_total, flops)
-        rows[scope] += values
+        rows[scope] += (calls, event.self_cpu_time_total, event.self_device_time_total, flops)
     return dict(rows)
 
 
