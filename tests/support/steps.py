@@ -24,8 +24,7 @@ from wands.distributed.layout import ContextLayout
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
-from wands.model.files.lora_files import LORA_FILE, lora_tensors
-from wands.model.files.lora_update import LoraPair
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
 from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model

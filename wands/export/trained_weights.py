@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, one_line
-from wands.model.files.lora_files import LORA_FILE, lora_tensors
-from wands.model.files.lora_update import LoraPair
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.files.name_maps import check_fit
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors, write_sharded

@@ -18,8 +18,14 @@ from torch import Tensor, nn
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_files import find_lora_file, parse_lora, read_lora_file, update_of
-from wands.model.files.lora_update import LoraPair, LoraUpdate
+from wands.model.files.lora_files import (
+    LoraPair,
+    LoraUpdate,
+    find_lora_file,
+    parse_lora,
+    read_lora_file,
+    update_of,
+)
 from wands.model.files.name_maps import shorten
 from wands.model.files.tensor_files import TensorFiles
 from wands.model.transformer import Fp32Linear

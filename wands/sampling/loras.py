@@ -19,12 +19,13 @@ from wands.model.files.hub import fetch_model, is_hub_id
 from wands.model.files.lora_files import (
     EXPERT_NAMES,
     PEFT_CONFIG,
+    LoraPair,
+    LoraUpdate,
     experts_in,
     find_lora_file,
     lora_tensors,
     read_lora_file,
 )
-from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import EXPERTS, shorten
 from wands.model.files.tensor_files import TensorFiles
 

@@ -25,8 +25,7 @@ from tests.support.sampling import infer, source_of
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub
-from wands.model.files.lora_files import lora_tensors
-from wands.model.files.lora_update import LoraPair
+from wands.model.files.lora_files import LoraPair, lora_tensors
 from wands.sampling import sample as sampling
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import find_pipeline, load_pipeline

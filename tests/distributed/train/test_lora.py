@@ -20,8 +20,7 @@ from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LORA_FILE, lora_tensors
-from wands.model.files.lora_update import LoraPair
+from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.train.resume import check_resumable
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")

@@ -22,7 +22,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
-from wands.model.files.lora_update import LoraUpdate
+from wands.model.files.lora_files import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.quantize import QuantizedLinear
 from wands.model.weight_dtypes import WeightDtypePolicy

@@ -22,14 +22,13 @@ from wands.errors import CheckpointError, one_line
 from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, FragmentFiles
 from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_update import LoraPair, LoraUpdate
+from wands.model.files.lora_files import LoraPair, LoraUpdate
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
 log = logging.getLogger(__name__)
 
 STATE_FILE = "wands_state.json"
-_PUBLISHER = "Wan-AI/"  # a base with this prefix is a published model, as a folder or as a Hub id
 
 
 class PickleError(CheckpointError):
@@ -100,8 +99,8 @@ class TrainState:
     attention: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        known = self.base_on_hub is not None or self.base.startswith(_PUBLISHER)
-        if self.base and not known and not self.base.startswith((".", "/")):
+        # "Wan-AI/": a published model, as a folder or as a Hub id
+        if self.base_on_hub is None and self.base and not self.base.startswith((".", "/", "Wan-AI/")):
             object.__setattr__(self, "base", f"./{self.base}")
 
     @property
@@ -189,11 +188,9 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
         An error message for the first damaged file; None if no file is damaged.
     """
     folder, state = checkpoint
-    for name, reason in find_damaged_files(
-        folder, state.hashes, share, f"its hash differs from {STATE_FILE}"
-    ):
-        return f"checkpoint={folder}: {name} is damaged ({reason}); use another step_* folder."
-    return None
+    damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
+    texts = (f"{name} is damaged ({reason}); use another step_* folder." for name, reason in damaged)
+    return next((f"checkpoint={folder}: {text}" for text in texts), None)
 
 
 def find_checkpoint(
@@ -338,17 +335,16 @@ def load_full_weights(
     if lora_of(state) is None:
         return load_exported_state(where, part, ema)
     expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
-    merge_configs = [
-        MergeConfig.model_validate(item) for item in state.recipe["model"].get("merge_loras", [])
-    ]
-    in_base = MergedLoras.load(merge_configs, Expert(expert, part, (0.0, 1.0)))
+    model = state.recipe["model"]
+    merges = [MergeConfig.model_validate(item) for item in model.get("merge_loras", [])]
+    in_base = MergedLoras.load(merges, Expert(expert, part, (0.0, 1.0)))
     trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
 
     def merge(name: str, weight: Tensor) -> Tensor:
         return trained(name, in_base(name, weight))
 
-    init = "pretrained" if base else state.recipe["model"]["init"]
-    key, seed = base_key if base else "model.path", state.recipe["train"]["seed"]
+    init, key = ("pretrained", base_key) if base else (model["init"], "model.path")
+    seed = state.recipe["train"]["seed"]
     return load_weights(base or state.base, part, init=init, seed=seed, key=key, merge=merge)
 
 

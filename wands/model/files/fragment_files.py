@@ -19,29 +19,6 @@ from wands.model.files.tensor_files import open_safetensors
 AVERAGE_METADATA, STATE_METADATA = "wands_ema", "wands_state"
 
 
-def read_header(metadata: Mapping[str, str], path: Path, key: str) -> dict[str, Any]:
-    """Return the JSON object that wands stored in a safetensors file of a checkpoint, next to the tensors.
-
-    Args:
-        metadata: metadata of the file.
-        path: path of the file, for error messages.
-        key: key of the object in the metadata: `STATE_METADATA` for a training state, `AVERAGE_METADATA` for a moving average.
-
-    Returns:
-        A dict. Its entry "fragments" maps a parameter name to a list that starts with [start, shape]. start is the index of
-        the fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
-
-    Raises:
-        CheckpointError: if the file has no such metadata, so that `wands train` did not write it.
-    """
-    try:
-        return dict(json.loads(metadata[key]))
-    except (KeyError, ValueError):
-        raise CheckpointError(
-            f"{path} was not written by wands train, or was replaced (no {key} metadata); use another step_* folder of the run."
-        ) from None
-
-
 class FragmentFiles:
     """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
 
@@ -50,10 +27,13 @@ class FragmentFiles:
     Args:
         folder: DiT folder of a checkpoint.
         pattern: glob pattern of the files without ".safetensors", such as "ema_rank_*".
-        metadata: argument `key` of `read_header`: `STATE_METADATA` or `AVERAGE_METADATA`.
+        metadata: key of wands' JSON object in the metadata of a file: `STATE_METADATA` for a training state,
+            `AVERAGE_METADATA` for a moving average.
 
     Attributes:
-        headers: maps the path of each file to the result of `read_header`.
+        headers: maps the path of each file to its JSON object. The entry "fragments" of the object maps a parameter name to
+            a list that starts with [start, shape]. start is the index of the fragment's first value in the flattened
+            parameter. shape is the shape of the whole parameter.
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
@@ -66,7 +46,13 @@ class FragmentFiles:
         self.dtypes: dict[str, torch.dtype] = {}
         for path in sorted(folder.glob(f"{pattern}.safetensors")):
             with open_safetensors(path, self._where) as file:
-                self.headers[path] = read_header(file.metadata() or {}, path, metadata)
+                try:
+                    self.headers[path] = json.loads(file.metadata()[metadata])
+                except (TypeError, KeyError, ValueError):
+                    raise CheckpointError(
+                        f"{path} was not written by wands train, or was replaced (no {metadata} metadata); use another step_* "
+                        "folder of the run."
+                    ) from None
                 for name in file.keys():  # noqa: SIM118, not a dict
                     if name not in self.dtypes and file.get_slice(name).get_shape():
                         self.dtypes[name] = file.get_slice(name)[:0].dtype
@@ -75,8 +61,8 @@ class FragmentFiles:
         """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
 
         Args:
-            section: entry of `read_header`'s dict with the fragments to join: "fragments" for trained parameters, "frozen" for
-                frozen parameters.
+            section: entry of the headers with the fragments to join: "fragments" for trained parameters, "frozen" for frozen
+                parameters.
             suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
             excluded: names of parameters to leave out.
 

@@ -82,15 +82,15 @@ def find_damaged_files(
             yield name, difference
 
 
-def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None, hub: bool = False) -> None:
-    """Check that the files of a model did not change after they were written or downloaded.
+def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None) -> None:
+    """Check that the files of a model did not change after wands wrote them. Downloaded files without `HASH_FILE` are not read.
 
-    `find_changed_files` explains the arguments `folder`, `parts` and `hub`.
+    `find_changed_files` explains the arguments `folder` and `parts`.
 
     Raises:
         CheckpointError: if a file changed or cannot be read. The messages start with `label`.
     """
-    _, problems = find_changed_files(folder, parts=parts, hub=hub)
+    _, problems = find_changed_files(folder, parts=parts, hub=False)
     if problems:
         raise CheckpointError(
             [f"{label}: {problem}. Write or download the file again." for problem in problems]
@@ -99,9 +99,7 @@ def check_files(folder: Path, label: str, *, parts: Collection[str] | None = Non
 
 def _hub_sha256(folder: Path, path: Path) -> str | None:
     """Return the SHA-256 that the Hub client stored for a large file, or None if the client stored no SHA-256."""
-    if (blob := path.resolve()).parent.name == "blobs":
-        texts = [blob.name]
-    else:
-        record = folder / ".cache/huggingface/download" / f"{path.relative_to(folder)}.metadata"
-        texts = [record.read_text(encoding="utf-8")] if record.is_file() else []
-    return next((found[0] for text in texts if (found := _SHA256.search(text))), None)
+    blob, record = path.resolve(), folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
+    text = record.read_text(encoding="utf-8") if record.is_file() else ""
+    match = _SHA256.search(blob.name if blob.parent.name == "blobs" else text)
+    return match[0] if match else None

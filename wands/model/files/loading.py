@@ -98,13 +98,14 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
         return {"boundary_ratio": variant.boundary_ratio}
     file = fetch_model(path, key=key, allow=["model_index.json"]) / "model_index.json"
     if file.is_file():
-        return _read_object(f"{key}={path}", file)
+        return read_json_object(file, label=f"{key}={path}: {file}")
     allow = [f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()]
     root = fetch_model(path, key=key, allow=allow)
     low_noise = find_expert(root, EXPERTS[1])
     if low_noise is None:
         return {}
-    boundary = boundary_of(_read_object(f"{key}={path}", low_noise / "config.json"))
+    file = low_noise / "config.json"
+    boundary = boundary_of(read_json_object(file, label=f"{key}={path}: {file}"))
     return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", DIFFUSERS_CLASS]}
 
 
@@ -230,17 +231,14 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
 
 
 def _read_config(where: str, folder: Path) -> dict[str, Any]:
-    config = _read_object(where, folder / "config.json")
+    file = folder / "config.json"
+    config = read_json_object(file, label=f"{where}: {file}")
     class_name = config.get("_class_name")
     if class_name == OFFICIAL_CLASS:
         return dit_config(TensorFiles(find_weights(folder, DIT_STEM), where).shapes, config, where=where)
     if class_name != DIFFUSERS_CLASS:
         raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan model.")
     return config
-
-
-def _read_object(where: str, file: Path) -> dict[str, Any]:
-    return read_json_object(file, label=f"{where}: {file}")
 
 
 @contextmanager

@@ -18,8 +18,14 @@ from torch import Tensor
 
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
-from wands.model.files.lora_files import is_lora, lora_tensors, parse_lora, peft_settings, read_lora_file
-from wands.model.files.lora_update import LoraPair
+from wands.model.files.lora_files import (
+    LoraPair,
+    is_lora,
+    lora_tensors,
+    parse_lora,
+    peft_settings,
+    read_lora_file,
+)
 from wands.model.files.tensor_files import TensorFiles
 
 RANK = 4
