@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from wands.config.recipe_loading import load_recipe
-from wands.distributed.bootstrap import accelerator_type, init_process_group
+from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.files import read_rows
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
@@ -50,7 +50,6 @@ def make_run(
         recipe,
         ds if ds is not None else {"zero_optimization": {"stage": 2}},
         world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")),
-        device_type=accelerator_type(),
         names=("zero.json", "recipe.yaml"),
         encoders=lambda path: {},
         checkpoint=checkpoint,

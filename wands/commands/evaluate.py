@@ -10,9 +10,8 @@ import torch
 
 from wands.config.options import EvaluateOptions
 from wands.config.recipe import Recipe
-from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
+from wands.distributed.bootstrap import init_process_group, start_together
 from wands.distributed.dims import ProcessGroups
-from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
@@ -40,14 +39,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         checkpoint = find_checkpoint(where) if is_run else None
         if options.ema and checkpoint is None:
             raise ConfigError(f"--ema needs a run, but MODEL={where} is not a run; leave --ema out.")
-        run = prepare_run(
-            _recipe(options, checkpoint),
-            {"zero_optimization": {"stage": 0}},
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            device_type=accelerator_type(),
-            names=("the DeepSpeed config", "the recipe"),
-            encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
-        )
+        run = prepare_run(_recipe(options, checkpoint), {"zero_optimization": {"stage": 0}})
     _, _, device = init_process_group()
     groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
     plan, run = plan_cache(run, options.max_clips), replace(run, held_out=run.data)

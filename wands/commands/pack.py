@@ -50,7 +50,7 @@ def pack(options: PackOptions) -> str:
         options.recipe,
         None,
         options.overrides,
-        world_size=None,  # the plan is the same at any dp_size
+        world_size=0,  # the plan is the same at any dp_size
         device_type="cpu",
         encoders=lambda path: {},  # hashing the encoders takes longer than planning; wands train compares them
         ignore_output_dir=True,

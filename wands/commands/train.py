@@ -15,25 +15,15 @@ from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import TrainOptions
 from wands.config.recipe_loading import load_recipe
-from wands.distributed.bootstrap import (
-    accelerator_type,
-    gather_objects,
-    init_process_group,
-    ranks_per_node,
-    start_together,
-)
-from wands.encoders.fingerprint import fingerprint_pipeline
-from wands.errors import CheckpointError, ConfigError
+from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
+from wands.errors import ConfigError
 from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
-from wands.model.files.checkpoint_files import find_damage
-from wands.model.files.hashes import find_changed_files
-from wands.model.files.hub import fetch_model
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
 from wands.train.launcher import Ancestor
-from wands.train.prepare import load_run
+from wands.train.prepare import check_hashes, load_run
 from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.terminal import Terminal
@@ -112,7 +102,7 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
 
     Unless this is a dry run, rank 0 locks the run folder until `stack` is closed.
     """
-    claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else _claim_nothing
+    claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else None
     damaged: dict[Path, str] = {}
     while True:
         with start_together():
@@ -120,52 +110,16 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
                 options.recipe,
                 options.deepspeed,
                 options.overrides,
-                world_size=int(os.environ.get("WORLD_SIZE", "1")),
-                device_type=accelerator_type(),
-                # Hashing a UMT5 takes seconds, so only one rank does it.
-                encoders=fingerprint_pipeline if rank == 0 else lambda path: {},
-                ranks_per_node=ranks_per_node(),
                 resume=options.resume,
                 is_dry_run=options.dry_run,
-                claim=_claim_nothing if damaged else claim,
+                claim=None if damaged else claim,
                 damaged=damaged,
             )
-        damage = _find_damage(run, (rank, run.world_size))
+        damage = check_hashes(run, rank)
         if damage is None:
             return run
         assert run.checkpoint is not None
         damaged[run.checkpoint.folder] = damage
-
-
-def _find_damage(run: TrainingRun, share: tuple[int, int]) -> str | None:
-    """Compare the files of the model and of the checkpoint with their hashes.
-
-    Args:
-        run: the run, with the model and the checkpoint to resume from.
-        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-
-    Returns:
-        The error message for the first damaged file of the checkpoint. None if no file is damaged, or if the run has
-        no checkpoint. All ranks return the same message.
-
-    Raises:
-        CheckpointError: if a file of the model is damaged.
-    """
-    problems = []
-    if run.recipe.model.init == "pretrained" and run.has_model_files:
-        root = fetch_model(run.recipe.model.path, allow=[f"{expert.subfolder}/*" for expert in run.experts])
-        parts = {expert.subfolder for expert in run.experts}
-        problems = find_changed_files(root, parts=parts, share=share)[1]
-    if problems := list(chain(*gather_objects(problems))):
-        label = f"model.path={run.recipe.model.path}"
-        texts = [f"{label}: {text}. Write or download the file again." for text in problems]
-        raise CheckpointError(texts, agreed=True)
-    damage = find_damage(run.checkpoint, share) if run.checkpoint else None
-    return next(filter(None, gather_objects(damage)), None)
-
-
-def _claim_nothing(output_dir: Path) -> None:
-    """Do nothing. This function replaces `_claim` in a dry run, on ranks except rank 0, and after rank 0 locked the folder."""
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

@@ -1,9 +1,11 @@
-"""Check a training run before the process group starts, and report all problems at once."""
+"""Check a training run before it starts: all settings and data at once, then the hashes of the files."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +18,13 @@ from wands.data.cache.reader import LatentCache
 from wands.data.collate import PackingCollator
 from wands.data.datasets import CombinedDataset, Dataset, check_excluded, open_data, open_held_out
 from wands.data.sampler import PlanSampler, check_enough_samples
+from wands.distributed.bootstrap import accelerator_type, gather_objects, ranks_per_node
 from wands.distributed.dims import check_world, choose_degrees
-from wands.errors import ConfigError, Problems
-from wands.model.files.checkpoint_files import Checkpoint
-from wands.model.files.hub import is_downloaded, published_name
+from wands.encoders.fingerprint import fingerprint_pipeline
+from wands.errors import CheckpointError, ConfigError, Problems
+from wands.model.files.checkpoint_files import Checkpoint, find_damage
+from wands.model.files.hashes import find_changed_files
+from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.quantize import load_library
 from wands.train.checkpoint import build_state
@@ -35,15 +40,20 @@ from wands.variants import Variant
 _NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model cannot be read
 
 
+def fingerprint_once(model: str) -> Mapping[str, Any]:
+    """Return the fingerprint of a model's encoders on rank 0, and {} on other ranks, because hashing a UMT5 takes seconds."""
+    return fingerprint_pipeline(model) if os.environ.get("RANK", "0") == "0" else {}
+
+
 def load_run(
     recipe_path: str | None,
     deepspeed: str | Path | None,
     overrides: Sequence[str],
     *,
-    world_size: int | None,
+    world_size: int | None = None,
     resume: str | None = None,
     ignore_output_dir: bool = False,
-    claim: Callable[[Path], None] = lambda output_dir: None,
+    claim: Callable[[Path], None] | None = None,
     damaged: Mapping[Path, str] = MappingProxyType({}),
     **options: Any,
 ) -> TrainingRun:
@@ -53,14 +63,15 @@ def load_run(
         recipe_path: YAML file or name of a shipped recipe; None for the defaults.
         deepspeed: DeepSpeed JSON; None for the built-in config with ZeRO-2.
         overrides: ``section.key=value`` strings that override the recipe.
-        world_size: number of ranks; None for the smallest number that the recipe allows.
+        world_size: number of ranks; 0 for the smallest number that the recipe allows, None for the number that the launcher
+            has started.
         resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
-            adds a checkpoint after the search.
+            adds a checkpoint after the search. None does not lock the run folder.
         damaged: maps the folder of each checkpoint that is known to be damaged to its error message. The run does not
             resume from these checkpoints.
-        options: arguments of `prepare_run`: `device_type` and `encoders`, and if needed `ranks_per_node` and `is_dry_run`.
+        options: arguments of `prepare_run`: `device_type`, `encoders` and `is_dry_run`.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
@@ -71,15 +82,16 @@ def load_run(
     if recipe is None:
         problems.raise_all()
     checkpoint = None
-    if not ignore_output_dir:
+    if claim:
         problems.run("lock", lambda: claim(Path(recipe.output_dir)), "output_dir")
+    if not ignore_output_dir:
         checkpoint = problems.run(
             "checkpoint", lambda: find_resume(recipe.output_dir, resume, damaged), "output_dir", "lock"
         )
     run = prepare_run(
         recipe,
         ds_user,
-        world_size=world_size or recipe.parallel.group_size,
+        world_size=recipe.parallel.group_size if world_size == 0 else world_size,
         names=(str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe")),
         checkpoint=checkpoint,
         problems=problems,
@@ -100,11 +112,10 @@ def prepare_run(
     recipe: Recipe,
     ds_user: Mapping[str, Any],
     *,
-    world_size: int,
-    device_type: str,
-    names: tuple[str, str],
-    encoders: Callable[[str], Mapping[str, Any]],
-    ranks_per_node: int | None = None,
+    world_size: int | None = None,
+    device_type: str | None = None,
+    names: tuple[str, str] = ("the DeepSpeed config", "the recipe"),
+    encoders: Callable[[str], Mapping[str, Any]] = fingerprint_once,
     checkpoint: Checkpoint | None = None,
     is_dry_run: bool = False,
     problems: Problems | None = None,
@@ -114,12 +125,11 @@ def prepare_run(
     Args:
         recipe: recipe with all defaults filled in.
         ds_user: the user's DeepSpeed JSON.
-        world_size: number of ranks.
-        device_type: "cuda" or "cpu".
+        world_size: number of ranks, all on one node. None reads the number of ranks and nodes that the launcher has started.
+        device_type: "cuda" or "cpu"; None for the device of this machine.
         names: (name of the DeepSpeed JSON, name of the recipe) for error messages.
         encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
             with the fingerprint in a cache.
-        ranks_per_node: number of ranks on each node; None for a single node.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
         is_dry_run: whether the run will not be started. A new run of a published model that is not downloaded is then
             checked without the files of the model.
@@ -129,7 +139,9 @@ def prepare_run(
     Raises:
         WandsError: with all problems, including the problems that were found before this call.
     """
-    problems = problems or Problems()
+    problems, device_type = problems or Problems(), device_type or accelerator_type()
+    per_node = world_size or ranks_per_node()
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     check, path, dp_size = problems.run, recipe.model.path, world_size // recipe.parallel.group_size
     # Arguments of `check`: its name, the function to run, and the recipe sections and checks that must have passed before.
     check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
@@ -155,7 +167,7 @@ def prepare_run(
     )
     for expert in experts if recipe.model.init == "pretrained" and not published else ():
         check("weight files", partial(check_weights, path, expert.subfolder))
-    choose = partial(choose_degrees, recipe.parallel, ranks_per_node=ranks_per_node or world_size)
+    choose = partial(choose_degrees, recipe.parallel, ranks_per_node=per_node)
     degrees = check(
         "degrees",
         lambda: choose(num_heads=variant.dit.num_heads, model=variant.name),
@@ -187,6 +199,31 @@ def prepare_run(
     run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, *more)
     run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
     return follow_data(run) if checkpoint else run
+
+
+def check_hashes(run: TrainingRun, rank: int) -> str | None:
+    """Compare the files of the model and of the checkpoint with their hashes. Every rank must call this function.
+
+    The ranks divide the files among them, and each rank reads only its part.
+
+    Returns:
+        The error message for the first damaged file of the checkpoint. None if no file is damaged, or if the run has
+        no checkpoint. All ranks return the same message.
+
+    Raises:
+        CheckpointError: if a file of the model is damaged.
+    """
+    problems, share = [], (rank, run.world_size)
+    if run.recipe.model.init == "pretrained" and run.has_model_files:
+        parts = {expert.subfolder for expert in run.experts}
+        root = fetch_model(run.recipe.model.path, allow=[f"{part}/*" for part in parts])
+        problems = find_changed_files(root, parts=parts, share=share)[1]
+    if problems := list(chain(*gather_objects(problems))):
+        label = f"model.path={run.recipe.model.path}"
+        texts = [f"{label}: {text}. Write or download the file again." for text in problems]
+        raise CheckpointError(texts, agreed=True)
+    damage = find_damage(run.checkpoint, share) if run.checkpoint else None
+    return next(filter(None, gather_objects(damage)), None)
 
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:

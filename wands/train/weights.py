@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from wands.config.recipe import FlowConfig, Recipe
+from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.model.files.loading import build_empty, load_config, load_index
 from wands.model.freezing import freeze_parameters
@@ -28,10 +28,10 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
         (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
 
     Raises:
-        ConfigError: if the model does not exist, is not a Wan model, does not have the experts that the recipe names,
-            or has experts with different configs. Also if an expert has no timestep to train.
+        ConfigError: if the model does not exist, is not a Wan model, has no experts although the recipe names one, or has
+            experts with different configs. Also if an expert has no timestep to train.
     """
-    path = name or recipe.model.path
+    path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
     if not path:
         raise ConfigError(
             "model.path is not set; set it to a diffusers pipeline folder or a Hub id, such as --set model.path=DIR."
@@ -41,51 +41,31 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
         variant = variant_of(config, index)
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; use a pipeline of Wan 2.1 or 2.2.") from None
-    experts = choose_experts(variant, recipe.model.experts)
-    for expert in experts:
+    if len(variant.experts) == 1 and chosen is not None:
+        raise ConfigError(
+            f"model.experts={chosen} applies to models with two experts, but {variant.name} has one DiT; remove the key."
+        )
+    experts = []
+    for expert in (each for each in variant.experts if chosen in (None, "both", each.name)):
         if differing := differing_keys(config, load_config(path, expert.subfolder)):
             raise ConfigError(
                 f"model.path={path}: the configs of the two experts differ in {', '.join(differing)}, but must be equal; "
                 "use another pipeline."
             )
-    return config, variant, tuple(cut_range(expert, recipe.flow) for expert in experts)
+        (least, most), (first, last) = expert.sigma_range, flow.sigma_range
+        low, high = max(least, first), min(most, last)
+        if low >= high:
+            raise ConfigError(
+                f"flow.min_timestep={flow.min_timestep:g} and flow.max_timestep={flow.max_timestep:g} leave no timestep of the "
+                f"{expert.name}-noise expert ({1000 * least:g} to {1000 * most:g}); change the keys or model.experts."
+            )
+        experts.append(replace(expert, sigma_range=(low, high)))
+    return config, variant, tuple(experts)
 
 
 def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the keys of a diffusers config whose values differ in another config. Keys such as `_class_name` are ignored."""
     return [key for key, value in config.items() if key[0] != "_" and other.get(key) != value]
-
-
-def cut_range(expert: Expert, flow: FlowConfig) -> Expert:
-    """Return an expert that trains only the noise levels between `flow.min_timestep` and `flow.max_timestep`.
-
-    Raises:
-        ConfigError: if no noise level remains.
-    """
-    (least, most), (low, high) = expert.sigma_range, flow.sigma_range
-    if max(least, low) >= min(most, high):
-        raise ConfigError(
-            f"flow.min_timestep={flow.min_timestep:g} and flow.max_timestep={flow.max_timestep:g} leave no timestep of the "
-            f"{expert.name}-noise expert ({1000 * least:g} to {1000 * most:g}); change the keys or model.experts."
-        )
-    return replace(expert, sigma_range=(max(least, low), min(most, high)))
-
-
-def choose_experts(variant: Variant, name: str | None) -> tuple[Expert, ...]:
-    """Return the DiTs that `model.experts` names.
-
-    Args:
-        variant: variant of the model.
-        name: value of `model.experts`: "high", "low" or "both"; None for all DiTs.
-
-    Raises:
-        ConfigError: if `name` is given for a model with one DiT.
-    """
-    if len(variant.experts) == 1 and name is not None:
-        raise ConfigError(
-            f"model.experts={name} applies to models with two experts, but {variant.name} has one DiT; remove the key."
-        )
-    return tuple(expert for expert in variant.experts if name in (None, "both", expert.name))
 
 
 def list_weights(

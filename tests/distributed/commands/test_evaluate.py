@@ -13,13 +13,13 @@ from tests.support.commands import evaluate
 from tests.support.runs import run_training
 from tests.support.steps import zero
 from tests.support.world import WorldPool
-from wands.commands import evaluate as command
 from wands.errors import ConfigError
 from wands.files import read_rows
+from wands.train import prepare
 
 
 def of_cache(model: Path, data: Path, out: Path, ema: bool) -> str | None:
-    with mock.patch.object(command, "fingerprint_pipeline", return_value={}):  # as `write_cache`
+    with mock.patch.object(prepare, "fingerprint_pipeline", return_value={}):  # as `write_cache`
         return evaluate(model, data, ema=ema, json_path=out)
 
 
