@@ -30,11 +30,6 @@ from wands.train.terminal import Terminal
 from wands.train.watchdog import Watchdog
 from wands.variants import VARIANTS
 
-_NOT_CHECKED = (
-    "not checked, because {} is not downloaded: the files of the model, and whether this model's encoders made the cache. "
-    "wands train without --dry-run downloads and checks the files."
-)
-
 
 def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
     """Check a recipe and its data, and train the model that the recipe names.
@@ -72,7 +67,10 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
                     write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
         if options.dry_run:
             if not run.has_model_files:
-                log(_NOT_CHECKED.format(run.recipe.model.path))
+                log(
+                    f"not checked, because {run.recipe.model.path} is not downloaded: the files of the model, and whether this "
+                    "model's encoders made the cache. wands train without --dry-run downloads and checks the files."
+                )
             return
 
         from wands.train.loop import train

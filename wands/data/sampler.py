@@ -69,6 +69,13 @@ class StepPlan:
         num_steps = self.epoch_plan.num_steps
         return {"sample": num_samples / num_steps, "token": num_tokens / num_steps}
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of samples and number of tokens of this step, for `loss.reduction` "sample" and "token". The summed loss
+        of this step is divided by one of these numbers before it is logged.
+        """
+        return {"sample": self.num_samples, "token": self.num_tokens}
+
 
 @dataclass(eq=False)
 class PlanSampler:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wands.data.cache.format import from_bits, to_bits
-from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
+from wands.data.cache.format import from_bits
+from wands.data.cache.write_ahead_log import read_records
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
 from wands.encoders.components import find_part, loading_part
@@ -96,20 +96,6 @@ class TextEncoder:
 def caption_name(caption: str) -> str:
     """Return the name of a caption's record in a write-ahead log: 32 hex digits, a digest of the caption."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
-
-
-def store_text(log: WriteAheadLog, caption: str, embeds: Tensor) -> None:
-    """Append the text embedding of a caption to a write-ahead log.
-
-    Args:
-        log: write-ahead log.
-        caption: the caption.
-        embeds: bf16 [L, D], for L text tokens and width D of the text encoder.
-
-    Raises:
-        CacheError: if the disk is full.
-    """
-    log.add(caption_name(caption), [to_bits(embeds)], {})
 
 
 class TextSpool:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,14 +27,7 @@ from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
-from wands.model.files.checkpoint_files import (
-    STATE_FILE,
-    TrainState,
-    average_file,
-    list_steps,
-    state_file,
-    step_name,
-)
+from wands.model.files.checkpoint_files import TrainState, average_file, list_steps, state_file, step_name
 from wands.model.files.fragment_files import STATE_METADATA
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.report.run_data import thin
@@ -211,7 +203,8 @@ class CheckpointSaver:
         if dist.get_rank() == 0 and not problem:
             files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
             try:
-                _publish(partial, target, replace(state, hashes=files))
+                state.write(partial, files)
+                _publish(partial, target)
                 if is_best:
                     write_text(folder / "best", target.name)
                 self._thread.submit(_delete_old_steps, target, self._config)
@@ -273,10 +266,7 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
         raise CheckpointError(f"output_dir={folder.parent}: a checkpoint {first_problem}.", agreed=True)
 
 
-def _publish(partial: Path, target: Path, state: TrainState) -> None:
-    """Write `wands_state.json` into the folder `partial`, and rename the folder to `target`."""
-    files = {name: (partial / name).stat().st_size for name in sorted(state.hashes)}
-    write_text(partial / STATE_FILE, json.dumps(replace(state, files=files).to_json()))
+def _publish(partial: Path, target: Path) -> None:
     if target.exists():  # the same step saved again, after a resume from an older checkpoint
         shutil.rmtree(target)
     publish(partial, target)

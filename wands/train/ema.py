@@ -102,7 +102,15 @@ class WeightAverage:
         if engine.zero_optimization_stage():
             refresh_weights(engine)
         else:
-            _gather_shares(engine)
+            for fragment in trained_fragments(
+                engine
+            ):  # at ZeRO-0, send this rank's share of each parameter to all ranks
+                share = _own_share(fragment)
+                bits = fragment.read().view(
+                    torch.int32
+                )  # a sum with zeros keeps all bits, also those of -0.0
+                bits[: share.start] = bits[share.start + share.numel :] = 0
+                dist.all_reduce(bits)
 
     def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
         """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
@@ -175,12 +183,3 @@ def _own_share(fragment: Fragment) -> Fragment:
     rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
     start, end = numel * rank // world_size, numel * (rank + 1) // world_size
     return fragment._replace(start=start, offset=start, numel=end - start)
-
-
-def _gather_shares(engine: Any) -> None:
-    """Send every rank's share of each parameter to all ranks at ZeRO-0, after the ranks have changed their shares."""
-    for fragment in trained_fragments(engine):
-        share = _own_share(fragment)
-        bits = fragment.read().view(torch.int32)  # a sum with zeros keeps all bits, also those of -0.0
-        bits[: share.start] = bits[share.start + share.numel :] = 0
-        dist.all_reduce(bits)

@@ -99,10 +99,8 @@ def weights_checksums(
         (names of the P parameters, checksums int64 [P]).
     """
     sums = {}
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            if not gather and _is_partitioned(parameter):
-                continue
+    for name, parameter in module.named_parameters():
+        if gather or not _is_partitioned(parameter):
             with deepspeed.zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
                 sums[name] = tensor_checksum(parameter.detach()).to(device)
     return list(sums), torch.stack([*sums.values()]) if sums else torch.empty(0, dtype=torch.int64)

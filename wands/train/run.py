@@ -215,14 +215,13 @@ class TrainingRun:
         the number of trained tokens in the step. If a sample has a mask, each token counts with its weight in the mask. The
         number is 1 for a step without trained tokens.
         """
-        if self.recipe.loss.reduction == "sample":
-            return plan.num_samples or 1.0
-        value = float(plan.num_tokens)
-        for i in chain.from_iterable(plan.bins):
-            key = SampleKey(self.data.keys[i], int(plan.repeat_index_of[i]), plan.epoch)
-            grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
-            value -= float(self._masked_tokens[i])
-            value -= float(self._first_frames[i]) if self.collator.num_cond_tokens(key, grid) else 0
+        value: float = plan.counts[self.recipe.loss.reduction]
+        if self.recipe.loss.reduction == "token":
+            for i in chain.from_iterable(plan.bins):
+                key = SampleKey(self.data.keys[i], int(plan.repeat_index_of[i]), plan.epoch)
+                grid = grid_size(self.data.latent_shape(i), self.shape.patch_size)
+                value -= float(self._masked_tokens[i])
+                value -= float(self._first_frames[i]) if self.collator.num_cond_tokens(key, grid) else 0
         return value or 1.0
 
     def workload(self, device_type: str) -> Workload:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 from torch.profiler import record_function
 
 from wands.distributed.dims import ProcessGroups
 from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.rng import SampleKey
 from wands.flow.sigmas import sigma_weight
-from wands.model.offload import CopyStream, new_copy_stream
+from wands.model.offload import new_copy_stream
 from wands.train.batches import MicroBatch
 from wands.train.block_norms import measure_blocks
 from wands.train.run import TrainingRun
@@ -110,7 +111,9 @@ def train_step(
 
         total += loss.detach()
         micro_errors.append(errors)
-    unpartitioned = None if run.zero_stage else _unpartitioned_grad_norm(engine.module)
+    gradients = (parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None)
+    # At ZeRO stage 0, every rank has the whole gradient, and DeepSpeed does not report the norm.
+    unpartitioned = None if run.zero_stage else get_total_norm(gradients, foreach=False)
     finish = measure_blocks(engine) if measures_blocks else None
     skipped, norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
     sums = torch.cat(micro_errors)
@@ -168,6 +171,10 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
     return bad, float(norm)
 
 
+# All steps use one copy stream of a device, because each stream gets separate memory in PyTorch.
+_copy_stream = cache(new_copy_stream)
+
+
 def _on_device(batches: Sequence[MicroBatch], device: torch.device) -> Iterator[MicroBatch]:
     """Yield each batch on the device. While the device computes, a copy stream copies the next batch."""
     copies = _copy_stream(device)
@@ -183,20 +190,3 @@ def _on_device(batches: Sequence[MicroBatch], device: torch.device) -> Iterator[
         copies.wait(event)
         ahead = start(following) if following else ahead
         yield batch
-
-
-@cache
-def _copy_stream(device: torch.device) -> CopyStream:
-    """Return the copy stream of a device. All steps use one stream, because each stream gets separate memory in PyTorch."""
-    return new_copy_stream(device)
-
-
-def _unpartitioned_grad_norm(module: torch.nn.Module) -> torch.Tensor:
-    """Return the norm of the gradient at ZeRO stage 0.
-
-    At this stage every rank has the whole gradient, and DeepSpeed does not report the norm.
-    """
-    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(grad.float()) for grad in gradients])
-    )

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,8 +86,7 @@ def _convert_step(step: Path, state: TrainState, out: Path) -> None:
             hashes[name] = hash_file(out / name)
     for name in hashes:
         sync(out / name)
-    state = replace(state, hashes=hashes, files={name: (out / name).stat().st_size for name in hashes})
-    (out / STATE_FILE).write_text(json.dumps(state.to_json()), encoding="utf-8")
+    state.write(out, hashes)
 
 
 def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int]) -> Any:

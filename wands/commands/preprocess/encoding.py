@@ -30,7 +30,7 @@ from wands.data.cache.format import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
 from wands.encoders.image import ImageEncoder, WindowEncoder
-from wands.encoders.text import TextEncoder, TextSpool, store_text
+from wands.encoders.text import TextEncoder, TextSpool, caption_name
 from wands.encoders.vae import WanVideoEncoder
 
 LOG_BYTES = 1 << 30
@@ -97,7 +97,7 @@ def encode_captions(
     encoder = TextEncoder.load(settings.options.model, devices.text, DTYPES[settings.options.text_dtype])
     with closing(WriteAheadLog(settings.work / f"text-{slot}.journal", durable=False)) as embeddings:
         for caption in captions:
-            store_text(embeddings, caption, encoder.encode(caption))
+            embeddings.add(caption_name(caption), [to_bits(encoder.encode(caption))], {})
             yield Done()
     del encoder
     clear_device_cache(garbage_collection=True)

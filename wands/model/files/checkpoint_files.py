@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, one_line
+from wands.files import write_text
 from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, FragmentFiles
 from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
@@ -112,6 +113,16 @@ class TrainState:
         """Return the state as a dict of plain values that `json.dump` can write, with a hash of these values."""
         values = asdict(self)
         return {**values, "hash_of_this_file": _hash_of(values)}
+
+    def write(self, folder: Path, hashes: dict[str, str]) -> None:
+        """Write `wands_state.json` with the sizes and hashes of the files in a step folder.
+
+        Args:
+            folder: step folder, which may still have a temporary name.
+            hashes: maps the name of every other file in the folder to its hash.
+        """
+        files = {name: (folder / name).stat().st_size for name in sorted(hashes)}
+        write_text(folder / STATE_FILE, json.dumps(replace(self, files=files, hashes=hashes).to_json()))
 
 
 class Checkpoint(NamedTuple):
