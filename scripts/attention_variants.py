@@ -16,11 +16,12 @@ from torch import Tensor
 
 from wands.attention.kernels.registry import Backend
 from wands.attention.packed import PackedMeta
-from wands.attention.ring import ring_attention
+from wands.attention.ring import RingAttention
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.distributed.layout import ContextLayout, ContextPlan
+from wands.transfer import to_device
 
 HEAD_DIM = 128
 
@@ -148,13 +149,12 @@ def context_parallel(
     """Return a variant of wands; the product of `degrees` (ring, ulysses) is the world size."""
     device, (ring, ulysses) = inputs[0].device, degrees
     groups = groups_of(ring, ulysses, device)
-    layout = ContextLayout.build(lens, ulysses_degree=ulysses, ring_degree=ring, cp_rank=groups.dims.cp_rank)
+    layout = groups.dims.layout(lens)
     attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(lens)
-    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones).to(
-        device
-    )
+    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones)
+    meta = to_device(meta, device)
     formula = sum(layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
     return Variant(name, layout.token_index.to(device), lambda q, k, v: attention(q, k, v, meta), formula)
 
@@ -222,10 +222,13 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
         rows.append(torch.cat(index))
     plan = ContextPlan(tuple(lens), 1, world, tuple(chunk_lens), len(rows[rank]))
     formula = sum(plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
+    attention = RingAttention(
+        backend, groups.ring, groups.ring_grad
+    )  # reads only `chunk_lens` of its last argument
     return Variant(
         f"padded samples (+{plan.num_pads} pads)",
         rows[rank].to(device),
-        lambda q, k, v: ring_attention(q, k, v, plan.chunk_lens, backend, groups.ring, groups.ring_grad),
+        lambda q, k, v: attention(q, k, v, plan),
         formula,
     )
 

@@ -39,6 +39,7 @@ from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import choose_backend
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.transformer import PackedWanTransformer
+from wands.transfer import to_device
 
 NAMES = ("attn_output", "query_proj", "key_proj", "value_proj", "ffn_activation")
 MODES: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # saved names, offloaded names
@@ -98,7 +99,7 @@ def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable
     lens = (args.tokens - args.tokens // 3, args.tokens // 3)
     positions = torch.zeros(args.tokens, 3, dtype=torch.int64)
     texts = (TEXT_TOKENS,) * len(lens)
-    meta = PackedMeta(positions, segment_ids_of(lens), (lens,), lens, texts).to(device)
+    meta = to_device(PackedMeta(positions, segment_ids_of(lens), (lens,), lens, texts), device)
     tokens = torch.randn(args.tokens, 64, device=device)
     timesteps = torch.tensor([250.0, 750.0], device=device)
     text = torch.randn(sum(texts), TEXT_DIM, device=device)

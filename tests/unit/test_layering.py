@@ -49,7 +49,7 @@ LAYERS = {
 ONE_IMPORTER = {
     "flash_attn": {"wands.attention.kernels.flash"},
     "flash_attn_interface": {"wands.attention.kernels.flash"},
-    "bitsandbytes": {"wands.model.quantize", "wands.train.adamw8bit"},
+    "bitsandbytes": {"wands.model.weight_dtypes", "wands.train.adamw8bit"},
     "h5py": {"wands.data.cache.reader", "wands.data.cache.shards", "wands.data.cache.writer"},
     "av": {"wands.data.clips.video_file", "wands.data.clips.video"},
     "click": {"wands.cli", "wands.config.click_options", "wands.config.reference"},
@@ -101,7 +101,7 @@ def test_imports_go_down():
 
 
 def test_the_check_sees_a_violation():
-    assert violations("wands.model.rope", "from wands.data.cache.reader import LatentCache")
+    assert violations("wands.model.modulation", "from wands.data.cache.reader import LatentCache")
     assert violations("wands.flow.loss", "import wands.train.loop")
     assert not violations("wands.train.loop", "from wands.data.cache.reader import LatentCache")
 

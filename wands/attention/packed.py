@@ -72,10 +72,6 @@ class Segments:
         """Largest number of rows of k in a segment; 0 without segments."""
         return max(self.lens_k, default=0)
 
-    def to(self, device: torch.device | str) -> Segments:
-        """Return a copy of the segments with `cu_seqlens_q` and `cu_seqlens_k` on `device`."""
-        return to_device(self, device)
-
     def pairs(self) -> Iterator[tuple[slice, slice]]:
         """Yield (slice of q, slice of k) for every segment that has rows of q and rows of k."""
         start_q = start_k = 0
@@ -84,28 +80,17 @@ class Segments:
                 yield slice(start_q, start_q + len_q), slice(start_k, start_k + len_k)
             start_q, start_k = start_q + len_q, start_k + len_k
 
-    def idle_q(self, num_rows: int) -> Iterator[slice]:
-        """Yield the slices of q whose rows attend to no key.
 
-        These rows are in segments without rows of k, or come after the last segment.
+def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
+    """Yield the slices of q whose rows attend to no key, or the slices of k that no row of q attends to.
 
-        Args:
-            num_rows: number of rows of q.
-        """
-        yield from _idle(self.lens_q, self.lens_k, num_rows)
+    These rows are in segments whose other tensor has no rows, or come after the last segment.
 
-    def idle_k(self, num_rows: int) -> Iterator[slice]:
-        """Yield the slices of k that no row of q attends to.
-
-        These rows are in segments without rows of q, or come after the last segment.
-
-        Args:
-            num_rows: number of rows of k.
-        """
-        yield from _idle(self.lens_k, self.lens_q, num_rows)
-
-
-def _idle(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
+    Args:
+        lens: number of rows of the tensor (q or k) in each segment.
+        partner_lens: number of rows of the other tensor (k or q) in each segment.
+        num_rows: number of rows of the tensor.
+    """
     start = 0
     for length, partner in zip(lens, partner_lens, strict=True):
         if length and not partner:
@@ -125,9 +110,9 @@ class PackedMeta:
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r. A ring row is the part of the packed
-            samples that one Ulysses group (the ranks that divide the attention heads among themselves) holds. Without
-            ring attention, there is one ring row.
+        chunk_lens: with ring attention, the packed samples are divided into ring rows, one for each Ulysses group (the
+            ranks that divide the attention heads among themselves). Entry [r][s] is the number of tokens of sample s in
+            ring row r. Without ring attention, there is one ring row.
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.
@@ -176,11 +161,7 @@ class PackedMeta:
         *first, last = lens
         return *first, last + len(self.segment_ids) - sum(lens)
 
-    def to(self, device: torch.device | str) -> PackedMeta:
-        """Return a copy of the metadata with the tensors on `device`."""
-        return to_device(self, device)
-
 
 def segment_ids_of(seq_lens: Sequence[int]) -> Tensor:
-    """Return the sample index of each token, int64 [sum of `seq_lens`]. `seq_lens` contains the tokens of each sample."""
+    """Return the sample index of each token, int64 [sum of `seq_lens`]. `seq_lens` are the numbers of tokens of the samples."""
     return torch.repeat_interleave(torch.arange(len(seq_lens)), torch.tensor(seq_lens, dtype=torch.int64))

@@ -37,7 +37,7 @@ from wands.distributed.layout import ring_rounds
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Callable that runs `ring_attention`: it maps (q, k, v, meta) to the attention output.
+    """Callable for self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
 
     Attributes:
         backend: attention kernel.
@@ -55,51 +55,22 @@ class RingAttention:
 
         Args:
             q: [N, H, D], for N tokens, H heads and head dim D. With Ulysses, the N tokens are all tokens of this rank's
-                Ulysses group. Without Ulysses, they are the tokens of this rank.
+                Ulysses group. Without Ulysses, they are the tokens of this rank. Rows after the last sample are
+                padding, and their output is 0.
             k: [N, H, D].
             v: [N, H, D].
-            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: the number of tokens of each sample on
-                each rank of the ring.
+            meta: metadata of the packed samples. Only `meta.chunk_lens` is used: entry [r][s] is the number of tokens of
+                sample s on rank r of the ring.
 
         Returns:
             [N, H, D] in q's dtype.
         """
-        return ring_attention(q, k, v, meta.chunk_lens, self.backend, self.group, self.grad_group)
-
-
-def ring_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    chunk_lens: ChunkLens,
-    backend: Backend,
-    group: dist.ProcessGroup | None = None,
-    grad_group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Run self-attention inside each sample, where the tokens of a sample are spread over the ranks of a ring.
-
-    Args:
-        q: [N, H, D], for N tokens on this rank of the ring, H heads and head dim D. Rows after the last sample are
-            padding, and their output is 0.
-        k: [N, H, D].
-        v: [N, H, D].
-        chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.
-        backend: attention kernel.
-        group: ranks of the ring; None if the ring has one rank.
-        grad_group: a second communicator over the ranks of `group`, for the gradients of k and v. With a single
-            communicator, transfers of k and v would wait for transfers of gradients.
-
-    Returns:
-        [N, H, D] in q's dtype.
-    """
-    degree = len(chunk_lens)
-    assert degree == (group.size() if group else 1), (
-        f"chunk_lens has {degree} rows, but the ring has {group.size() if group else 1} ranks"
-    )
-    names = [peers.group_name if peers else "" for peers in (group, grad_group)]
-    lens = [length for row in chunk_lens for length in row]
-    out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, backend.name, q.shape[-1] ** -0.5)
-    return out
+        degree, num_ranks = len(meta.chunk_lens), self.group.size() if self.group else 1
+        assert degree == num_ranks, f"chunk_lens has {degree} rows, but the ring has {num_ranks} ranks"
+        names = [peers.group_name if peers else "" for peers in (self.group, self.grad_group)]
+        lens, scale = [length for row in meta.chunk_lens for length in row], q.shape[-1] ** -0.5
+        out, _ = torch.ops.wands.ring_forward(q, k, v, lens, degree, *names, self.backend.name, scale)
+        return out
 
 
 @torch.library.custom_op("wands::ring_forward", mutates_args=())
@@ -114,7 +85,7 @@ def ring_forward(
     backend: str,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of `ring_attention` as a custom operator.
+    """Run the forward pass of `RingAttention` as a custom operator.
 
     Args:
         q: [N, H, D], for N tokens, H heads and head dim D.
@@ -167,10 +138,10 @@ def ring_backward(
     `out` and `lse` are the results of `ring_forward`. `dout` is the gradient of `out`. The other arguments are the
     arguments of `ring_forward`.
 
-    A key block is the keys and values of one rank, the owner of the block. Key blocks move around the ring. In each step, a
-    rank computes the gradient of one key block from the rank's own queries. These gradients of a key block are summed on the
-    way: the sum starts on the rank after the owner, and each further rank adds its gradient. The owner adds its own gradient
-    (of step 0) when the sum arrives at the owner.
+    Each rank owns one key block: its keys and values. The blocks move around the ring, one rank per step. In each step, a rank
+    computes the gradient of the block that it has, from its own queries. The sum of the gradients follows the block: the
+    rank after the owner starts the sum, and each later rank adds its gradient. The owner computes its gradient in step 0, and
+    adds it last.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -181,7 +152,6 @@ def ring_backward(
     rank, rounds = dist.get_rank(ring), ring_rounds(chunk_lens)
     dq = torch.zeros_like(q, dtype=fp32_or_wider(q), memory_format=torch.contiguous_format)
     block = torch.stack([k, v])
-    own_dblock: Tensor | None = None  # this rank's summand of the gradient of this rank's block; never sent
     grad_transfer: _RingTransfer | None = None
     for step in range(rounds):
         transfer = _RingTransfer(block, ring) if step + 1 < rounds else None
@@ -190,13 +160,12 @@ def ring_backward(
         dq += dq_part
         dblock = torch.stack(dkv_part).to(fp32_or_wider(q))
         if step == 0:
-            own_dblock = dblock
+            own_dblock = dblock  # this rank's summand of the gradient of this rank's block; never sent
         else:
             if grad_transfer:
                 dblock += grad_transfer.wait()
             grad_transfer = _RingTransfer(dblock, grad_ring)
         block = transfer.wait() if transfer else block
-    assert own_dblock is not None
     if grad_transfer:
         own_dblock += grad_transfer.wait()
     dk, dv = own_dblock.unbind()
@@ -248,10 +217,8 @@ def _split_rows(lens: tuple[int, ...], degree: int) -> ChunkLens:
     return tuple(lens[row * num_samples : (row + 1) * num_samples] for row in range(degree))
 
 
-@lru_cache(maxsize=512)
-def _segments(lens_q: tuple[int, ...], lens_k: tuple[int, ...], device: torch.device) -> Segments:
-    """Build segments, or return those of an earlier call, so that all layers together copy the lengths to the device once."""
-    return Segments.build(lens_q, lens_k, device)
+# All layers use the same segments, so the lengths are copied to the device only once.
+_segments = lru_cache(maxsize=512)(Segments.build)
 
 
 @ring_forward.register_fake

@@ -49,7 +49,7 @@ def context_attention(
         for L local tokens, H heads and head dim D. See `wands.model.transformer.SelfAttention`.
     """
     attention = RingAttention(backend, ring, ring_grad)
-    return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused=fused)
+    return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused)
 
 
 class UlyssesAttention(DistributedAttention):
@@ -63,9 +63,7 @@ class UlyssesAttention(DistributedAttention):
         fused: send q, k and v in one all-to-all instead of three.
     """
 
-    def __init__(
-        self, local_attention: RingAttention, group: dist.ProcessGroup, *, fused: bool = True
-    ) -> None:
+    def __init__(self, local_attention: RingAttention, group: dist.ProcessGroup, fused: bool) -> None:
         def batched_attention(q: Tensor, k: Tensor, v: Tensor, meta: PackedMeta) -> Tensor:
             return local_attention(q[0], k[0], v[0], meta)[None]
 

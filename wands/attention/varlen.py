@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.attention.kernels.contract import Grads
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.attention.packed import Segments
 from wands.compiled import CompiledOp
@@ -25,9 +24,7 @@ from wands.transfer import to_device
 __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
 
 
-def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend, scale: float | None = None
-) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend) -> Tensor:
     """Run attention in which rows of q attend only to rows of k in the same segment.
 
     Args:
@@ -36,12 +33,11 @@ def varlen_attention(
         v: [Tk, H, D].
         segments: number of rows of q and of k in each segment.
         backend: attention kernel.
-        scale: factor on the attention scores; None means 1/sqrt(D).
 
     Returns:
         [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
     """
-    return _VarlenAttention.apply(segments, None, backend, _scale(q, scale), False, q, k, v)
+    return _VarlenAttention.apply(segments, None, backend, False, q, k, v)
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,6 @@ def padded_attention(
     pad_v: Tensor,
     padded: PaddedSegments,
     backend: Backend,
-    scale: float | None = None,
     compiled: bool = False,
 ) -> Tensor:
     """Run attention inside segments that are padded to the same number of keys with copies of one key, `pad_k`.
@@ -104,18 +99,13 @@ def padded_attention(
         pad_v: [H, D], value of the padding key.
         padded: number of rows of q and of k in each segment, and number of copies of the padding key.
         backend: attention kernel.
-        scale: factor on the attention scores; None means 1/sqrt(D).
         compiled: use torch.compile for the computations with the padding key, forward and backward.
 
     Returns:
         [Tq, H, D] in q's dtype.
     """
-    options = padded.segments, padded.log_num_pads, backend, _scale(q, scale), compiled
+    options = padded.segments, padded.log_num_pads, backend, compiled
     return _VarlenAttention.apply(*options, q, k, v, pad_k, pad_v)
-
-
-def _scale(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -130,24 +120,34 @@ class _VarlenAttention(torch.autograd.Function):
         segments: Segments,
         log_num_pads: Tensor | None,
         backend: Backend,
-        scale: float,
         compiled: bool,
         *tensors: Tensor,
     ) -> Tensor:
         q, k, v, *pads = tensors
+        scale = q.shape[-1] ** -0.5
         out, lse = backend.forward(q, k, v, segments, scale)
         if pads:
             merge: Callable[..., Any] = _MERGE_PADS if compiled else merge_pads
             out, lse = merge(out, lse, q, *pads, log_num_pads, scale)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.options = segments, log_num_pads, backend, scale, compiled
+        ctx.options = segments, log_num_pads, backend, compiled
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, q, k, v, *pads = ctx.saved_tensors
-        segments, log_num_pads, backend, scale, compiled = ctx.options
-        dq, *grads = backward_in_pieces(backend, dout, q, k, v, out, lse, segments, scale)
+        segments, log_num_pads, backend, compiled = ctx.options
+        scale = q.shape[-1] ** -0.5
+        piece_len = _piece_len(dout)
+        if piece_len is None or segments.max_seqlen_q <= piece_len:
+            dq, *grads = backend.backward(dout, q, k, v, out, lse, segments, scale)
+        else:
+            pieces, rows = _cut_queries(segments.lens_q, segments.lens_k, piece_len, q.device)
+            dq, *copies = backend.backward(dout, q, k[rows], v[rows], out, lse, pieces, scale)
+            grads = [
+                torch.zeros_like(x, dtype=lse.dtype).index_add_(0, rows, copy.to(lse.dtype)).to(x.dtype)
+                for x, copy in zip((k, v), copies, strict=True)
+            ]
         if pads:
             merge: Callable[..., Any] = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
             dq, *pad_grads = merge(dout, dq, q, *pads, out, lse, log_num_pads, scale)
@@ -227,47 +227,19 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
 _MERGE_PADS, _MERGE_PADS_BACKWARD = CompiledOp(merge_pads), CompiledOp(merge_pads_backward)
 
 
-def backward_in_pieces(
-    backend: Backend,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    segments: Segments,
-    scale: float,
-) -> Grads:
-    """Run `backend.backward`. On a GPU, first cut each segment into pieces with few rows of q.
-
-    The cut makes cross-attention faster. On a GPU, the backward pass of flash attention runs one program for each head and
-    each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a caption), so most of the GPU
-    would be idle without the cut. Each piece of a segment gets a copy of the segment's keys, and the gradients of the copies
-    are summed in fp32.
-
-    The arguments and results are those of `Backend.backward`.
-    """
-    piece_len = _piece_len(dout)
-    if piece_len is None or segments.max_seqlen_q <= piece_len:
-        return backend.backward(dout, q, k, v, out, lse, segments, scale)
-    pieces, rows = _cut_queries(segments.lens_q, segments.lens_k, piece_len, q.device)
-    dq, *copies = backend.backward(dout, q, k[rows], v[rows], out, lse, pieces, scale)
-    dk, dv = (
-        torch.zeros_like(x, dtype=lse.dtype).index_add_(0, rows, copy.to(lse.dtype)).to(x.dtype)
-        for x, copy in zip((k, v), copies, strict=True)
-    )
-    return dq, dk, dv
-
-
 @lru_cache(maxsize=256)
 def _cut_queries(
     lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
 ) -> tuple[Segments, Tensor]:
     """Cut segments into pieces with at most `piece_len` rows of q. Each piece attends to a copy of its segment's rows of k.
 
+    The cut makes the backward pass of cross-attention faster. On a GPU, the backward pass of flash attention runs one program
+    for each head and each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a caption), so
+    most of the GPU would be idle without the cut. The gradients of the copied keys and values must be summed.
+
     Returns:
-        (pieces, rows). pieces are segments, one for each piece. rows is int64: for each copied row of k, the index of the
-        original row in k.
+        (pieces, rows). In `pieces`, each piece is a separate segment. `rows` is int64 and lists the rows of k to copy, in
+        order: for each copied row, its index in k.
     """
     pieces = [
         (min(piece_len, len_q - begin), len_k, end_k)
@@ -280,7 +252,7 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece of `backward_in_pieces`; None if segments are not cut (on a CPU).
+    """Return the largest number of rows of q in a piece of `_cut_queries`; None if segments are not cut (on a CPU).
 
     With pieces of 2048 rows, the whole GPU is busy if q has about 30,000 rows or more.
     """

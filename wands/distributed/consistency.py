@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import ConfigError, DataError
-from wands.files import differences
+from wands.files import first_difference
 
 NUM_NAMED = 3
 _CHUNK = 1 << 22
@@ -37,11 +37,12 @@ def check_agreement(
     sent only if they differ.
 
     Args:
-        parts: maps a name to a text: a digest or a JSON object. For JSON objects, the error message names the first key
-            that differs. List a text before the texts that depend on it, so that the error names the cause first. A name
-            may be missing on some ranks, which counts as a difference.
+        parts: maps the name of each value to its text: a digest or a JSON object. For JSON objects, the error message
+            names the first key that differs. List a value such as the recipe before values that are computed from it,
+            because the error names the first difference as the cause. A name that only some ranks have counts as a
+            difference.
         device: device of this rank. The process group's backend must be able to send tensors of this device.
-        fixes: maps the name of a text to the end of the error message, which tells the user how to fix a difference. The
+        fixes: maps the name of a value to the end of the error message, which tells the user how to fix a difference. The
             default for a name is "start every rank with the same NAME".
 
     Raises:
@@ -97,14 +98,11 @@ def _first_key(odd: str | None, usual: str | None) -> str:
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
     try:
-        found = differences(json.loads(odd), json.loads(usual))
+        found = first_difference(json.loads(odd), json.loads(usual))
     except ValueError:
         return ""
-    if not found or not found[0][0]:  # equal values such as 1 and 1.0, or JSON without keys
-        return ""
-    key, *values = found[0]
-    here, there = map(shorten_value, values)
-    return f" ({key}={here}, not {there})"
+    key, here, there = found or ("", None, None)  # no difference: equal values such as 1 and 1.0
+    return f" ({key}={shorten_value(here)}, not {shorten_value(there)})" if key else ""
 
 
 def shorten_value(value: Any, most: int = 60) -> str:
@@ -149,10 +147,10 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
-    A one-to-one function maps the bits and the index of each element to a 64-bit integer, and the sum of these integers
-    modulo 2^64 is the hash. A change of one element therefore always changes the hash. Any other change, such as a
-    permutation, is missed with probability 2^-64. The hash does not depend on the order of addition. NaNs are hashed by
-    their bits.
+    The elements are read as integers of at most 32 bits. A one-to-one function maps each integer and its index, also 32 bits,
+    to a 64-bit integer. The hash is the sum of the 64-bit integers modulo 2^64. It therefore changes whenever exactly one
+    integer changes. Tensors that differ in more integers have equal hashes with probability 2^-64. The hash does not depend on
+    the order of addition. NaNs are hashed by their bits.
 
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.

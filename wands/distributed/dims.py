@@ -6,6 +6,7 @@ inside a node if the Ulysses degree divides the number of ranks of a node.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from wands.config.recipe import ParallelConfig
+from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 
 
@@ -53,6 +55,12 @@ class ParallelDims:
     def cp_rank(self) -> int:
         """Index of this rank in its context-parallel group: ring rank * ulysses_degree + Ulysses rank."""
         return self.rank % self.cp_size
+
+    def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
+        """Return the tokens of a bin that this rank holds. `seq_lens` is the number of tokens of each sample of the bin."""
+        return ContextLayout.build(
+            seq_lens, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, cp_rank=self.cp_rank
+        )
 
 
 class ContextDegrees(NamedTuple):
@@ -151,13 +159,8 @@ class ProcessGroups:
         cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]
         ulysses_groups = [ranks[i : i + ulysses] for ranks in cp_groups for i in range(0, cp, ulysses)]
         rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
-        return cls(
-            dims,
-            ulysses=new_group(ulysses_groups, device),
-            ring=new_group(rings, device),
-            ring_grad=new_group(rings, device),
-            cp=new_group(cp_groups, device),
-        )
+        partitions = ulysses_groups, rings, rings, cp_groups  # in the order of the fields
+        return cls(dims, *(new_group(partition, device) for partition in partitions))
 
 
 def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:

@@ -34,10 +34,10 @@ def flow_matching_loss(
         token_weights: fp32 [L], weight of each token from the mask of its sample; 1 for samples without a mask.
 
     Returns:
-        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient:
-        the squared errors of each sample's local tokens, weighted by `token_weights` and summed, without `sample_weights`.
-        To get the mean squared error of a sample, sum the entry of the sample over all ranks, and divide the sum by the
-        sum of the weights of the sample's tokens.
+        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient: for
+        each sample, the sum over its local tokens of squared error * token weight. `sample_weights` are not applied. The mean
+        squared error of a sample is its sample_errors, summed over all ranks, divided by its token weights, summed over all
+        ranks.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1) * token_weights.to(dtype)

@@ -66,8 +66,8 @@ def sample_sigma(
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: empty, or one quantile from 0 to 1. Empty returns a random sigma. With a quantile, the result is the sigma at
-            this quantile of the truncated mixture.
+        stratum: at most one number from 0 to 1. Without a number, sigma is random. A number replaces the random numbers, so
+            that evenly spread numbers give evenly spread sigmas with the distribution of the truncated mixture.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.
@@ -90,7 +90,8 @@ def sample_sigma(
 
 
 def sigma_quantile(flow: FlowConfig, quantile: float, low: float = 0.0, high: float = 1.0) -> float:
-    """Return the noise level below which `sample_sigma` draws with probability `quantile`.
+    """Return the noise level at a quantile of the distribution of `sample_sigma`: a draw is below this level with
+    probability `quantile`.
 
     The noise level is rounded to fp32, and stays between `low` and `high`.
 
@@ -151,10 +152,10 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Return the sigma at a quantile of the recipe's distribution, truncated to the range [low, high].
+    """Map `quantile`, a number from 0 to 1, to a sigma, so that uniform numbers give the recipe's distribution in [low, high].
 
-    All values are for sigma before the shift by `flow.flow_shift`. `quantile` is a probability. Depending on
-    the distribution and the range, sigma grows with the quantile from `low` to `high`, or falls from `high` to `low`.
+    All values are for sigma before the shift by `flow.flow_shift`. Depending on the distribution and the range, sigma grows
+    with the number from `low` to `high`, or falls from `high` to `low`. Both give the same distribution.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """

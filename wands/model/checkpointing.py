@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from wands.model.offload import ActivationOffloader, OffloadedTensor, detached
 
@@ -84,12 +85,15 @@ class SelectiveCheckpoint:
         kept = {*saved, *offloaded} - {BLOCK_INPUT}
         self._name_of = {op: name for name in kept for op in operators.get(name, ())}
         self._current_projection: str | None = None  # tensor name of the linear layer that runs now
-        self._hooks = [
-            hook
-            for block in blocks
-            for name in sorted(kept & PROJECTIONS.keys())
-            for hook in self._watch(_base_layer(block.get_submodule(PROJECTIONS[name])), name)
-        ]
+        self._hooks: list[Any] = []
+        for block, name in product(blocks, kept & PROJECTIONS.keys()):
+            linear = block.get_submodule(PROJECTIONS[name])
+            linear = getattr(linear, "base_layer", linear)  # of a layer with a LoRA
+            self._hooks.append(linear.register_forward_pre_hook(partial(self._set_projection, name)))
+            # An exception ends the second run early.
+            self._hooks.append(
+                linear.register_forward_hook(partial(self._set_projection, None), always_call=True)
+            )
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
         """Run a block under activation checkpointing, and return the block's result.
@@ -99,29 +103,20 @@ class SelectiveCheckpoint:
             hidden: [L, D], input of the block: L tokens of width D.
             shared: other arguments of the block, the same for all blocks.
         """
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self._name_of or self._hooks:
-            options["context_fn"] = self._contexts
         if self._offloaded:
             self.offloader = self.offloader or ActivationOffloader(hidden.device)
             self.offloader.open_group()
         with self._offload_input(hidden) if BLOCK_INPUT in self._offloaded else nullcontext():
-            return checkpoint(block, hidden, *shared, **options)
+            contexts = self._contexts if self._name_of or self._hooks else noop_context_fn
+            return checkpoint(block, hidden, *shared, use_reentrant=False, context_fn=contexts)
 
     def close(self) -> None:
         """Remove the hooks from the linear layers of the blocks."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _watch(self, linear: nn.Module, name: str) -> Iterable[Any]:
-        def enter(*_: Any) -> None:
-            self._current_projection = name
-
-        def leave(*_: Any) -> None:
-            self._current_projection = None
-
-        yield linear.register_forward_pre_hook(enter)
-        yield linear.register_forward_hook(leave, always_call=True)  # an exception ends the second run early
+    def _set_projection(self, projection: str | None, *_: Any) -> None:
+        self._current_projection = projection
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
         """Return a context manager in which autograd offloads the block's input `hidden`, and no other saved tensor."""
@@ -139,7 +134,7 @@ class SelectiveCheckpoint:
 
     def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         kept: deque[tuple[OpOverload, Any]] = deque()
-        return _FirstRun(self, kept), _SecondRun(self, kept)
+        return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
 
     def _kept_name(self, op: OpOverload) -> str | None:
         """Return the tensor name, such as "query_proj", of an operator's result that is kept for the backward pass.
@@ -167,38 +162,31 @@ class _SavedTensor:
         return self._tensor
 
 
-class _FirstRun(TorchDispatchMode):
-    """Dispatch mode for a block's forward pass: append each result to keep, and its operator, to the queue `kept`."""
+class _Run(TorchDispatchMode):
+    """Dispatch mode for one of the two runs of a block.
 
-    def __init__(self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]]) -> None:
+    The first run is in the forward pass. For each result that must be kept, it appends (operator, result) to the queue `kept`.
+    The second run is in the backward pass. It takes the kept results from the queue, and computes all other results again.
+    """
+
+    def __init__(
+        self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]], is_first: bool
+    ) -> None:
         super().__init__()
-        self._selection, self._kept = selection, kept
+        self._selection, self._kept, self._is_first = selection, kept, is_first
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = self._selection._kept_name(func)
-        if name is not None:
+        if name is None:
+            return func(*args, **(kwargs or {}))
+        if self._is_first:
+            result = func(*args, **(kwargs or {}))
             keep: Callable[[Tensor], Any] = partial(self._selection._keep, name)
             self._kept.append((func, tree_map_only(Tensor, keep, result)))
-        return result
-
-
-class _SecondRun(_FirstRun):
-    """Dispatch mode for a block's second run, in the backward pass: return kept results, and compute all other results."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._selection._kept_name(func) is None:
-            return func(*args, **(kwargs or {}))
+            return result
         assert self._kept, "the backward pass ran twice after one forward pass; run the forward pass again"
         op, value = self._kept.popleft()  # each kept result is used once and then freed
         assert op is func, f"{func} ran in the backward pass, but {op} in the forward pass"
         return tree_map_only((_SavedTensor, OffloadedTensor), lambda tensor: tensor.take(), value)
-
-
-def _base_layer(layer: nn.Module) -> nn.Module:
-    """Return the base layer of a layer that has a LoRA. Return a layer without a LoRA unchanged."""
-    return layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer

@@ -88,9 +88,6 @@ class KeyedDropout(nn.Module):
         assert len(rows) == num_rows - (self.side == "text"), (self.side, len(rows), tuple(x.shape))
         return _Drop.apply(x, rows, self._salt, self.p)
 
-    def extra_repr(self) -> str:
-        return f"p={self.p}, side={self.side}"
-
 
 def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
     """Replace the dropout layers of a packed DiT, in its blocks and in its LoRA, with `KeyedDropout` layers.

@@ -54,8 +54,7 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         (tokens < ends[:, None]).float()[:, :, None],
         (timesteps[:, None] == owners).float()[:, :, None],
     )
-    ids, rows, valid, chunks = to_device(tables, device)
-    return ids, rows, valid, chunks
+    return to_device(tables, device)
 
 
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
@@ -203,7 +202,10 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return the update if the backward pass needs its values for the gate's gradient, otherwise an empty tensor or None."""
+    """Return what the backward pass needs of `update`; None if there is no update.
+
+    The gate's gradient needs the values of `update`. Without this gradient, an empty tensor with the dtype is enough.
+    """
     return update if needs_gate or update is None else update.new_empty(0)
 
 
@@ -283,7 +285,7 @@ class _NormRotate(torch.autograd.Function):
     Args:
         x: [L, D], L tokens of width D = H * d.
         weight: [D], weight of the RMS norm.
-        rotation: complex [L, 1, d/2], from `wands.model.rope.rotations_of`. None does not rotate.
+        rotation: complex [L, 1, d/2], from `wands.model.transformer.rotations_of`. None does not rotate.
         eps: eps of the RMS norm.
 
     Returns:

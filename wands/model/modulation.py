@@ -71,20 +71,16 @@ class _ScaledAdd(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
         dx = torch.empty_like(dout, dtype=ctx.x_dtype)
+        sums_base = ctx.base_per_timestep and ctx.needs_input_grad[0]
+        dbase = torch.empty_like(factor) if sums_base else None
+        dfactor = torch.empty_like(factor) if x is not None else None
         for i, rows in _slices(ctx.lens, dout):
             torch.mul(dout[rows], factor[i], out=dx[rows])
-        dbase, dfactor = None, None
-        if not ctx.base_per_timestep:
-            dbase = dout.to(ctx.base_dtype)
-        elif ctx.needs_input_grad[0]:
-            dbase = torch.empty_like(factor)
-            for i, rows in _slices(ctx.lens, dout):
+            if dbase is not None:
                 torch.sum(dout[rows], 0, out=dbase[i])
-        if x is not None:
-            dfactor = torch.empty_like(factor)
-            for i, rows in _slices(ctx.lens, dout):
+            if dfactor is not None:
                 torch.sum(dout[rows] * x[rows], 0, out=dfactor[i])
-        return dbase, dx, dfactor, None, None
+        return dbase if ctx.base_per_timestep else dout.to(ctx.base_dtype), dx, dfactor, None, None
 
 
 def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:

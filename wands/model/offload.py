@@ -110,7 +110,8 @@ class ActivationOffloader:
         """
         previous = weakref.ref(self._groups[-1]) if self._groups else None
         if len(self._groups) == _GROUPS_ON_DEVICE:
-            self._groups.popleft().leave_device()
+            for offloaded in self._groups.popleft():
+                offloaded.leave_device()
         self._groups.append(_Group(previous))
 
     def put(self, tensor: Tensor) -> OffloadedTensor:
@@ -170,19 +171,14 @@ class _Group:
     def __iter__(self) -> Iterator[OffloadedTensor]:
         return (offloaded for member in self.members if (offloaded := member()) is not None)
 
-    def leave_device(self) -> None:
-        for offloaded in self:
-            offloaded.leave_device()
-
     def prefetch(self) -> None:
         """Start to copy this group's tensors back to the device.
 
         Then start the copies of the previous group, because the backward pass needs that group next.
         """
         previous = self._previous() if self._previous else None
-        for group in (self, *([previous] if previous else [])):
-            for offloaded in group:
-                offloaded.prefetch()
+        for offloaded in (*self, *(previous or ())):
+            offloaded.prefetch()
 
 
 class OffloadedTensor:

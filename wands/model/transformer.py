@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
 from diffusers.models.normalization import FP32LayerNorm
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed, WanTransformerBlock
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
@@ -31,7 +31,6 @@ from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.dropout import RowKeys, add_dropout
 from wands.model.modulation import gated_add, modulate
 from wands.model.offload import ActivationOffloader
-from wands.model.rope import rotate, rotations_of
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
@@ -69,15 +68,9 @@ class PackedWanTransformer(WanTransformer3DModel):
             linear.__class__ = Fp32Linear
         self.proj_out.__class__ = Fp32Linear
         self.patch_embedding.__class__ = PatchLinear
-        self.norm_out.__class__ = AddNorm
-        for block in self.blocks:
-            block.__class__ = PackedWanBlock
-            for norm in (block.norm1, block.norm2, block.norm3):
-                norm.__class__ = AddNorm
-            for attn in (block.attn1, block.attn2):
-                for norm in (attn.norm_q, attn.norm_k, getattr(attn, "norm_added_k", None)):
-                    if norm is not None:
-                        norm.__class__ = NormRotate
+        packed = {WanTransformerBlock: PackedWanBlock, FP32LayerNorm: AddNorm, nn.RMSNorm: NormRotate}
+        for module in (*self.blocks.modules(), self.norm_out):
+            module.__class__ = packed.get(type(module), type(module))
 
     def set_compile(self, enabled: bool) -> None:
         """Run the pointwise parts of the blocks as compiled operators (fused.py), or as plain PyTorch modules."""
@@ -442,11 +435,46 @@ class PatchLinear(nn.Conv3d):
         return F.linear(tokens.to(self.weight.dtype), self.weight.flatten(1), self.bias)
 
 
-def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32. Return tensors of other dtypes unchanged.
+def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
+    """Return the rotation of each pair of channels for each token, as complex numbers with absolute value 1.
 
-    The packed model calls this function where the stock model casts to float32. Both models therefore give
-    equal results in float64 too.
+    Args:
+        rope: the model's table of angles. The first channels are for the frame, the next channels for the row, and the
+            last channels for the column.
+        positions: int64 [L, 3], (frame, row, column) of each of L tokens.
+
+    Returns:
+        complex [L, 1, D/2] for head dim D, to pass to `rotate`.
+    """
+    widths = [rope.t_dim, rope.h_dim, rope.w_dim]
+
+    def pick(table: Tensor) -> Tensor:
+        columns = zip(table.split(widths, dim=1), positions.unbind(1), strict=True)
+        # Every second column, because the table contains each angle twice.
+        return torch.cat([part[index, ::2] for part, index in columns], dim=1)
+
+    return torch.complex(pick(rope.freqs_cos), pick(rope.freqs_sin))[:, None]
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate each pair of adjacent channels by the angles of the token.
+
+    Args:
+        x: fp32 or fp64 [L, H, D], for L tokens, H heads and head dim D.
+        rotation: complex [L, 1, D/2], from `rotations_of`.
+
+    Returns:
+        [L, H, D].
+    """
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * rotation).flatten(-2)
+
+
+def _stock_float(x: Tensor) -> Tensor:
+    """Cast float64 to float32, at the places where the stock model casts to float32. Return other dtypes unchanged.
+
+    In float64 tests, both models then round at the same places and give equal results. In training, the tensors at these
+    places need no cast.
     """
     return x.float() if x.dtype == torch.float64 else x
 

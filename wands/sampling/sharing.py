@@ -14,7 +14,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -32,10 +32,10 @@ from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group, ranks_per_node
 from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees, new_group
-from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
 from wands.sampling.pipeline import AnyPipeline
+from wands.transfer import to_device
 from wands.variants import TEXT_LEN, Variant
 
 log = logging.getLogger(__name__)
@@ -323,15 +323,14 @@ def token_index(
         `gathered[positions]` are all tokens of the sample in order, where `gathered` are the tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
-    degrees = {"ulysses_degree": dims.ulysses_degree, "ring_degree": dims.ring_degree}
-    layouts = [ContextLayout.build([num_tokens], **degrees, cp_rank=rank) for rank in range(dims.cp_size)]
+    layouts = [replace(dims, rank=rank).layout([num_tokens]) for rank in range(dims.cp_size)]
     everywhere = torch.cat([layout.token_index for layout in layouts])
     order = everywhere.argsort()[len(everywhere) - num_tokens :]
     mine = layouts[dims.cp_rank]
     index = mine.token_index.clamp(min=0)
     positions = torch.cartesian_prod(*map(torch.arange, grid))[index]
     meta = PackedMeta(positions, mine.segment_ids, mine.plan.chunk_lens, mine.local_seq_lens, (TEXT_LEN,))
-    return meta.to(device), index.to(device), order.to(device)
+    return to_device((meta, index, order), device)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

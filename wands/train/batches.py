@@ -19,7 +19,6 @@ from wands.data.packing import Bin, assign_bins
 from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
-from wands.distributed.layout import ContextLayout
 from wands.flow.noise import NoisyBatch, add_noise
 from wands.train.run import TrainingRun
 from wands.transfer import map_tensors
@@ -94,9 +93,7 @@ def read_rows_of_bin(
     patch = collator.shape.patch_size
     grids = [grid_size(data.latent_shape(i), patch) for data, i in rows]
     lens = [math.prod(grid) for grid in grids] or [1]  # the collator pads an empty bin with one token
-    layout = ContextLayout.build(
-        lens, ulysses_degree=grid.ulysses_degree, ring_degree=grid.ring_degree, cp_rank=grid.cp_rank
-    )
+    layout = grid.layout(lens)
     samples = []
     for (data, i), length, size, tokens in zip(rows, lens, grids, layout.token_ranges, strict=False):
         frames = frames_of_tokens(tokens, size, patch)

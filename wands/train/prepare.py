@@ -26,7 +26,7 @@ from wands.model.files.checkpoint_files import Checkpoint, find_damage
 from wands.model.files.hashes import find_changed_files
 from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
-from wands.model.quantize import load_library
+from wands.model.weight_dtypes import load_library
 from wands.train.checkpoint import build_state
 from wands.train.epoch_files import follow_data, follow_plan
 from wands.train.evaluation_plan import check_held_out

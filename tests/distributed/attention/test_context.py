@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -118,10 +120,13 @@ def leaks(grid: tuple[int, int], break_order: bool = False) -> list[str]:
     """Names of results in which a sample saw that another one changed."""
     lens = PACKS["twelve"]
     if break_order:  # what another trainer does: lengths of the samples in packed order, rows in rank order
-        right = ring.ring_attention
-        ring.ring_attention = lambda q, k, v, chunk_lens, *rest: right(
-            q, k, v, tuple((*row[1:], row[0]) for row in chunk_lens), *rest
-        )
+
+        class LostOrder(ring.RingAttention):
+            def __call__(self, q, k, v, meta):
+                chunk_lens = tuple((*row[1:], row[0]) for row in meta.chunk_lens)
+                return super().__call__(q, k, v, replace(meta, chunk_lens=chunk_lens))
+
+        ulysses.RingAttention = LostOrder
     ends = torch.tensor([0, *lens]).cumsum(0).tolist()
     before = make_inputs(lens, torch.float32)
     results = attend(before, lens, *grid)
@@ -176,15 +181,13 @@ def test_a_local_log_sum_exp_in_backward_would_be_seen(run_world):
 
 def attended_pads() -> float:
     """The trap of tail padding that counts as the last sample's tokens."""
-    right = ring.ring_attention
 
-    def wrong(q, k, v, chunk_lens, *rest):
-        pads = [len(q) - sum(row) for row in chunk_lens]
-        return right(
-            q, k, v, tuple((*row[:-1], row[-1] + n) for row, n in zip(chunk_lens, pads, strict=True)), *rest
-        )
+    class AttendedPads(ring.RingAttention):
+        def __call__(self, q, k, v, meta):
+            chunk_lens = tuple((*row[:-1], row[-1] + len(q) - sum(row)) for row in meta.chunk_lens)
+            return super().__call__(q, k, v, replace(meta, chunk_lens=chunk_lens))
 
-    ring.ring_attention = wrong
+    ulysses.RingAttention = AttendedPads
     return max(worst_errors((2, 2), torch.float64, True).values())
 
 
@@ -342,4 +345,4 @@ def test_the_exchanges_keep_them_too(run_world):
 def test_rows_of_another_ring_are_a_programmer_mistake():
     q = torch.zeros(4, 1, 8)
     with pytest.raises(AssertionError, match="chunk_lens has 2 rows, but the ring has 1 ranks"):
-        ring.ring_attention(q, q, q, ((4,), (4,)), backends.BACKENDS["cpu"])
+        ring.RingAttention(backends.BACKENDS["cpu"])(q, q, q, SimpleNamespace(chunk_lens=((4,), (4,))))

@@ -30,7 +30,7 @@ from wands.commands.selftest.parity_setup import Result
 from wands.config.options import SelftestOptions
 from wands.data.clips.video import save_video
 from wands.data.collate import PackingCollator
-from wands.distributed.layout import ContextLayout
+from wands.distributed.dims import ParallelDims
 from wands.encoders import text
 from wands.encoders.image import ImageEncoder
 from wands.encoders.vae import WanVideoEncoder
@@ -324,17 +324,15 @@ def test_in_bf16_it_passes_and_still_sees_a_mistake(
 
 def of_context(folder: Path, dtype: str, reverse: bool) -> dict[str, tuple[str, str]]:
     """On a rank of a test world: every line that says anything, and with the mistake of a lost order."""
-    right = ContextLayout.build.__func__
     if reverse:
+        plan = selftest_dit.plan_ranks
 
-        class Reversed(ContextLayout):
-            @classmethod
-            def build(cls, seq_lens: Any, **at: int) -> ContextLayout:
-                if at:  # not the whole pack on one rank
-                    at["cp_rank"] = at["ulysses_degree"] * at["ring_degree"] - 1 - at["cp_rank"]
-                return right(ContextLayout, seq_lens, **at)
+        class Reversed(ParallelDims):
+            @property
+            def cp_rank(self) -> int:
+                return self.cp_size - 1 - self.rank % self.cp_size
 
-        selftest_dit.ContextLayout = Reversed
+        selftest_dit.plan_ranks = lambda variant: Reversed(**vars(plan(variant)))
     found = [one for one in selftest(folder, dtype=dtype) if one.status != "skipped"]
     return {one.name: (one.status, one.text) for one in found}
 
@@ -468,7 +466,7 @@ def test_mistakes_of_the_user(
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert "selftest downloads nothing; download it first: hf download no/such" in refusal("no/such")
-    assert "set --model to the folder" in refusal(tmp_path / "gone")
+    assert "set --model to an existing folder" in refusal(tmp_path / "gone")
     assert "has no transformer folder. Use a complete Wan pipeline in diffusers layout" in refusal(tmp_path)
     assert "--only=vae.pixel is not a check; use one of vae.pixels, vae.latents" in refusal(
         only=("vae.pixel",)

@@ -24,8 +24,7 @@ from wands.model.files.checkpoint_files import load_exported_state, load_full_we
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.files.lora_files import LoraUpdate
 from wands.model.lora import MergedLoras
-from wands.model.quantize import QuantizedLinear
-from wands.model.weight_dtypes import WeightDtypePolicy
+from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
 from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
 from wands.train.optimizers import split_by_dtype

@@ -26,6 +26,7 @@ from wands.attention.kernels.flash import FlashBackend, cudnn_backend
 from wands.attention.kernels.registry import get_backend
 from wands.attention.kernels.self_check import TOLERANCE as CHECK_TOLERANCE
 from wands.attention.kernels.self_check import KernelError, check_backend
+from wands.attention.packed import idle_rows
 from wands.attention.varlen import Backend, Segments, choose_backend
 from wands.errors import ConfigError
 
@@ -268,8 +269,9 @@ def kernel_backward(
     segments = Segments.build(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist())
     assert (max_seqlen_q, max_seqlen_k) == (segments.max_seqlen_q, segments.max_seqlen_k)
     grads = REFERENCE.backward(dout, q, k, v, out, lse, segments, scale)
-    for grad, idle in zip(grads, (segments.idle_q, segments.idle_k, segments.idle_k), strict=True):
-        for rows in idle(len(grad)):
+    lens_q, lens_k = segments.lens_q, segments.lens_k
+    for grad, lens in zip(grads, ((lens_q, lens_k), (lens_k, lens_q), (lens_k, lens_q)), strict=True):
+        for rows in idle_rows(*lens, len(grad)):
             grad[rows] = torch.nan
     return grads
 
@@ -582,7 +584,7 @@ def test_a_named_kernel_that_is_wrong_is_refused_with_the_numbers(gpu):
     gpu.faults = {"flash3": KernelError("lse is off by 2.1, the largest allowed error is 0.002")}
     with pytest.raises(
         ConfigError,
-        match=r"flash3 cannot run on cuda in bfloat16: its results are wrong .*lse is off by 2.1, .* is 0.002",
+        match=r"flash3 cannot run on cuda in bfloat16: the results of the kernel are wrong .*lse is off by 2.1, .* is 0.002",
     ):
         choose_backend("flash3", "cuda", BF16)
     assert choose_backend("flash4", "cuda", BF16).name == "flash4"
@@ -602,7 +604,9 @@ def test_the_real_check_stands_before_the_choice(mistake: str, gpu, monkeypatch)
         backends.BACKENDS, "flash4", FlashBackend("flash4", wrong.forward, wrong.backward, min_major=8)
     )
     assert choose_backend("auto", "cuda", BF16, head_dim=16).name == "torch"
-    with pytest.raises(ConfigError, match=r"flash4 cannot run on cuda in bfloat16: its results are wrong"):
+    with pytest.raises(
+        ConfigError, match=r"flash4 cannot run on cuda in bfloat16: the results of the kernel are wrong"
+    ):
         choose_backend("flash4", "cuda", BF16, head_dim=16)
 
 

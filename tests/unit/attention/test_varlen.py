@@ -15,6 +15,7 @@ from tests.support.plain import (
     plain_attention,
 )
 from wands.attention import varlen
+from wands.attention.packed import idle_rows
 from wands.attention.varlen import (
     Backend,
     PaddedSegments,
@@ -175,6 +176,6 @@ def test_segments_must_match_and_fit():
     with pytest.raises(AssertionError, match="2 segments of q, but 1 segments of k"):
         Segments.build((1, 2), (3,))
     with pytest.raises(AssertionError, match="segments cover 4 rows, but the tensor has 3 rows"):
-        list(Segments.build((4,)).idle_q(3))
+        list(idle_rows((4,), (4,), 3))
     with pytest.raises(AssertionError, match="5 keys is longer than padded_len=4"):
         PaddedSegments.build((3, 1), (4, 5), 4)

@@ -23,6 +23,7 @@ from wands.model.checkpointing import PROJECTIONS, SelectiveCheckpoint
 from wands.model.lora import add_lora
 from wands.model.offload import ActivationOffloader
 from wands.model.transformer import PackedWanTransformer
+from wands.transfer import to_device
 
 
 class Mode(NamedTuple):
@@ -327,7 +328,7 @@ def test_offload_on_a_gpu():
         for _ in range(3):
             model.zero_grad(set_to_none=True)
             with torch.autocast("cuda", torch.bfloat16):
-                output = model(tokens, pack.meta.to("cuda"), timesteps, text)
+                output = model(tokens, to_device(pack.meta, "cuda"), timesteps, text)
             results.append(weighted_grads(model, output.cpu()))
     for found in results[1:]:
         for name, grad in results[0].items():

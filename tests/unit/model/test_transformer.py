@@ -21,8 +21,7 @@ from tests.support.packs import (
 )
 from wands.attention.varlen import Segments, varlen_attention
 from wands.model import transformer
-from wands.model.rope import rotations_of
-from wands.model.transformer import PackedWanTransformer
+from wands.model.transformer import PackedWanTransformer, rotations_of
 
 
 def max_error(pack: Pack, dtype: torch.dtype = torch.float64, kind: str = "t2v") -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from wands.attention.ring import attention_flops, ring_attention
+from wands.attention.ring import RingAttention, attention_flops
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import ProfileConfig
 from wands.train import profiler
@@ -22,7 +22,7 @@ def test_pytorch_counts_self_attention():
     q = torch.randn(24, 2, 32, requires_grad=True)
     backend = choose_backend("auto", "cpu", torch.float32, 32)
     with FlopCounterMode(display=False) as counter:
-        ring_attention(q, q, q, ((10, 14),), backend).sum().backward()
+        RingAttention(backend)(q, q, q, SimpleNamespace(chunk_lens=((10, 14),))).sum().backward()
     forward = 4 * 2 * 32 * (10 * 10 + 14 * 14)
     flops = {str(op): number for op, number in counter.get_flop_counts()["Global"].items()}
     assert flops == {"wands.ring_forward": forward, "wands.ring_backward": 2.5 * forward}

@@ -82,7 +82,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wands.attention.packed import Segments
+from wands.attention.packed import Segments, idle_rows
 
 Grads = tuple[Tensor, Tensor, Tensor]
 """Gradients of q, k and v."""
@@ -122,10 +122,11 @@ class Backend:
             exp(score) over the keys, [H, Tq] in fp32 (fp64 for fp64 inputs). Rows of q that attend to no key
             have out 0 and lse -inf.
         """
-        if _has_no_pairs(segments):
+        if not any(segments.pairs()):  # some CUDA kernels fail, because their launch grid is empty
             return torch.zeros_like(q), new_lse(q)
         out, lse = self.run_forward(q, k, v, segments, scale)
-        for rows in segments.idle_q(len(q)):  # kernels return any `out` here, and lse 0, +inf or any value
+        # Kernels return any `out` in these rows, and lse 0, +inf or any value.
+        for rows in idle_rows(segments.lens_q, segments.lens_k, len(q)):
             out[rows] = 0
             lse[:, rows] = -torch.inf
         return out, lse
@@ -162,20 +163,15 @@ class Backend:
             (dq, dk, dv) in the shapes and dtypes of q, k and v. Rows of q that attend to no key, and rows of k that no
             row of q attends to, have the gradient 0.
         """
-        if _has_no_pairs(segments):
+        if not any(segments.pairs()):  # some CUDA kernels fail, because their launch grid is empty
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         dq, dk, dv = self.run_backward(dout, q, k, v, out, lse.contiguous(), segments, scale)
-        for rows in segments.idle_q(len(q)):
+        for rows in idle_rows(segments.lens_q, segments.lens_k, len(q)):
             dq[rows] = 0
-        for rows in segments.idle_k(len(k)):
+        for rows in idle_rows(segments.lens_k, segments.lens_q, len(k)):
             dk[rows] = 0
             dv[rows] = 0
         return dq, dk, dv
-
-
-def _has_no_pairs(segments: Segments) -> bool:
-    """Return whether no row of q has a key. Some CUDA kernels fail in this case, because their launch grid is empty."""
-    return next(segments.pairs(), None) is None
 
 
 def new_lse(q: Tensor) -> Tensor:

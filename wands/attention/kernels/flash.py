@@ -185,10 +185,10 @@ def _batched(x: Tensor) -> Tensor:
 
 
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
-    """Return a kernel that runs cuDNN once for each long segment, and another kernel for all short segments.
+    """Return one kernel that splits its work: cuDNN runs once for each long segment, and `short` runs once for all others.
 
-    cuDNN builds a plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments have too
-    many different pairs of lengths.
+    cuDNN builds a plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments come in so
+    many different pairs of lengths that building the plans would take too long.
 
     PyTorch looks up a plan by the shapes and strides of q, k and v, but a plan also depends on the strides of dout and out.
     If dout or out had other strides than the plan, the results would be wrong without an error. All tensors are therefore

@@ -41,7 +41,8 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order, and returns the first kernel that is
     installed, supports the GPU, and passes the check of its results. `auto` logs a warning for each kernel that fails
     the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
-    Training in bf16 does not use this order: wands/train/attention_choice.py measures the kernels and takes the fastest.
+    Training in bf16 does not call this function for `auto` if several kernels can run: wands/train/attention_choice.py
+    measures the kernels and takes the fastest.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.
@@ -68,7 +69,9 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
         reason, fix = unmet
         raise ConfigError(f"{error}: {reason}. {fix}.")
     if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
-        raise ConfigError(f"{error}: its results are wrong ({fault}). Use attention.backend=auto.")
+        raise ConfigError(
+            f"{error}: the results of the kernel are wrong ({fault}). Use attention.backend=auto."
+        )
     _log_once(logging.INFO, f"attention.backend={name} ({target})")
     return get_backend(name)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from wands.attention.kernels.contract import REFERENCE, Backend
 from wands.attention.packed import Segments
+from wands.transfer import to_device
 
 # Number of rows of each segment. Segments are longer or shorter than a kernel's tile; one has no keys, and one has no queries.
 LENS_Q = (130, 40, 257, 0, 5)
@@ -68,11 +69,11 @@ def check_backend(
     exact_grads = REFERENCE.backward(dout64, q64, k64, v64, exact_out, exact_lse, whole, scale)
 
     compare = _Comparer(dtype)
-    out, lse = backend.forward(q, k, v, whole.to(device), scale)
+    out, lse = backend.forward(q, k, v, to_device(whole, device), scale)
     compare("out", out, exact_out)
     compare("lse", lse, exact_lse)
 
-    blocks = [(index.to(device), segments.to(device)) for index, segments in _blocks()]
+    blocks = to_device(_blocks(), device)
     parts = [backend.forward(q, k[index], v[index], segments, scale) for index, segments in blocks]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     merged = torch.zeros(q.shape, dtype=lse.dtype, device=device)
@@ -95,16 +96,16 @@ def check_backend(
         compare(f"{name} summed over two blocks", grad.to(dtype), exact)
 
     closed = torch.full_like(lse, torch.inf)
-    grads = backend.backward(dout, q, k, v, out, closed, whole.to(device), scale)
+    grads = backend.backward(dout, q, k, v, out, closed, to_device(whole, device), scale)
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         compare(f"{name} of rows whose lse is +inf", grad, torch.zeros(grad.shape))
     single = Segments.build((len(q),), (1,))  # all rows and one key
     pad, pad64 = ((a[:1], b[:1]) for a, b in ((k, v), (k64, v64)))
-    out, lse = backend.forward(q, *pad, single.to(device), scale)
+    out, lse = backend.forward(q, *pad, to_device(single, device), scale)
     exact_out, exact_lse = REFERENCE.forward(q64, *pad64, single, scale)
     compare("out of a single key", out, exact_out)
     compare("lse of a single key", lse, exact_lse)
-    grads = backend.backward(dout, q, *pad, out, lse, single.to(device), scale)
+    grads = backend.backward(dout, q, *pad, out, lse, to_device(single, device), scale)
     exact_grads = REFERENCE.backward(dout64, q64, *pad64, exact_out, exact_lse, single, scale)
     # The exact dq and dk are 0, so their results are only rounding error.
     compare("dv of a single key", grads[2], exact_grads[2])
@@ -113,7 +114,7 @@ def check_backend(
 
 
 class _Comparer:
-    """Callable that compares a kernel's result with the exact result, and raises KernelError above the allowed error.
+    """Callable that compares a kernel's result with the exact result. It raises KernelError if the error is larger than allowed.
 
     The attribute `worst` is the largest error of the comparisons so far.
     """
@@ -127,25 +128,22 @@ class _Comparer:
         dtype = torch.promote_types(self.dtype, torch.float32) if is_lse else self.dtype
         if result.shape != exact.shape or result.dtype != dtype:
             raise KernelError(
-                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}; use "
-                "another attention.backend"
+                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
             )
         result, exact = result.double().cpu(), exact.double()
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
-            raise KernelError(
-                f"the kernel's {name} must be {value} in rows that have no key or no query; use another attention.backend"
-            )
+            raise KernelError(f"the kernel's {name} must be {value} in rows that have no key or no query")
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
         error = (result - exact).abs().max().item() / (1.0 if is_lse else exact.abs().max().item())
         allowed = (LSE_TOLERANCE if is_lse else TOLERANCE)[self.dtype]
         if not error <= allowed:  # also true for nan
+            kind = "absolute" if is_lse else "relative"
             raise KernelError(
-                f"the kernel's {name} is off by {error:.2g} ({'absolute' if is_lse else 'relative'} error), but at most "
-                f"{allowed:g} is allowed; use another attention.backend"
+                f"the kernel's {name} is off by {error:.2g} ({kind} error), but at most {allowed:g} is allowed"
             )
         self.worst = max(self.worst, error)
 
@@ -163,8 +161,8 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
     """Split the keys that the check uses into two blocks, as in ring attention with two ranks.
 
     Returns:
-        (rows, segments) for each block. `rows` are the indices of the block's rows in k. `segments` contains the number
-        of rows of q and of the block in each segment. The padding rows of k are at the end of both blocks.
+        (rows, segments) for each block. `rows` are the indices in k of the block's rows. `segments` contains, for each
+        segment, the number of rows of q and the number of rows of the block. Each block ends with all padding rows of k.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])

@@ -247,34 +247,30 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
     return answer
 
 
-def compare_to_stock(setup: Setup) -> dict[str, Comparison]:
+def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
     """Run the same samples through the computation of a training step and through stock diffusers.
 
     The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
 
-    Returns:
-        A dict of comparisons. "packed" compares samples without a given first frame. For the model TI2V, the dict also
-        has "first_frame", which compares samples whose first frame is given.
+    Args:
+        setup: the model, the DiT that is tested, and the settings of the checks.
+        i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
     """
-    bins = {"packed": PackedSamples(setup)}
-    if setup.has("first_frame"):
-        bins["first_frame"] = PackedSamples(setup, i2v_ratio=1.0)
-    subfolder = setup.expert.subfolder
+    bin, subfolder, answers = PackedSamples(setup, i2v_ratio), setup.expert.subfolder, []
     source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
-    answers = []
     for dtype in dict.fromkeys((torch.float32, setup.dtype)):
         stock = load_dit(source, dtype).to(setup.device).eval()
         _choose_trained(stock)
-        answers.append({name: bin.run_stock(stock) for name, bin in bins.items()})
+        answers.append(bin.run_stock(stock))
         del stock
         clear_device_cache(garbage_collection=True)
-    model = _load_packed(setup, setup.dtype)
-    return {
-        name: Comparison(
-            bin.run_packed(model, setup.dtype), answers[0][name], answers[-1][name], "stock diffusers"
-        )
-        for name, bin in bins.items()
-    }
+    tested = bin.run_packed(_load_packed(setup, setup.dtype), setup.dtype)
+    return Comparison(tested, answers[0], answers[-1], "stock diffusers")
+
+
+def compare_with_first_frame(setup: Setup) -> Comparison:
+    """Run `compare_to_stock` on samples whose first frame is given, for the model TI2V."""
+    return compare_to_stock(setup, i2v_ratio=1.0)
 
 
 def compare_to_one_process(setup: Setup) -> Comparison:
@@ -306,23 +302,16 @@ def compare_to_one_process(setup: Setup) -> Comparison:
         _set_attention(setup, model, dtype)
         rounded = bin.run_packed(model, dtype)
     _set_attention(setup, model, dtype, groups.ulysses, groups.ring, groups.ring_grad)
-    layout = ContextLayout.build(
-        bin.batch.seq_lens,
-        ulysses_degree=dims.ulysses_degree,
-        ring_degree=dims.ring_degree,
-        cp_rank=dims.cp_rank,
-    )
+    tested = bin.run_packed(model, dtype, dims.layout(bin.batch.seq_lens))
     origin = f"one process, Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
-    return Comparison(bin.run_packed(model, dtype, layout), expected, rounded, origin)
+    return Comparison(tested, expected, rounded, origin)
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
-    """Load the packed model with fp32 weights, as in a training run.
+    """Load the packed model with fp32 weights, as in a training run, for a computation in `dtype`.
 
-    Args:
-        setup: the model, the DiT that is tested, and the settings of the checks.
-        dtype: dtype of the computation. The model uses the first kernel of `FLASH_BACKENDS` that passes its check. A
-            training run in bf16 on a GPU measures the kernels, and may choose another one.
+    On a GPU, the attention kernel is the first of `FLASH_BACKENDS` whose results are right on this machine. A training run in
+    bf16 may use another kernel, because it measures their speeds.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)

@@ -121,12 +121,12 @@ def check_statistics(part: VaePart) -> Result:
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
-    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters  # the statistics of Wan 2.1
-    for table in ({key: defaults[key].default for key in LATENTS_22}, LATENTS_22):
-        if len(table["latents_mean"]) == len(vae.config.latents_mean):
-            pairs = [(torch.tensor(vae.config[key]), torch.tensor(table[key])) for key in table]
-            return max(float((stored - expected).abs().max()) for stored, expected in pairs)
-    return float("inf")
+    """Return the largest difference between the statistics in the VAE's config and the statistics of Wan 2.1 or 2.2."""
+    table, defaults = LATENTS_22, inspect.signature(AutoencoderKLWan.__init__).parameters
+    if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
+        table = {key: defaults[key].default for key in LATENTS_22}
+    pairs = [(torch.tensor(vae.config[key]), torch.tensor(table[key])) for key in table]
+    return max(float((stored - expected).abs().max()) for stored, expected in pairs)
 
 
 def check_roundtrip(part: VaePart) -> Result:

@@ -24,20 +24,18 @@ NUM_DRAWS = 1000
 
 
 def check_boundary(setup: Setup) -> Result:
-    """Compare the DiT that the stock pipeline uses with the DiT that wands trains, at three timesteps.
+    """Check at three timesteps that wands trains the same expert (DiT) that the stock pipeline uses.
 
-    The timesteps are above, at and below the boundary between the timesteps of the two experts (DiTs).
+    The timesteps are above, at and below the boundary between the two experts.
     """
-    boundary, offsets = _boundary(setup), (1.0, 0.0, -1.0)
-    timesteps = [offset + boundary * NUM_TRAIN_TIMESTEPS for offset in offsets]
-    texts, is_equal = [], True
-    for offset, t, used in zip(offsets, timesteps, _ask_pipeline(setup, timesteps), strict=True):
-        sigma = boundary + offset / NUM_TRAIN_TIMESTEPS
-        ranges = {expert.subfolder: expert.sigma_range for expert in setup.variant.experts}
-        trained = next((name for name, (low, high) in ranges.items() if low <= sigma < high), "none")
-        is_equal &= trained == used
-        texts.append(f"t={t:g} {used}" + ("" if trained == used else f" (trained: {trained})"))
-    return Result.of(is_equal, ", ".join(texts), "equal for sampling and training")
+    sigmas = [_boundary(setup) + offset / NUM_TRAIN_TIMESTEPS for offset in (1.0, 0.0, -1.0)]
+    timesteps = [sigma * NUM_TRAIN_TIMESTEPS for sigma in sigmas]
+    ranges = [(expert.subfolder, *expert.sigma_range) for expert in setup.variant.experts]
+    trained = [next((name for name, low, high in ranges if low <= x < high), "none") for x in sigmas]
+    used = _ask_pipeline(setup, timesteps)
+    rows = zip(timesteps, used, trained, strict=True)
+    texts = [f"t={t:g} {dit}" + ("" if dit == other else f" (trained: {other})") for t, dit, other in rows]
+    return Result.of(trained == used, ", ".join(texts), "equal for sampling and training")
 
 
 def check_draws(setup: Setup) -> Result:
@@ -97,7 +95,6 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
     pipeline.prepare_latents = lambda *_: (latents, latents) if takes_image else latents
     pipeline(
         **({"image": torch.zeros(1, 3, 16, 16)} if takes_image else {}),
-        **{"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": len(timesteps)},
         prompt_embeds=torch.zeros(1, 1, 8),
         guidance_scale=1.0,
         output_type="latent",

@@ -16,7 +16,7 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
-from wands.model.files.hub import is_hub_id
+from wands.model.files.hub import fetch_model, is_hub_id
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def is_published(self) -> bool:
-        """Whether the model has the shape of a published Wan model. The VAE statistics of published models are known."""
+        """Whether the model has the shape of a published Wan model. Only then are the right statistics of the VAE known."""
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
@@ -108,21 +108,13 @@ def load_setup(options: SelftestOptions) -> Setup:
     """
     folder = find_folder(options.model)
     variant = read_variant(folder)
-    has_gpu = torch.cuda.is_available()
-    if options.device == "cuda" and not has_gpu:
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    if options.device == "cuda" and not on_gpu:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")
-    on_gpu = has_gpu and options.device != "cpu"
-    dtype = options.dtype or ("bf16" if on_gpu else "fp32")
-    gpu = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return Setup(
-        options,
-        folder,
-        variant,
-        device=gpu if on_gpu else torch.device("cpu"),
-        dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
-        frames=_make_frames() if options.clip is None else _read_frames(options.clip, variant),
-        expert=variant.experts[0],
-    )
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu")
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype or ("bf16" if on_gpu else "fp32")]
+    frames = _make_frames() if options.clip is None else _read_frames(options.clip, variant)
+    return Setup(options, folder, variant, device, dtype, frames, variant.experts[0])
 
 
 def find_folder(model: str) -> Path:
@@ -134,17 +126,15 @@ def find_folder(model: str) -> Path:
     Raises:
         ConfigError: if the model is not on this machine.
     """
-    if Path(model).is_dir():
-        return Path(model)
-    fix = "set --model to the folder of a Wan pipeline"
-    if is_hub_id(model):
-        try:
-            return Path(snapshot_download(model, local_files_only=True))
-        except (OSError, ValueError):
-            fix = f"download it first: hf download {model}"
-    raise ConfigError(
-        f"--model={model} is neither a folder nor in the Hub's cache on this machine, and selftest downloads nothing; {fix}."
-    )
+    if not is_hub_id(model):
+        return fetch_model(model, key="--model")
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"--model={model} is not in the Hub's cache on this machine, and selftest downloads nothing; download it first: "
+            f"hf download {model}."
+        ) from None
 
 
 def _read_frames(clip: Path, variant: Variant) -> np.ndarray:

@@ -58,14 +58,9 @@ CHECKS = (
 )
 DIT_CHECKS = (
     Check("names", None, dit.check_names),
-    Check("packed.output", dit.compare_to_stock, lambda part: dit.check_output(part["packed"])),
-    Check("packed.gradients", dit.compare_to_stock, lambda part: dit.check_gradients(part["packed"])),
-    Check(
-        "first_frame.timesteps",
-        dit.compare_to_stock,
-        lambda part: dit.check_output(part["first_frame"]),
-        "first_frame",
-    ),
+    Check("packed.output", dit.compare_to_stock, dit.check_output),
+    Check("packed.gradients", dit.compare_to_stock, dit.check_gradients),
+    Check("first_frame.timesteps", dit.compare_with_first_frame, dit.check_output, "first_frame"),
     Check("cp.output", dit.compare_to_one_process, dit.check_output),
     Check("cp.gradients", dit.compare_to_one_process, dit.check_gradients),
 )

@@ -67,11 +67,5 @@ def stock_velocity(
     text = torch.nn.functional.pad(text_embeds, (0, 0, 0, OFFICIAL_TEXT_LEN - len(text_embeds)))
     if image_embeds is not None:  # [number of images, rows, channels]
         image_embeds = torch.stack(image_embeds.chunk(2 if model.config.pos_embed_seq_len else 1)).to(like)
-    velocity: Tensor = model(
-        latents[None].to(like),
-        timesteps.to(like.device),
-        text[None].to(like),
-        image_embeds,
-        return_dict=False,
-    )[0]
-    return velocity[0]
+    arguments = latents[None].to(like), timesteps.to(like.device), text[None].to(like), image_embeds
+    return model(*arguments, return_dict=False)[0][0]

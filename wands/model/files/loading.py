@@ -39,9 +39,8 @@ from wands.model.files.official import (
     find_expert,
 )
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
-from wands.model.quantize import QuantizedLinear
 from wands.model.transformer import PackedWanTransformer
-from wands.model.weight_dtypes import WeightDtypePolicy
+from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
 from wands.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
