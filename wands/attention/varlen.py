@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wands.attention.kernels.registry import Backend, choose_backend
 from wands.attention.packed import Segments
-from wands.compiled import CompiledOp
+from wands.compiled import compiled_op
 from wands.transfer import to_device
 
 __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_attention", "varlen_attention"]
@@ -224,7 +224,7 @@ def _weighted_sum(weights: Tensor, x: Tensor) -> Tensor:
         return torch.einsum("ht,thd->hd", weights, x)
 
 
-_MERGE_PADS, _MERGE_PADS_BACKWARD = CompiledOp(merge_pads), CompiledOp(merge_pads_backward)
+_MERGE_PADS, _MERGE_PADS_BACKWARD = compiled_op(merge_pads), compiled_op(merge_pads_backward)
 
 
 @lru_cache(maxsize=256)

@@ -1,8 +1,8 @@
 """Pointwise parts of a transformer block in few passes over memory: add, normalise, modulate, rotate and cast.
 
 Each part is an autograd function with a hand-written backward pass. The forward pass and the backward pass are
-`CompiledOp`s. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and `NormRotate` in
-transformer.py, and `gated_add` in modulation.py.
+operators of `compiled_op`. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and
+`NormRotate` in transformer.py, and `gated_add` in modulation.py.
 
 Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.compiled import CompiledOp
+from wands.compiled import compiled_op
 from wands.transfer import to_device
 
 CHUNK = 256
@@ -209,9 +209,9 @@ def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
     return update if needs_gate or update is None else update.new_empty(0)
 
 
-_ADD_NORM, _ADD_NORM_BACKWARD = CompiledOp(add_norm_forward), CompiledOp(add_norm_backward)
-_GATED_ADD, _GATED_ADD_BACKWARD = CompiledOp(gated_add_forward), CompiledOp(gated_add_backward)
-_NORM_ROTATE, _NORM_ROTATE_BACKWARD = CompiledOp(norm_rotate_forward), CompiledOp(norm_rotate_backward)
+_ADD_NORM, _ADD_NORM_BACKWARD = compiled_op(add_norm_forward), compiled_op(add_norm_backward)
+_GATED_ADD, _GATED_ADD_BACKWARD = compiled_op(gated_add_forward), compiled_op(gated_add_backward)
+_NORM_ROTATE, _NORM_ROTATE_BACKWARD = compiled_op(norm_rotate_forward), compiled_op(norm_rotate_backward)
 
 
 class _AddNorm(torch.autograd.Function):
