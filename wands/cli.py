@@ -36,9 +36,10 @@ class _CommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> None:
         try:
-            return super().invoke(ctx)
+            super().invoke(ctx)
+            exit_rank()
         except WandsError as error:
             exit_with_error(error, partial(_echo, err=True))
 
@@ -81,7 +82,6 @@ def _train(options: opts.TrainOptions) -> None:
     from wands.commands.train import run_train
 
     run_train(options, _echo, launcher)
-    exit_rank()
 
 
 def _profile(options: opts.ProfileOptions) -> None:
@@ -98,7 +98,6 @@ def _infer(options: opts.InferOptions) -> None:
         click.echo(f"{printable(str(result.video))}  seed {result.request.seed}  {result.seconds:.1f} s")
     if results:  # only the first rank returns results
         click.echo(f"contact sheet {results[0].contact_sheet}")
-    exit_rank()
 
 
 def _selftest(options: opts.SelftestOptions) -> None:
@@ -119,7 +118,6 @@ def _print_result(function: str, options: Options) -> None:
     if result is not None:  # in a distributed run, only the first rank returns a result
         # A path is printed as it is, because a shell may use it.
         click.echo(result if isinstance(result, Path) else safe_lines(str(result)))
-    exit_rank()
 
 
 def _echo(text: str, *, err: bool = False) -> None:
