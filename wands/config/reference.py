@@ -128,40 +128,33 @@ def describe_config(options: ConfigOptions) -> str:
     Raises:
         ConfigError: if no section or key has this name.
     """
-    sections = list_sections()
+    sections, formatter = list_sections(), click.HelpFormatter(max_width=WIDTH)
     if options.key is None:
-        return _list_keys(sections)
+        for section in sections:
+            formatter.write_paragraph()
+            formatter.write_text(f"{section.name or 'Top level'}: {section.description}")
+            with formatter.indentation():
+                rows = [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
+                formatter.write_dl(rows)
+        return formatter.getvalue().strip()
     name = re.sub(r"\[\]|\.\d+", "", options.key)
     by_section = {section.name.replace("[]", ""): section for section in sections if section.name}
     by_name = {key.name.replace("[]", ""): key for section in sections for key in section.keys}
-    section = by_section.get(name)
+    found = by_section.get(name)
     # A name without a section means all keys of this name.
-    keys = section.keys if section else [by_name[key] for key in by_name if f".{key}".endswith(f".{name}")]
+    keys = found.keys if found else [by_name[key] for key in by_name if f".{key}".endswith(f".{name}")]
     if not keys:
         last_parts = (full_name.rpartition(".")[2] for full_name in by_name)
         near = difflib.get_close_matches(name, [*last_parts, *by_section, *by_name], n=1, cutoff=0.5)
         fix = f"did you mean {near[0]}?" if near else "`wands config` lists all keys."
         raise ConfigError(f"{options.key} is not a key of the recipe; {fix}")
-    formatter = click.HelpFormatter(max_width=WIDTH)
-    if section:
-        formatter.write_text(f"{section.name}: {section.description}")
+    if found:
+        formatter.write_text(f"{found.name}: {found.description}")
     for key in keys:
         formatter.write_paragraph()
         formatter.write_text(f"{key.name}  {key.limits}")
         with formatter.indentation():
             formatter.write_text(key.description.replace("\n- ", "\n\n- "))
-    return formatter.getvalue().strip()
-
-
-def _list_keys(sections: list[Section]) -> str:
-    """Return a text with one entry per key, grouped by section."""
-    formatter = click.HelpFormatter(max_width=WIDTH)
-    for section in sections:
-        formatter.write_paragraph()
-        formatter.write_text(f"{section.name or 'Top level'}: {section.description}")
-        with formatter.indentation():
-            rows = [(key.name.rpartition(".")[2], f"{key.summary}  {key.limits}") for key in section.keys]
-            formatter.write_dl(rows)
     return formatter.getvalue().strip()
 
 
