@@ -32,8 +32,8 @@ from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
 from wands.data.step_groups import LEVEL
 from wands.distributed.layout import ContextPlan
-from wands.planning.activations import BF16, FP32, Activations
 from wands.planning.hardware import Machine
+from wands.planning.memory import BF16, FP32, Activations
 from wands.planning.workload import Workload
 
 LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the backward pass / FLOPs of the forward pass

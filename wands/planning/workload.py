@@ -83,11 +83,6 @@ class Workload:
         return self.ulysses_degree * self.ring_degree
 
     @property
-    def tokens(self) -> float:
-        """Number of tokens on each rank for the fullest bin: `max_tokens` divided by `cp_size`."""
-        return self.max_tokens / self.cp_size
-
-    @property
     def compiled(self) -> bool:
         """Whether the run compiles the pointwise parts of the blocks (`model.compile`)."""
         setting = self.recipe.model.compile

@@ -12,7 +12,7 @@ from wands.model.files.loading import build_empty, load_config, load_index
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
 from wands.model.weight_dtypes import WeightDtypePolicy
-from wands.planning.activations import FP32
+from wands.planning.memory import FP32
 from wands.planning.workload import Weight
 from wands.variants import Expert, Variant, variant_of
 

@@ -21,7 +21,7 @@ from wands.model import fused
 from wands.model.lora import add_lora
 from wands.model.modulation import gated_add
 from wands.model.transformer import AddNorm, NormRotate, PackedWanTransformer
-from wands.planning.activations import Activations
+from wands.planning.memory import Activations
 from wands.planning.workload import Workload
 from wands.variants import DiTShape
 

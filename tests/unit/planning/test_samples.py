@@ -21,7 +21,7 @@ from wands.attention.varlen import choose_backend
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import ParallelDims
 from wands.model.files.loading import build_empty
-from wands.planning.activations import Activations
+from wands.planning.memory import Activations
 from wands.planning.workload import Workload
 from wands.sampling.requests import SampleRequest
 from wands.sampling.sharing import token_index
