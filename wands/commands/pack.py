@@ -81,7 +81,6 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
     sampler, shape = run.sampler, run.shape
     plan = sampler.epoch_plan(epoch)
     bins = [bin for step in plan.steps for bin in step if bin]
-    visited = [i for bin in bins for i in bin]
     bias, of_chance = plan.length_bias()
     return {
         "format": FORMAT,
@@ -91,8 +90,8 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
         "sources": list_sources(run.recipe.data, run.data),
         "split": run.recipe.data.split,
         "holdout": run.recipe.data.holdout,
-        "num_samples": len(visited),
-        "num_tokens": int(sampler.seq_lens[visited].sum()),
+        "num_samples": plan.totals[0],
+        "num_tokens": plan.totals[1],
         "num_bins": len(bins),
         "num_steps": plan.num_steps,
         "bins_per_step": sampler.bins_per_step,

@@ -32,7 +32,7 @@ from wands.variants import VARIANTS, Expert, Variant
 
 SIZES = {"480p": "480x832", "720p": "720x1280"}
 _NUM_ROWS = 10
-_TEXT_BYTES = 150 * 2  # bytes of a text embedding per channel of the text encoder: about 150 tokens in bf16
+_TEXT_TOKENS = 150  # in a usual caption
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
@@ -236,24 +236,31 @@ def _table(candidates: Sequence[Candidate]) -> str:
 def _describe_best(best: Candidate, variant: Variant) -> str:
     task, recipe = best.task, best.workload.recipe
     parts = ", ".join(f"{name} {to_gib(size)}" for name, size in best.memory.device.items())
-    margin = to_gib(best.memory.needed - best.memory.peak)
-    host = f"{to_gib(best.host)} of {to_gib(task.machine.host_memory)} in each node"
     tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
     cache, checkpoint = _cache_bytes(task, variant) / 1e9, checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
-    evaluation = [_evaluation_line(best, variant, total)] if recipe.eval else []
     lines = [
         "details of the first line of the table",
         f"memory  {to_gib(best.memory.needed)} of the {to_gib(best.usable)} that a GPU has for tensors",
-        f"        {parts}, fragmentation {margin}",
-        f"host    {host}",
+        f"        {parts}, fragmentation {to_gib(best.memory.needed - best.memory.peak)}",
+        f"host    {to_gib(best.host)} of {to_gib(task.machine.host_memory)} in each node",
         f"disk    latent cache about {cache:,.1f} GB for {len(task.seq_lens):,} clips; a checkpoint {checkpoint:,.1f} GB, "
         f"{recipe.checkpoint.keep + 1} checkpoints while a new checkpoint is written",
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; the run of {total:,} steps takes "
         f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
-        *evaluation,
     ]
+    if recipe.eval:
+        # All clips are assumed to have the mean length.
+        load, length = best.workload, int(task.seq_lens.mean())
+        training = total * bins * load.cp_size * best.prediction.flops * load.num_models
+        forwards = 9 * num_forwards(recipe, total, variant, load.num_models)
+        each = forwards * variant.dit.forward_flops([length])
+        share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
+        every = f"every {recipe.eval.every:,} steps"
+        lines.append(
+            f"eval    {share:.2%} of the time, {every}; it needs no more memory than a training step"
+        )
     if recipe.sample:
         speed = best.prediction.mfu * task.machine.peak * best.workload.world_size
         seconds = format_seconds(best.workload.video_flops / speed)
@@ -261,25 +268,6 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
             f"samples about {seconds} every {recipe.sample.every:,} steps, if sampling has the MFU of training"
         )
     return "\n  ".join(lines)
-
-
-def _evaluation_line(best: Candidate, variant: Variant, total: int) -> str:
-    """Return a line of the report: the share of the run's time that evaluations take.
-
-    All clips are assumed to have the mean length.
-
-    Args:
-        best: settings of the run. The recipe must have an eval section.
-        variant: variant of the model.
-        total: number of optimizer steps of the run.
-    """
-    load, recipe, lens = best.workload, best.workload.recipe, best.task.seq_lens
-    assert recipe.eval is not None
-    clip = int(lens.mean())
-    training = total * recipe.train.bins_per_step * load.cp_size * best.prediction.flops * load.num_models
-    each = 9 * num_forwards(recipe, total, variant, load.num_models) * variant.dit.forward_flops([clip])
-    share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
-    return f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
 
 
 def start_command(best: Candidate, options: PlanOptions) -> str:
@@ -301,8 +289,8 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
         words += [f"--set {shlex.quote(key)}" for key in (*missing, *options.overrides, *best.changes())]
     launcher = f"deepspeed --num_gpus {gpus} --module wands train" if gpus > 1 else "wands train"
     if gpus > per_node:
-        nodes = gpus // per_node
-        launcher = f"bash scripts/launch_multinode.sh --nnodes {nodes} --node-rank R --master-addr HOST --"
+        nodes = f"--nnodes {gpus // per_node} --node-rank R --master-addr HOST"
+        launcher = f"bash scripts/launch_multinode.sh {nodes} --"
     return f"{launcher} {' '.join(words)}"
 
 
@@ -330,9 +318,7 @@ def describe_smallest(task: Task, fix: str) -> str:
 
 
 def _cache_bytes(task: Task, variant: Variant) -> float:
-    shape, num_clips = variant.dit, len(task.seq_lens)
-    elements_per_token = shape.out_channels * math.prod(shape.patch_size) * (1 + (variant.num_images > 0))
-    image_bytes = 2 * shape.image_len * (shape.image_dim or 0)
-    return 2 * elements_per_token * float(task.seq_lens.sum()) + num_clips * (
-        _TEXT_BYTES * shape.text_dim + image_bytes
-    )
+    shape = variant.dit
+    per_token = shape.out_channels * math.prod(shape.patch_size) * (1 + (variant.num_images > 0))
+    per_clip = _TEXT_TOKENS * shape.text_dim + shape.image_len * (shape.image_dim or 0)
+    return 2.0 * (per_token * int(task.seq_lens.sum()) + per_clip * len(task.seq_lens))  # in bf16

@@ -13,13 +13,11 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
-import yaml
 
 from wands.commands.check.check import check
 from wands.commands.plan import build_task, describe_smallest, find_model, start_command
 from wands.config.options import CheckOptions, ClipOptions, InitOptions, PlanOptions
-from wands.config.recipe import Recipe
-from wands.config.recipe_loading import shipped_recipe
+from wands.config.recipe_loading import load_recipe
 from wands.data.holdout import HELD_OUT, choose_sides
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
@@ -95,11 +93,10 @@ def init(options: InitOptions) -> str:
     samples = len(held) - held.sum()
 
     # CLIPS_PER_STEP clips in a step: first in larger bins, which are faster than several small bins.
-    values, tokens = yaml.safe_load(shipped_recipe(base)), min(CLIPS_PER_STEP, samples) * mean
-    max_tokens = max(int(lens.max()), min(values["packing"]["max_tokens"], round(tokens / machine.gpus)))
-    values["train"] = {"bins_per_step": math.ceil(tokens / max_tokens)}
-    values["packing"]["max_tokens"], values["model"]["path"] = max_tokens, model
-    recipe = Recipe.model_validate(values)
+    tokens, usual_tokens = min(CLIPS_PER_STEP, samples) * mean, load_recipe(base).packing.max_tokens
+    max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / machine.gpus)))
+    bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
+    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={json.dumps(model)}"])
     images = {key: str(clip.path) for key in ("image", "last_image") if key in variant.conditions}
     shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
     prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
