@@ -18,38 +18,26 @@ from wands.errors import ConfigError, WandsError, one_line
 from wands.lock import WriterLock
 
 
-def read_json(
+def read_json_object(
     path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
-) -> Any:
-    """Read a JSON file and return its value.
+) -> dict[str, Any]:
+    """Read a JSON file that contains an object.
 
     Args:
         path: the file.
         label: name of the file in error messages, such as "--deepspeed zero3.json". With "", messages contain the path.
-        fix: end of the error message, which tells the user how to fix the error.
+        fix: end of the error message, which describes how to fix the error.
         error: class of the error to raise.
-
-    Raises:
-        WandsError: of class `error`, if the file is missing, unreadable or not JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        reason = "no such file"
-    except (OSError, ValueError, RecursionError) as problem:
-        reason = one_line(problem)
-    raise error(f"{label or path} cannot be read ({reason}); {fix}")
-
-
-def read_json_object(
-    path: Path, *, label: str = "", fix: str = "fix the file.", error: type[WandsError] = ConfigError
-) -> dict[str, Any]:
-    """Read a JSON file that contains an object. `read_json` explains the arguments.
 
     Raises:
         WandsError: of class `error`, if the file is missing, is unreadable or does not contain a JSON object.
     """
-    value = read_json(path, label=label, fix=fix, error=error)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise error(f"{label or path} cannot be read (no such file); {fix}") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise error(f"{label or path} cannot be read ({one_line(problem)}); {fix}") from None
     if not isinstance(value, dict):
         raise error(f"{label or path} must contain a JSON object, not a {type(value).__name__}; {fix}")
     return value
@@ -136,8 +124,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
             missing or empty.
 
     Raises:
-        ConfigError: if `out` may not be replaced. Also if a folder has the name of `out` with the suffix ".tmp" or ".old",
-            but was not left by a killed wands process.
+        ConfigError: if `out` may not be replaced. Also if the user has a folder with the name of a temporary folder: the name
+            of `out` with the suffix ".tmp" or ".old".
         WandsError: if `out` cannot be written, or another process is writing `out`.
     """
     _check_replaceable(out, replaceable)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wands.errors import CacheError, WandsError, one_line, suggest
-from wands.files import read_json
+from wands.files import read_json_object
 
 
 def test_one_line():
@@ -31,7 +31,7 @@ def test_read_json_reports_a_bad_file_in_one_line(tmp_path: Path, content: str |
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(CacheError, match=reason) as caught:
-        read_json(path, label="--deepspeed a.json", error=CacheError)
+        read_json_object(path, label="--deepspeed a.json", error=CacheError)
     assert str(caught.value).startswith("--deepspeed a.json cannot be read (")
     assert "\n" not in str(caught.value)
 
@@ -39,5 +39,5 @@ def test_read_json_reports_a_bad_file_in_one_line(tmp_path: Path, content: str |
 def test_read_json(tmp_path: Path):
     path = tmp_path / "a.json"
     path.write_text('\ufeff{"a": 1}', encoding="utf-8")
-    assert read_json(path) == {"a": 1}
+    assert read_json_object(path) == {"a": 1}
     assert issubclass(CacheError, WandsError)

@@ -45,11 +45,17 @@ class Spelling:
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:
-    """Return the limits that a field sets for its number. The keys are pydantic's names: ``ge``, ``gt``, ``le`` and
-    ``lt``.
+    """Return the limits of a numeric field, such as {"ge": 0, "lt": 1}. Without limits, the dict is empty.
+
+    The keys are pydantic's names of the limits: ge, gt, le and lt.
     """
     rules = ("ge", "gt", "le", "lt")
     return {rule: getattr(item, rule) for item in field.metadata for rule in rules if hasattr(item, rule)}
+
+
+def spelling_of(field: FieldInfo) -> Spelling:
+    """Return the `Spelling` of an option field, or a default `Spelling` if the field has none."""
+    return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
 
 
 ARGUMENT = Spelling(argument=True)

@@ -13,7 +13,7 @@ import click
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from wands.config.base import Options, Spelling, limits_of
+from wands.config.base import Options, limits_of, spelling_of
 
 
 def command_name(options: type[Options]) -> str:
@@ -68,24 +68,20 @@ class _Option(click.Option):
 
 
 def _help_text(options: type[Options]) -> str:
-    """Return the help text of a command: the docstring of `options`, with descriptions of the positional arguments
-    before the examples.
+    """Return the help text of a command: the docstring of `options`. Descriptions of the positional arguments are inserted
+    before the examples, which end the docstring.
     """
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
     arguments = [
         f"{name.upper()}: {help_line(field)}"
         for name, field in options.model_fields.items()
-        if _spelling(field).argument
+        if spelling_of(field).argument
     ]
     return "\n\n".join([text.strip(), *arguments, f"\b\nExamples:\n{examples}"])
 
 
-def _spelling(field: FieldInfo) -> Spelling:
-    return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
-
-
 def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
-    spelling = _spelling(field)
+    spelling = spelling_of(field)
     members = get_args(field.annotation)
     kind: Any = members[0] if NoneType in members else field.annotation
     multiple = get_origin(kind) is tuple

@@ -15,14 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from wands.config.deepspeed_rules import (
-    ADAM_TYPES,
-    QUANTIZED_KEYS,
-    check_json,
-    offload_device,
-    optimizer_rules,
-    weight_dtype_rules,
-)
+from wands.config import deepspeed_rules as ds_rules
 from wands.config.optimizer_kinds import ADAM_KEYS, KINDS, kind_of
 from wands.config.recipe import OptimConfig, Recipe
 from wands.errors import ConfigError, failed_rules
@@ -65,8 +58,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    If an `optim` key of the recipe has its default value, the JSON may set another value. This rule also applies if
-    the user wrote the default value into the recipe, because the recipe.yaml in a run folder contains all defaults.
+    The JSON may set another value than an `optim` key of the recipe only if this key has its default value. A default that
+    the user wrote into the recipe is no exception, because the recipe.yaml in a run folder contains all defaults.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
@@ -84,7 +77,7 @@ def build_ds_config(
             One error lists all problems.
     """
     config = copy.deepcopy(dict(user))
-    problems = check_json(config, names[0])
+    problems = ds_rules.check_json(config, names[0])
     zero = config.get("zero_optimization", {})
     problems += _fill_batch(config, recipe, world_size, names)
     hpz, on_cpu = int(zero.get("zero_hpz_partition_size", 1)), device_type == "cpu"
@@ -93,12 +86,12 @@ def build_ds_config(
         "the number of GPUs in a node.": hpz > 1 and world_size % min(hpz, world_size),
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
         "DeepSpeed quantises with a CUDA kernel; remove the keys.": on_cpu
-        and any(map(zero.get, QUANTIZED_KEYS)),
+        and any(map(zero.get, ds_rules.QUANTIZED_KEYS)),
     }
-    problems += failed_rules(rules | weight_dtype_rules(recipe, zero))
+    problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
-    problems += failed_rules(optimizer_rules(recipe, config))
+    problems += failed_rules(ds_rules.optimizer_rules(recipe, config))
     if "scheduler" in config:
         unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [
@@ -190,7 +183,7 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
         value = list(value) if isinstance(value, tuple) else value
         if json_value == "auto":
             params.pop(key, None)
-            if key == "lr" or section["type"].lower() in ADAM_TYPES or name or key in set_keys:
+            if key == "lr" or section["type"].lower() in ds_rules.ADAM_TYPES or name or key in set_keys:
                 params[key] = value
         elif key in set_keys and json_value != value:
             problems.append(
@@ -206,20 +199,20 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
     """Return whether the optimizer states are offloaded to the host or to NVMe. The host then runs the optimizer step."""
-    return offload_device(config["zero_optimization"]) != "none"
+    return ds_rules.offload_device(config["zero_optimization"]) != "none"
 
 
 def uses_adam(config: Mapping[str, Any]) -> bool:
     """Return whether the optimizer is Adam or AdamW, either from torch or from DeepSpeed."""
-    return config["optimizer"]["type"].lower() in ADAM_TYPES
+    return config["optimizer"]["type"].lower() in ds_rules.ADAM_TYPES
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Change `config` in place, so that an Adam or AdamW optimizer runs as torch's Adam or as DeepSpeed's Adam.
+    """If the optimizer is Adam or AdamW, set in `config` whether torch's code or DeepSpeed's code runs the optimizer.
 
-    torch's Adam is the default, because DeepSpeed's Adam is compiled on first use, which needs a CUDA toolkit. A GPU run
-    with optimizer states on the host uses DeepSpeed's Adam by default, because torch's Adam is several times slower on
-    the host. Keys that the user set are kept.
+    DeepSpeed's code runs only on a GPU machine with optimizer states on the host, where torch's code is several times
+    slower. Otherwise torch's code runs, because DeepSpeed's code is compiled on first use, which needs a CUDA toolkit. Keys
+    that the user set are kept.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.
@@ -234,9 +227,9 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     """Return the peak learning rate of a run.
 
-    The learning rate in the optimizer section is multiplied by a factor that depends on `optim.scale_lr` and on the
-    number of bins in a step (see `optim.scale_lr_base`). If the DeepSpeed config has a scheduler section, the factor
-    is 1, because the scheduler defines the learning rates.
+    The learning rate in the optimizer section is multiplied by a factor that depends on `optim.scale_lr` and on the batch
+    size (see `optim.scale_lr_base`). If the DeepSpeed config has a scheduler section, the factor is 1, because the scheduler
+    defines the learning rates.
 
     Args:
         config: result of `build_ds_config`.

@@ -14,43 +14,40 @@ from wands.config.optimizer_kinds import ADAM_KEYS, KINDS
 from wands.config.recipe import Recipe
 from wands.errors import failed_rules, suggest
 
-_TYPES = {
-    "an object": dict,
-    "true or false": bool,
-    "a whole number": int,
-    "a number": int | float,
-    "a string": str,
-}
 # Keys that wands passes to DeepSpeed 0.19, grouped by the type of their value. DeepSpeed would ignore a misspelt key.
-_KEYS = {
-    "an object": "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger",
-    "true or false": "wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_python_gc "
+_KEYS: dict[tuple[str, Any], str] = {
+    (
+        "an object",
+        dict,
+    ): "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger",
+    (
+        "true or false",
+        bool,
+    ): "wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_python_gc "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-    "a whole number": "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
-    "a number": "gradient_clipping gradient_predivide_factor",
-    "a string": "log_level communication_data_type",
+    (
+        "a whole number",
+        int,
+    ): "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+    ("a number", int | float): "gradient_clipping gradient_predivide_factor",
+    ("a string", str): "log_level communication_data_type",
 }
-KNOWN_KEYS = {key: type_name for type_name, keys in _KEYS.items() for key in keys.split()}
-"""Maps each key that a DeepSpeed JSON may contain to the name of the type of its value."""
+KNOWN_KEYS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
+"""Maps each key that a DeepSpeed JSON may contain to the type of its value: (name of the type in messages, type)."""
 # Keys that DeepSpeed accepts, but that have no effect or a wrong effect in wands, and keys of removed DeepSpeed features.
 _UNUSED = {
     "use model.checkpointing of the recipe": "activation_checkpointing",
     "use precision.reduce of the recipe": "seq_parallel_communication_data_type",
-    "use parallel.ulysses_degree and parallel.ring_degree of the recipe": "sequence_parallel_size",
-    "use the recipe's parallel section": "data_parallel_size mesh_param",
-    "remove the key, because wands splits sequences, not tensors": "tensor_parallel",
+    "use the recipe's parallel section": "sequence_parallel_size data_parallel_size mesh_param",
     "remove the key, because wands sets the accumulation boundary": "managed_gradient_accumulation",
     "remove the key, because wands always averages gradients": "gradient_allreduce_op",
     "use the recipe's checkpoint section": "checkpoint",
     "use logging.trackers of the recipe, which also get the loss": "tensorboard wandb csv_monitor comet",
-    "remove the key, because wands does not compile the engine": "compile",
-    "remove the key, because wands train does not generate": "hybrid_engine",
-    "remove the key, because wands has no pipeline stages": "pipeline",
-    "remove the key, because wands train does not run DeepSpeed's tuner": "autotuning",
+    "remove the key, because wands does not use this part of DeepSpeed": "autotuning compile compression_training "
+    "expert_parallel hybrid_engine pipeline quantize_training tensor_parallel use_data_before_expert_parallelism "
+    "weight_quantization",
     "remove the key, because wands plans the data": "dataloader_drop_last data_efficiency curriculum_learning",
     "use precision.compute and precision.reduce of the recipe": "amp bfloat16 data_types",
-    "remove the key, because wands trains full weights": "compression_training weight_quantization quantize_training",
-    "remove the key, because Wan has no mixture-of-experts layers": "expert_parallel use_data_before_expert_parallelism",
     "remove the key, because DeepSpeed dropped this feature": "elasticity eigenvalue graph_harvesting nebula "
     "progressive_layer_drop sparse_attention sparse_gradients disable_allgather",
 }
@@ -90,14 +87,14 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
     """
     problems = []
     for key, value in list(config.items()):
-        type_name = KNOWN_KEYS.get(key)
+        type_name, kind = KNOWN_KEYS.get(key, (None, None))
         if value == "auto":
             pass
         elif key in UNUSED_KEYS:
             problems.append(f"{name}: {key} is not supported by wands; {UNUSED_KEYS[key]}.")
         elif type_name is None:
             problems.append(f"{name}: {key} is not a key of a DeepSpeed config; {suggest(key, KNOWN_KEYS)}")
-        elif not _has_type(value, type_name):
+        elif not _has_type(value, kind):
             problems.append(f"{name}: {key}={json.dumps(value)} must be {type_name}; fix the value.")
         else:
             continue
@@ -121,16 +118,16 @@ def check_json(config: dict[str, Any], name: str) -> list[str]:
         if optimizer["type"].lower() in ADAM_TYPES and key not in _ADAM_PARAMS:
             fix = suggest(key, _ADAM_PARAMS)
             problems.append(f"{name}: optimizer.params.{key} is not a key of {optimizer['type']}; {fix}")
-        elif key == "lr" and value != "auto" and not _has_type(value, "a number"):
+        elif key == "lr" and value != "auto" and not _has_type(value, int | float):
             problems.append(
                 f"{name}: optimizer.params.lr={json.dumps(value)} must be a number; fix the value."
             )
     return problems + _check_zero(config, name)
 
 
-def _has_type(value: Any, type_name: str) -> bool:
-    is_bool = isinstance(value, bool)  # Python counts bool as int
-    return is_bool == (type_name == "true or false") and isinstance(value, _TYPES[type_name])
+def _has_type(value: Any, kind: Any) -> bool:
+    # Python counts bool as int.
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def _check_zero(config: dict[str, Any], name: str) -> list[str]:
@@ -207,7 +204,7 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that other settings must obey for the values of `precision.weights` and `lora.quantize`.
+    """Return the rules that `precision.weights` and `lora.quantize`, with their present values, impose on other settings.
 
     Args:
         recipe: the resolved recipe.

@@ -26,10 +26,6 @@ class RecipeOptions(Options):
     config` lists all keys."""
 
 
-def _as_tuple(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value or ())
-
-
 class ClipOptions(Options):
     """Options that choose the clips of a source, and the size and length of the samples that are made from the clips."""
 
@@ -46,7 +42,7 @@ class ClipOptions(Options):
     center_crop: bool = False
     """Scale each clip until it covers --height x --width, and crop its edges to this size. Without --center-crop, clips
     are stretched to this size."""
-    max_pixels: Annotated[tuple[int, ...], BeforeValidator(_as_tuple)] = ()
+    max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their
     aspect ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess` again
     on the same cache, the first value must not change. You may add or remove further values [default: 399360, which

@@ -708,9 +708,9 @@ class Recipe(StrictModel):
 
 
 def inner_section(annotation: Any) -> type[BaseModel] | None:
-    """Return the pydantic model of the recipe section in a type annotation, or None if the annotation has no section.
+    """Return the section class that a type annotation contains, or None if the annotation contains no section class.
 
-    The annotation can be a section such as `LoraConfig`, an optional section, or a list of sections.
+    For example, the result is `LoraConfig` for `LoraConfig`, `LoraConfig | None` and `list[LoraConfig]`.
     """
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

@@ -78,21 +78,9 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     return Recipe.model_validate({name: values[name] for name in sections & values.keys() - problems.failed})
 
 
-def list_recipes() -> list[str]:
-    """Return the names of the shipped recipes in alphabetical order."""
-    return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
-
-
-def shipped_recipe(name: str) -> str:
-    """Return the YAML text of a shipped recipe.
-
-    Raises:
-        ConfigError: if there is no shipped recipe with this name.
-    """
-    name, names = name.removesuffix(".yaml"), list_recipes()
-    if name not in names:
-        raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, names)}")
-    return (_SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
+def shipped_recipes() -> dict[str, str]:
+    """Return a dict from the name of each shipped recipe to its YAML text, in alphabetical order."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(_SHIPPED.glob("*.yaml"))}
 
 
 class _RecipeLoader(yaml.SafeLoader):
@@ -121,7 +109,7 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     places = (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml")
     path = next(filter(Path.is_file, places), None)
     if path is None:
-        recipes = ", ".join(list_recipes())
+        recipes = ", ".join(shipped_recipes())
         raise ConfigError(
             f"recipe={name} is neither a file nor a shipped recipe; use a path, or one of {recipes}."
         )

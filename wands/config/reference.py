@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from wands.config.base import limits_of
 from wands.config.options import ConfigOptions, RecipesOptions
 from wands.config.recipe import Recipe, inner_section
-from wands.config.recipe_loading import list_recipes, load_recipe, shipped_recipe
-from wands.errors import ConfigError
+from wands.config.recipe_loading import load_recipe, shipped_recipes
+from wands.errors import ConfigError, suggest
 from wands.variants import VARIANTS
 
 WIDTH = 100
@@ -32,8 +32,8 @@ class Key(NamedTuple):
         name: full name, such as `optim.lr`. If the section is an item of a list, `[]` follows the name of the list, as
             in `data.sources[].path`.
         type: type and limits of the value, such as "number > 0".
-        default: default as written in YAML. "required" means that there is no default, and "unset" that the default is
-            empty.
+        default: default value as written in YAML. "required" means that there is no default. "unset" means that the default
+            is null or an empty text.
         description: docstring of the key, in Markdown.
     """
 
@@ -62,15 +62,13 @@ class Section(NamedTuple):
     keys: tuple[Key, ...]
 
 
-def list_sections(
-    model: type[BaseModel] = Recipe, name: str = "", description: str | None = ""
-) -> list[Section]:
+def list_sections(model: type[BaseModel] = Recipe, name: str = "", text: str | None = "") -> list[Section]:
     """Return a section of the recipe and the sections that are nested in it. A section comes before its nested sections.
 
     Args:
         model: class of the section. The default is the whole recipe.
         name: name of the section.
-        description: text that is added to the docstring of the class.
+        text: description of the section, which is added to the docstring of the class.
     """
     prefix = f"{name}." if name else ""
     fields = {f"{prefix}{key}": field for key, field in model.model_fields.items()}
@@ -80,8 +78,8 @@ def list_sections(
         for key, field in fields.items()
         if key not in inner
     )
-    text = f"{inspect.getdoc(model)} {description or ''}"
-    sections = [Section(name, " ".join(text.split()), tuple(keys))]
+    description = f"{inspect.getdoc(model)} {text or ''}"
+    sections = [Section(name, " ".join(description.split()), tuple(keys))]
     for key, section in inner.items():
         annotation = fields[key].annotation
         is_list = any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
@@ -167,12 +165,16 @@ def describe_recipes(options: RecipesOptions) -> str:
     Raises:
         ConfigError: if there is no shipped recipe with this name.
     """
+    recipes = shipped_recipes()
     if options.name is not None:
-        return shipped_recipe(options.name).rstrip()
+        name = options.name.removesuffix(".yaml")
+        if name not in recipes:
+            raise ConfigError(f"{name} is not a shipped recipe; {suggest(name, recipes)}")
+        return recipes[name].rstrip()
     rows = [("NAME", "VARIANT", "TRAINS", "DESCRIPTION")]
-    for name in list_recipes():
+    for name, text in recipes.items():
         variant = next((known for known in VARIANTS if name.startswith(f"{known}-")), "any")
-        first_comment = shipped_recipe(name).partition("\n")[0].lstrip("# ").rstrip(".")
+        first_comment = text.partition("\n")[0].lstrip("# ").rstrip(".")
         rows.append((name, variant, "LoRA" if load_recipe(name).lora else "full", first_comment))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -10,7 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wands.config.options import InferOptions, Spelling
+from wands.config.base import spelling_of
+from wands.config.options import InferOptions
 from wands.data.clips.tables import NumberedRow, read_lines, read_table
 from wands.errors import ConfigError, DataError, suggest
 from wands.variants import SamplingDefaults, Variant
@@ -76,8 +77,7 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
 def flag_of(field: str) -> str:
     """Return the command line flag of `wands infer` that sets a field of `SampleRequest`."""
     option = InferOptions.model_fields["prompts" if field == "prompt" else field]
-    spellings = [item for item in option.metadata if isinstance(item, Spelling)]
-    return spellings[0].name if spellings else f"--{field.replace('_', '-')}"
+    return spelling_of(option).name or f"--{field.replace('_', '-')}"
 
 
 def read_prompts(path: Path) -> list[SampleRequest]:

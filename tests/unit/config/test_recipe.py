@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from wands.config.recipe import Recipe
-from wands.config.recipe_loading import list_recipes, load_recipe
+from wands.config.recipe_loading import load_recipe, shipped_recipes
 from wands.errors import ConfigError
 from wands.variants import VARIANTS, Variant
 
@@ -113,7 +113,7 @@ def test_every_variant_has_a_full_and_a_lora_recipe(variant: Variant):
         assert full.flow.flow_shift == variant.sampling.flow_shift
 
 
-@pytest.mark.parametrize("name", list_recipes())
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_load_and_round_trip(name: str, tmp_path: Path):
     recipe = load_recipe(name)
     path = tmp_path / "again.yaml"

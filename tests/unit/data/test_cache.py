@@ -402,7 +402,7 @@ def _truncate(path: Path) -> None:
         (lambda c: (c / "index.npz").write_bytes(b""), r"damaged index\.npz"),
         (lambda c: (c / "manifest.json").unlink(), r"is not a latent cache"),
         (lambda c: (c / "manifest.json").write_text("{"), r"manifest\.json cannot be read"),
-        (lambda c: (c / "manifest.json").write_text("[1]"), r"manifest\.json of another program"),
+        (lambda c: (c / "manifest.json").write_text("[1]"), r"manifest\.json must contain a JSON object"),
     ],
 )
 def test_a_damaged_folder_is_one_sentence(tmp_path: Path, damage: object, message: str) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from wands.errors import CacheError, one_line
-from wands.files import publish, read_json
+from wands.files import publish, read_json_object
 from wands.variants import Variant
 
 FORMAT = "wands latent cache"
@@ -140,13 +140,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not (path / MANIFEST_NAME).exists():
         what = f"not a latent cache (no {MANIFEST_NAME})" if path.is_dir() else "not a folder"
         raise CacheError(f"cache={path} is {what}; use the --out folder of a wands preprocess run.")
-    manifest = read_json(
+    manifest = read_json_object(
         path / MANIFEST_NAME,
         label=f"cache={path} {MANIFEST_NAME}",
         fix="restore the file, or encode the clips again.",
         error=CacheError,
     )
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if manifest.get("format") != FORMAT:
         raise CacheError(
             f"cache={path} has a {MANIFEST_NAME} of another program; use the --out folder of a wands preprocess run."
         )
