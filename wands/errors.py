@@ -70,7 +70,7 @@ class Problems:
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return True if none of the checks with these names failed or was skipped."""
+        """Return True if no check with one of these names has failed. A skipped check counts as failed."""
         return self.failed.isdisjoint(names)
 
     def add(self, name: str, error: WandsError) -> None:

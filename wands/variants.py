@@ -280,11 +280,13 @@ class Variant:
         return math.prod(side // patch for side, patch in sides)
 
 
+_5B = DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48)
 _14B = DiTShape(num_heads=40, head_dim=128, num_layers=40, ffn_dim=13824)
 _14B_I2V = replace(_14B, in_channels=36)
 _14B_CLIP = replace(_14B_I2V, image_dim=1280, image_len=IMAGE_LEN)
 _14B_CLIP_2 = replace(_14B_CLIP, image_len=2 * IMAGE_LEN, image_positions=2 * IMAGE_LEN)
 _I2V = ("text", "image")
+_TI2V = ("text", "first_frame")
 _FIRST_LAST = (*_I2V, "last_image", "clip")
 _480P = SamplingDefaults(negative_prompt=_NEGATIVE_PROMPT)
 _480P_I2V = replace(_480P, num_inference_steps=40, negative_prompt=_STEADY + _NEGATIVE_PROMPT)
@@ -293,6 +295,7 @@ _720P = replace(_480P, height=720, width=1280, flow_shift=5.0)
 _FLF2V = replace(_720P, flow_shift=16.0, scheduler_shift=16.0, negative_prompt=_ONE_SHOT + _NEGATIVE_PROMPT)
 _I2V_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_scale_2=3.5)
 _T2V_A14B = replace(_I2V_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0)
+_TI2V_5B = replace(_720P, height=704, num_frames=121, scheduler_shift=5.0)
 _ROWS = (
     Variant("wan2.1-t2v-1.3b", DiTShape(12, 128, 30, 8960), sampling=_480P_SMALL),
     Variant("wan2.1-t2v-14b", _14B, sampling=_720P),
@@ -300,14 +303,7 @@ _ROWS = (
     Variant("wan2.1-flf2v-14b", _14B_CLIP_2, sampling=_FLF2V, conditions=_FIRST_LAST),
     Variant("wan2.2-t2v-a14b", _14B, sampling=_T2V_A14B, boundary_ratio=0.875),
     Variant("wan2.2-i2v-a14b", _14B_I2V, sampling=_I2V_A14B, boundary_ratio=0.9, conditions=_I2V),
-    Variant(
-        "wan2.2-ti2v-5b",
-        DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48),
-        vae_stride=(4, 16, 16),
-        fps=24,
-        sampling=replace(_720P, height=704, num_frames=121, scheduler_shift=5.0),
-        conditions=("text", "first_frame"),
-    ),
+    Variant("wan2.2-ti2v-5b", _5B, vae_stride=(4, 16, 16), fps=24, sampling=_TI2V_5B, conditions=_TI2V),
 )
 VARIANTS: dict[str, Variant] = {row.name: row for row in _ROWS}
 

@@ -21,14 +21,17 @@ Filled = TypeVar("Filled", bound=Options)
 
 
 def fill(kind: type[Filled], values: Mapping[str, Any]) -> Filled:
-    """Return an option model; where the command takes text, `values` may contain a path."""
-    texts = {name for name, field in kind.model_fields.items() if field.annotation in (str, str | None)}
-    return kind(
-        **{
-            name: str(value) if name in texts and isinstance(value, Path) else value
-            for name, value in values.items()
-        }
-    )
+    """Return an option model. `values` may contain a path in place of text, and a number or None in place of several numbers."""
+
+    def convert(kind: Any, value: Any) -> Any:
+        if kind in (str, str | None) and isinstance(value, Path):
+            return str(value)
+        if kind == tuple[int, ...] and (value is None or isinstance(value, int)):
+            return () if value is None else (value,)
+        return value
+
+    fields = kind.model_fields
+    return kind(**{name: convert(fields[name].annotation, value) for name, value in values.items()})
 
 
 def check(source: str | Path, *, thumbnails: bool = True, **values: Any) -> CheckReport:

@@ -28,14 +28,14 @@ def pack(options: PackOptions) -> str:
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
-      distance (see `EpochPlan.length_bias`). length_bias_of_chance is the distance for random steps.
+      distance (see `EpochPlan.length_bias`). length_bias_of_chance: this distance if the steps contained random samples.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
     bins. A bin has three lists with one entry per sample: `keys` (key of the sample), `indices` (its index in the data) and
-    `tokens` (its number of tokens). A bin also has the number `cost`: the bin's cost
-    divided by the mean cost of all bins of the epoch.
+    `tokens` (its number of tokens). A bin also has the number `cost`, which is not the pair of the first line: it is the
+    FLOPs of the bin divided by the mean FLOPs of all bins of the epoch.
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

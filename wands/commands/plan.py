@@ -156,7 +156,8 @@ def build_task(
         model: result of `find_model`.
         lens: number of video tokens of each clip, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
-        load: fields of `Workload` for the sample videos, such as `video_tokens`; {} if the run samples no videos.
+        load: fields of the run's `Workload` for the videos that the run samples during training, such as `video_tokens`; {} if
+            the run samples no videos.
 
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
@@ -219,7 +220,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
     tokens = variant.num_tokens(options.frames, *map(int, sides.groups()))
     if tokens < 1:
         raise ConfigError(
-            f"--size {size} is smaller than one video token of {variant.name}; use a larger size, such as 480p."
+            f"--size {size} has fewer pixels than one video token of {variant.name}; use a larger size, such as 480p."
         )
     return np.full(options.clips or 1000, tokens, np.int64)
 

@@ -159,4 +159,4 @@ def _show_timesteps(options: TrainOptions, log: Log) -> None:
         if expert and expert.name:
             log(f"{expert.name}-noise expert ({expert.subfolder})")
         sigma_range = expert.sigma_range if expert else recipe.flow.sigma_range
-        log(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range=sigma_range))
+        log(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range))

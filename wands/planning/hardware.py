@@ -55,7 +55,7 @@ class Machine:
         host_bandwidth: bandwidth between one GPU and the host in bytes/s, while all GPUs of the node copy.
         linear_flops: FLOP/s of large matrix products in bf16.
         attention_flops: maps the name of an attention kernel to the FLOP/s of its forward pass and of its backward pass.
-        copy_bandwidth: bytes/s that a copy in the memory of the GPU reads and writes.
+        copy_bandwidth: speed of a copy in the memory of the GPU, in bytes/s. Bytes read and bytes written both count.
         launch_seconds: seconds that the host needs to start one kernel.
         source: where the speeds of kernels are from: "the data sheet" or a file.
     """

@@ -299,9 +299,8 @@ class Activations:
         """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]
-        kept = [self._named(name) for name in model.kept_on_device]
-        if "block_input" not in model.kept_on_host:
-            kept.append(self._named("block_input"))
+        names = (*model.kept_on_device, "block_input")
+        kept = [self._named(name) for name in names if name not in model.kept_on_host]
         # The device has the offloaded tensors of two blocks: the block that is recomputed, and the next block.
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
@@ -322,7 +321,7 @@ class Activations:
         A block keeps these tensors (see `PackedWanBlock.forward`):
 
         - in fp32: the inputs of the block's three norms, and of the norms of queries and keys.
-        - in the compute dtype: the inputs of the projections, and the tensors that both attentions save.
+        - in the compute dtype: the inputs of the projections, and the tensors that self-attention and cross-attention save.
         - the input of each trained layer; under ZeRO-3, the input of each linear layer.
         - autocast's copies of the weights.
         """
@@ -350,8 +349,8 @@ class Activations:
     def _copies(self) -> float:
         """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights.
 
-        The backward pass needs these copies. Under ZeRO-3 there are no copies, because DeepSpeed's linear layer keeps
-        the weight instead of a copy.
+        The backward pass needs these copies. Under ZeRO-3, DeepSpeed's linear layer keeps a reference to the weight instead
+        of a copy, so the result is 0.
         """
         shape, precision = self.shape, self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"

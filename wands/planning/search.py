@@ -225,10 +225,10 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
-    """Return the candidate with the smallest number of recomputed blocks with which the run fits the machine.
+    """Return a copy of a candidate that recomputes as few blocks as the memory of the machine allows.
 
-    The recipe key `model.checkpoint_blocks` contains this number. If the recipe sets this key, or uses no activation
-    checkpointing, the candidate is returned unchanged.
+    The recipe key `model.checkpoint_blocks` of the copy is the number of recomputed blocks. If the recipe sets this key, or
+    uses no activation checkpointing, the candidate is returned unchanged.
     """
     workload, recipe = candidate.workload, candidate.workload.recipe
 

@@ -180,7 +180,7 @@ def _zero_traffic(
     The other work runs once per optimizer step, not in every micro step. Depending on the ZeRO stage, it is the reduction
     of the gradients, the gather of the updated weights, and the update on the host.
 
-    ZeRO's transfers overlap with compute, except with compute that already overlaps with transfers of the ring.
+    ZeRO's transfers run during compute, except during the part of the compute in which the ring already transfers.
 
     Args:
         workload: sizes of the run.

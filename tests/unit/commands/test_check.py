@@ -462,7 +462,7 @@ def test_no_model_and_no_torch(clips: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom wands.commands.check.check import check, save_report\nfrom pathlib import Path\n"
         "from wands.config.options import CheckOptions\n"
-        f"report = check(CheckOptions(source={str(clips)!r}, max_pixels=6144, max_frames=9, html_path='a.html'))\n"
+        f"report = check(CheckOptions(source={str(clips)!r}, max_pixels=[6144], max_frames=9, html_path='a.html'))\n"
         f"save_report(report, html_path=Path({str(tmp_path / 'a.html')!r}))\n"
         "print(report.render())\n"
         "print([name for name in ('torch', 'transformers', 'diffusers', 'datasets') if name in sys.modules])\n"

@@ -151,7 +151,11 @@ def _describe_machine(options: InitOptions) -> PlanOptions:
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
-    """Yield the command-line flags that set `options` (field name to value), except `source`. A tuple gives one flag per item."""
+    """Yield the command-line flags that set options. A tuple gives one flag for each of its items.
+
+    Args:
+        options: maps the field name of an option to its value. The field `source` is skipped, because it has no flag.
+    """
     for name, value in options.items():
         for item in (value if isinstance(value, tuple) else (value,)) if name != "source" else ():
             yield f"--{name.replace('_', '-')}" + ("" if item is True else f"={item or 0}")
