@@ -21,7 +21,6 @@ from typing import Any
 import click
 
 from wands import __version__
-from wands.commands.profile import train_options
 from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
@@ -85,6 +84,12 @@ def _train(options: opts.TrainOptions) -> None:
     run_train(options, _echo, launcher)
 
 
+def _profile(options: opts.ProfileOptions) -> None:
+    from wands.commands.profile import train_options
+
+    _train(train_options(options))
+
+
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
@@ -136,7 +141,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",
-    opts.ProfileOptions: lambda options: _train(train_options(options)),
+    opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
     opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",

@@ -186,11 +186,6 @@ def find_model(recipe: Recipe, variant: str | None = None) -> Model:
         ConfigError: if the variant is unknown, or the recipe names no model.
     """
     name = variant or published_name(recipe.model.path)
-    if not (name or recipe.model.path):
-        raise ConfigError(
-            "model.path is not set; add --set model.path=DIR with a pipeline folder, or --variant with the name of a "
-            "published model, for example wan2.1-t2v-14b."
-        )
     if name and name not in VARIANTS:
         raise ConfigError(f"--variant {name} is not a published model; use one of {', '.join(VARIANTS)}.")
     return read_model(recipe, name)

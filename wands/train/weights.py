@@ -34,7 +34,8 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
     path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
     if not path:
         raise ConfigError(
-            "model.path is not set; set it to a diffusers pipeline folder or a Hub id, such as --set model.path=DIR."
+            "model.path is not set; add --set model.path=DIR_OR_HUB_ID. For wands plan, --variant with the name of a published "
+            "model, such as wan2.1-t2v-14b, is also enough."
         )
     index, config = load_index(path), load_config(path)
     try:
