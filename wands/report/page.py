@@ -118,13 +118,15 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
     Args:
         curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. x, y, low and high are sequences of
-            numbers. low and high are the edges of a band around the curve. Points whose y is not finite are left out. Outliers
-            of curves with the CSS class "clipped" do not determine the range.
+            numbers. low and high are the edges of a band around the curve. Points whose y is not finite are left out. The range
+            of y ignores the outliers of curves with the CSS class "clipped".
 
     Returns:
-        A dict with the keys "start" and "end" (range of x), "steps" (ticks of x), "ticks" (ticks of y) and "lines". A line is
-        a tuple of the curve's name, CSS class, SVG points, SVG points of the band, x values as text, and y values as text.
-        None if no curve has a finite value.
+        None if no curve has a finite value. Otherwise a dict with these keys:
+        "start", "end": first and last x.
+        "steps", "ticks": positions of the labels on the x axis and on the y axis.
+        "lines": for each curve, (name, CSS class, SVG points of the curve, SVG points of its band, x values as text, y values as
+            text).
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -160,7 +162,7 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Return the contents of the table of sample videos of each run.
 
-    Videos are embedded in the page until their sizes add up to `MAX_VIDEO_BYTES`, beginning with the videos of the last step.
+    Videos are embedded in the page until their sizes add up to `MAX_VIDEO_BYTES`. The videos of the last step come first.
 
     Args:
         runs: results of `read_run`.
@@ -168,8 +170,9 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
     Returns:
         For each run, a dict with the keys "steps" (training steps, one column each), "prompts" (maps the number of a prompt to
-        its text) and "cells" (maps (number of the prompt, step, "raw" or "ema") to a row of samples.jsonl with two
-        more keys: "image" (thumbnail as a data URI, or None) and "link" (URI of the video, "" without a video to show).
+        its text) and "cells" (maps (number of the prompt, step, weights) to a row of samples.jsonl). The weights are "raw" (the
+        trained weights) or "ema" (their moving average). Each row has two more keys: "image" (thumbnail as a data URI, or None)
+        and "link" (URI of the video, or "" if the page cannot show the video).
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
@@ -192,10 +195,10 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
 
 def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
-    """Return the first frames of the clips that were in the latest loss spikes and skipped updates, at most 24 clips.
+    """Return the first frame of at most 24 clips: the clips of the latest steps with a loss spike or a skipped update.
 
-    A clip is left out if its cache or its file is not on this machine or cannot be read. A damaged file may crash or hang
-    the decoder, so the files are decoded in a subprocess.
+    A clip is left out if its video file, or the cache that contains the clip, is not on this machine or cannot be read. A
+    damaged file may crash or hang the decoder, so the files are decoded in a subprocess.
 
     Returns:
         A dict that maps the sample id of a clip to a WebP file in base64.

@@ -24,7 +24,10 @@ _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "ru
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return the content of a run folder. Files and keys may be missing, and lines may be cut, as in a run that is still running.
+    """Return the content of a run folder as a dict with fixed keys.
+
+    The run may still be running: files may be missing in the folder, keys may be missing in the rows of a file, and the last
+    row may be cut.
 
     Returns:
         A dict with these keys, where N is the number of rows of metrics.jsonl:
@@ -128,7 +131,7 @@ def smoothing_window(num_values: int) -> int:
 
 
 def thin(items: Sequence[T], most: int = 2000) -> list[T]:
-    """Return all items if there are at most `most`, else `most` evenly spaced items with the first and the last item."""
+    """Return at most `most` items. A longer sequence is reduced to evenly spaced items, including the first and the last item."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -37,10 +37,11 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. For a folder with one LoRA file for each expert, the path of
-            this LoRA's file.
+        path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, this is the
+            path of the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: DiT that gets the tensors whose keys name no DiT: "transformer" or "transformer_2".
+        subfolder: "transformer" or "transformer_2". Tensors whose keys start with the name of a DiT are added to that DiT. All
+            other tensors are added to the DiT `subfolder`.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -101,7 +102,8 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
 
     Args:
         flag: "--lora", or "--lora-2" to find only the LoRA of the low-noise expert.
-        subfolder: DiT that gets a LoRA without a file for each expert: "transformer" or "transformer_2".
+        subfolder: "transformer" or "transformer_2". This DiT gets the LoRA if `path` has a single file that belongs to no
+            expert.
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
     """

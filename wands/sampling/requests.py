@@ -193,8 +193,9 @@ def build_requests(
 def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleRequest:
     """Return a copy of a request, in which the official options of the model replace the fields that are not set.
 
-    If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset. An unset `flow_shift` stays unset if
-    the scheduler of the published pipeline has the official shift. Without guidance, an unset negative prompt becomes empty.
+    Exceptions: If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset, and both experts use
+    `guidance_scale`. An unset `flow_shift` stays unset if the scheduler of the published pipeline already has the official
+    shift. Without guidance, an unset negative prompt becomes empty.
     """
     options = asdict(sampling)
     # A scheduler with the shift of the published pipeline has the official shift in some pipelines, and diffusers' 3 in others.

@@ -53,8 +53,9 @@ def plan_ranks(
         ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
         ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
             degree.
-        split: whether one half of an even number of ranks may compute the predictions for the prompt, and the other
-            half the predictions for the negative prompt. The ranks are not divided if the given degrees need all ranks.
+        split: whether two halves of the ranks may compute the two predictions of classifier-free guidance: one half for the
+            prompt, the other half for the negative prompt. The ranks are not split if the product of the given degrees does not
+            divide the number of ranks in a half.
 
     Returns:
         The parallel dimensions of this rank.
@@ -120,14 +121,14 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
-    If the ranks do not divide the tokens, diffusers' attention stays in three cases: `kernel` is "native", the pipeline runs
-    on a CPU or in fp32, or no kernel of wands runs on the GPU.
+    If each rank has all tokens of a video, diffusers' attention stays in three cases: `kernel` is "native", the pipeline runs on
+    a CPU or in fp32, or no kernel of wands runs on the GPU.
 
     Args:
         pipeline: result of `load_pipeline`.
         device: device of the pipeline.
         groups: process groups of the ranks that divide the tokens of a video.
-        kernel: "native" keeps diffusers' attention if the ranks do not divide the tokens. "auto" chooses a kernel of wands.
+        kernel: "native" keeps diffusers' attention if each rank has all tokens of a video. "auto" chooses a kernel of wands.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim

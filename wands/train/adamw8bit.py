@@ -139,8 +139,8 @@ def dequantize(states: States, start: int) -> States:
 
     Args:
         states: moments of the range, and the scales of 8-bit moments. fp32 moments are returned unchanged.
-        start: index of the first value of the range in the flattened parameter, where a block of 256 values with one scale
-            starts at each multiple of 256.
+        start: index of the first value of the range in the flattened parameter. It determines which values have a common
+            scale: each block of 256 values has one scale, and blocks start at the multiples of 256 of the flattened parameter.
     """
     if "absmax1" not in states:
         return states
@@ -155,13 +155,14 @@ def dequantize(states: States, start: int) -> States:
 def quantize(moments: States, shape: Sequence[int], start: int) -> States:
     """Return Adam's moments of a range of a flattened parameter in the format that `FragmentAdamW8bit` stores.
 
-    The moments of a large parameter become 8-bit codes with scales. The moments of a small parameter stay fp32.
+    The moments of a parameter with at least `MIN_8BIT` values become 8-bit codes with scales. The moments of a smaller parameter
+    stay fp32.
 
     Args:
         moments: moments of the range as fp32 values.
         shape: shape of the whole parameter.
-        start: index of the first value of the range in the flattened parameter, where a block of 256 values with one scale
-            starts at each multiple of 256.
+        start: index of the first value of the range in the flattened parameter. It determines which values have a common
+            scale: each block of 256 values has one scale, and blocks start at the multiples of 256 of the flattened parameter.
     """
     if not _is_quantized(shape):
         return moments

@@ -35,8 +35,8 @@ MAX_WAITING = 10_000
 class AppendLog:
     """Log file to which records are appended. If a write fails, the records are kept and written with the next record.
 
-    The first failed write is logged, and the first write that succeeds again. The file is opened for each record, so that a
-    deleted file or folder is created again.
+    The first failed write causes an error message, and the first write that succeeds again causes a second message. The file is
+    opened for each record, so that a deleted file or folder is created again.
 
     Args:
         path: the file. It is created with the first record.

@@ -22,7 +22,8 @@ def fastest_backend(times: dict[str, dict[int, float]]) -> str:
 
     `get_backend` takes this name. A name such as "cudnn:1024:torch" means two kernels: cuDNN for segments of 1,024 tokens or
     more, and torch for shorter segments. The result has the smallest sum of times over all lengths. If two sums are equal, the
-    kernel that comes first in `times` wins. cuDNN must be more than 5 % faster, because it builds a plan for each new length.
+    kernel that comes first in `times` wins. The times of cuDNN count 5 % more than measured, because cuDNN builds a plan for each
+    new length.
 
     Args:
         times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is

@@ -57,8 +57,9 @@ class BadSteps:
         """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
 
         The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update, with
-        the same result on all ranks. If the step has no samples, because all are excluded, every function returns True.
-        Otherwise, if `train.on_bad_step` is `stop`, the list contains None instead of functions, and no update is skipped.
+        the same result on all ranks. If the plan contains no samples, because `data.exclude` names them all, every function
+        returns True. In all other steps, `train.on_bad_step=stop` makes every element of the list None: no update is skipped, and
+        `check` ends the run.
 
         Args:
             plan: packing plan of the step.

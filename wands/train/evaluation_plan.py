@@ -34,7 +34,8 @@ class EvaluationClip(StrictModel):
         key: key of the sample in its data set.
         side: "held_out" or "train".
         num_tokens: number of video tokens.
-        sigmas: maps the subfolder of each trained DiT to the noise levels of the clip, one for each quantile.
+        sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated, in the order of
+            `EvaluationPlan.quantiles`.
     """
 
     key: str
@@ -99,8 +100,9 @@ class EvaluationPlan(StrictModel):
     def samples(self, run: TrainingRun) -> list[EvaluationSample]:
         """Return the samples of an evaluation: each clip with each trained DiT, each condition and each noise level.
 
-        Each trained DiT has other noise levels of the clip, inside the range that the DiT trains on. Clips that are no longer
-        in the data are left out. If the first frame is the condition, clips of a single frame are also left out.
+        The noise levels of a clip differ between the trained DiTs: each DiT is evaluated inside the range that it trains on.
+        Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are also
+        left out.
 
         Args:
             run: the checked training run.
@@ -185,9 +187,9 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
     """Choose clips of a data set for the evaluation. Return (key, number of video tokens) pairs, the first choice first.
 
-    Clips in `data.exclude` and clips with more than `packing.max_tokens` tokens are left out. The order of the choice is
-    pseudorandom: it follows a hash of each sample's key. If several samples come from one source clip, a second sample is chosen
-    only after every source clip has a first sample.
+    Samples in `data.exclude` and samples with more than `packing.max_tokens` tokens are left out. The order of the choice is
+    pseudorandom: it follows a hash of each sample's key. If several samples come from one source clip, one sample of every source
+    clip comes first, then a second sample of each source clip, and so on.
 
     Args:
         run: the checked training run.

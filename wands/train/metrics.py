@@ -95,8 +95,8 @@ class StepLog:
     def _eta(self, seconds: float, steps_left: int) -> float:
         """Return the expected seconds to the end of the run.
 
-        Each remaining step is expected to take the median duration of the last steps, plus the mean time per step that saves
-        and evaluations take.
+        The expected time of each remaining step is the median duration of the last steps, plus a share of saves and evaluations:
+        the time of all saves and evaluations so far / the number of steps so far.
 
         Args:
             seconds: duration of the step that has just ended.
@@ -135,7 +135,10 @@ def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tenso
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float]:
-    """Return the largest memory of this process so far, in bytes: (tensors on the device, or 0 on a CPU; host memory)."""
+    """Return the largest amounts of memory that this process has used so far, in bytes: (device memory of tensors, host memory).
+
+    The first number is 0 on a CPU.
+    """
     on_device = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     return on_device, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -155,8 +158,8 @@ def step_metrics(
         trainer: objects of the training process.
         plan: packing plan of the step.
         results: result of each trained DiT on this rank.
-        losses: for each trained DiT, the mean weighted squared error over the samples or tokens (`loss.reduction`) of the
-            step.
+        losses: mean weighted squared error of the step for each trained DiT. The mean is over samples or over tokens, as
+            `loss.reduction` selects.
         of_sigmas: result of `sigma_sums`, summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
         measured: maps `lr` to the learning rate of this step, `seconds` to the duration of the step including the wait for
@@ -174,7 +177,7 @@ def step_metrics(
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
         `fill`: `tokens` / (number of bins x `packing.max_tokens`).
-        `imbalance`: cost of the slowest rank / mean cost of the ranks, each summed over the micro steps.
+        `imbalance`: cost of the slowest rank / mean cost of the ranks. The cost of a rank is summed over its micro steps.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.

@@ -76,8 +76,8 @@ def plan_videos(
         recipe: recipe. Without a `sample` section, the result is empty.
         variant: variant of the model.
         experts: DiTs that the recipe trains.
-        has_model: whether the files of the model must be checked.
-        has_images: whether the images must be checked.
+        has_model: whether the files of the model are on this machine and can be checked.
+        has_images: whether the images are on this machine and can be checked.
 
     Raises:
         ConfigError: if a prompt, an image or an option is invalid, `model.path` is not a complete pipeline, or the recipe trains
@@ -174,9 +174,9 @@ def _encode(
 
 
 class DiTAdapter(nn.Module):
-    """Adapter that gives the engine of a packed DiT the interface of diffusers' transformer.
+    """Adapter with the interface of diffusers' transformer, so that a pipeline can call the DiT of a training run.
 
-    The ranks of a context-parallel group share the tokens of a video.
+    The inputs of this DiT are packed sequences. The ranks of a context-parallel group share the tokens of a video.
 
     Args:
         engine: DeepSpeed engine of the DiT.

@@ -19,9 +19,10 @@ SILENCE = 30.0
 
 
 class Terminal:
-    """Output of a run for the user. The object is a function that prints a text, and can be used as a `Log`.
+    """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log`.
 
-    On a terminal, rich prints the texts, and all other output of this process, above the live line.
+    On a terminal, the package rich keeps the live line at the bottom. It prints the texts, and all other output of this process,
+    above the live line.
 
     Args:
         echo: function that prints a text on rank 0; None on the other ranks, which print nothing.

@@ -45,7 +45,7 @@ class Trackers:
     """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
 
     A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, the tracker
-    is not called for ten times the duration of that call, and is then started again.
+    gets a pause that is ten times as long as the call, and loses the values of the pause. Then the tracker is started again.
 
     Args:
         run: the checked training run. If it resumes, the trackers continue the curves of the run.
@@ -75,8 +75,8 @@ class Trackers:
 
         Args:
             step: number of optimizer steps that the run has made.
-            kind: "Image" or "Video". Trackers except TensorBoard get objects of this class of their package, such as
-                `wandb.Image`.
+            kind: "Image" or "Video". TensorBoard gets the values themselves. For another tracker, each value is wrapped in the
+                class with this name from the tracker's package, such as `wandb.Image`.
             values: maps the name of an image or video to a uint8 array [H, W, 3] or to the path of an mp4 file.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
@@ -89,16 +89,16 @@ class Trackers:
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return (name, tracker) of each tracker in `names` that has no values of this step yet.
+        """Return (name, tracker) of each tracker in `names`, without wandb if wandb has values of this step already.
 
-        Only wandb can have the values already, of a step that a resumed run repeats.
+        A resumed run repeats steps, and an earlier process of the run may have sent the values of these steps to wandb.
         """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
         return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Start a tracker if it is not running, then call `action`, a function of the tracker. Log a failure."""
+        """Start a tracker if it is not running, then call `action`, which sends something to the tracker. Log a failure."""
         began, tracker = time.monotonic(), self._trackers[name]
         if began < self._retry_at.get(name, 0):
             return

@@ -134,10 +134,10 @@ class Watchdog:
         self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Note that a step has ended. After the first call, a request to stop saves a checkpoint before the run stops.
+        """Inform the watchdog that a step has ended. From then on, a request to stop saves a checkpoint before the run stops.
 
         Args:
-            step: number of the step in messages.
+            step: number of the step, which messages contain.
             seconds: duration of the step.
         """
         self._durations.append(seconds)
@@ -243,8 +243,8 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
         error: exception that has ended the training of this rank; None if the main thread still runs.
 
     Returns:
-        (text with the ranks that do not answer, and the current function of the ranks that answer; whether this rank is the
-        lowest rank that answers).
+        (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
+        True on the lowest rank that answers.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
