@@ -206,7 +206,6 @@ def measure(
     Returns:
         Loss of each sample, in the order of `samples`; None if `proceed` returned False.
     """
-    seed = run.recipe.train.seed
     losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
     for part, bin in own_bins(run, samples, groups.dims):
         used = [samples[i] for i in bin]
@@ -218,7 +217,7 @@ def measure(
         host_slice = read_rows_of_bin(collator, rows, repeat_indices=quantiles, epoch=EPOCH, grid=groups.dims)
         if not proceed():
             return None
-        inputs = host_slice.tokens, host_slice.layout, host_slice.keys, run.recipe.flow, seed
+        inputs = host_slice.tokens, host_slice.layout, host_slice.keys, run.recipe.flow, run.recipe.train.seed
         sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
         noisy = add_noise(*inputs, host_slice.num_cond_tokens, given_sigmas=sigmas)
         batch, noisy = to_device((host_slice, noisy), device)
