@@ -20,14 +20,13 @@ from wands.errors import ConfigError
 from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
-from wands.train.control import REQUESTS
 from wands.train.engine import check_offload
 from wands.train.launcher import Ancestor
 from wands.train.prepare import check_hashes, load_run
 from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.terminal import Terminal
-from wands.train.watchdog import Watchdog
+from wands.train.watchdog import REQUESTS, Watchdog
 from wands.variants import VARIANTS
 
 

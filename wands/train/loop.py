@@ -24,7 +24,6 @@ from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
 from wands.train.checkpoint import CheckpointSaver, build_state
-from wands.train.control import ControlRequest, poll_requests
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict
@@ -38,7 +37,7 @@ from wands.train.step import train_step
 from wands.train.stragglers import ComputeTimes
 from wands.train.trackers import Trackers
 from wands.train.trainer import Trainer
-from wands.train.watchdog import Watchdog
+from wands.train.watchdog import ControlRequest, Watchdog, poll_requests
 from wands.transfer import to_device
 
 T = TypeVar("T")

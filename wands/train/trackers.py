@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import yaml
@@ -32,7 +31,7 @@ def check_trackers(names: Sequence[str]) -> None:
     Args:
         names: `logging.trackers` of the recipe. The package of a tracker has the name of the tracker.
     """
-    missing = [name for name in names if find_spec(name) is None]
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         packages = " ".join(missing)
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Watch a training process from a thread: its launcher, its signals and its progress.
+"""Watch a training process: its launcher, its signals and its progress in a thread, and the user's requests after each step.
 
 After a step that does not end or a connection that breaks, each rank writes its Python stacks to a file in the run folder and
 waits. A rank without a file does not answer. This works when the network is down or a process is suspended, and costs no time
@@ -20,7 +20,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -29,6 +29,8 @@ from wands.errors import RankError, one_line
 from wands.texts import safe_lines
 from wands.train.launcher import Ancestor
 
+REQUESTS = ("save", "save_quit", "check")
+"""Names of the request files in a run folder."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
 """Seconds in which several signals count as one, because a worker receives Ctrl-C from the terminal and from the launcher."""
@@ -283,3 +285,31 @@ def _place(error: BaseException | None) -> str:
         if name.startswith("wands."):
             return f"{frame.f_code.co_name} (line {line} of {name})"
     return "code outside wands"
+
+
+class ControlRequest(NamedTuple):
+    """Actions that were requested from a training run since its last step.
+
+    Attributes:
+        save: whether to write a checkpoint now.
+        quit: whether to stop after the checkpoint is written.
+        check: whether to compare the packing plan and the weights between the ranks.
+    """
+
+    save: bool = False
+    quit: bool = False
+    check: bool = False
+
+
+def poll_requests(output_dir: Path, watchdog: Watchdog, rank: int) -> ControlRequest:
+    """Return the requests that this rank received since the last call: from the watchdog, and on rank 0 also from files.
+
+    The user requests an action with a file named `save`, `save_quit` or `check` in the run folder. Rank 0 removes these
+    files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
+    """
+    names = {"save_quit"} if watchdog.stop_requested else set()
+    for name in REQUESTS if rank == 0 else ():
+        if (output_dir / name).exists():
+            (output_dir / name).unlink(missing_ok=True)
+            names.add(name)
+    return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)

@@ -32,8 +32,8 @@ from wands.planning.workload import Weight, Workload
 from wands.train import checkpoint, loop
 from wands.train.buffers import TensorFile
 from wands.train.checkpoint import CheckpointSaver
-from wands.train.control import ControlRequest
 from wands.train.resume import check_resumable, find_resume
+from wands.train.watchdog import ControlRequest
 from wands.variants import VARIANTS
 
 ZERO2 = {"zero_optimization": {"stage": 2}}

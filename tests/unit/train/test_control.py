@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wands.train.control import ControlRequest, poll_requests
-from wands.train.watchdog import Watchdog
+from wands.train.watchdog import ControlRequest, Watchdog, poll_requests
 
 
 @pytest.mark.parametrize(
