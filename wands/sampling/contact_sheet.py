@@ -151,9 +151,7 @@ def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
         end = "…" if len(lines) == LABEL_LINES - 1 else ""
         if font.getlength(rest) <= width:
             return [*lines, rest]
-        fits = len(rest) - 1
-        while fits > 1 and font.getlength(rest[:fits] + end) > width:
-            fits -= 1
+        fits = max((n for n in range(1, len(rest)) if font.getlength(rest[:n] + end) <= width), default=1)
         if not end and (blank := rest.rfind(" ", 1, fits + 1)) > 0:
             fits = blank
         lines.append(rest[:fits].rstrip() + end)
