@@ -157,7 +157,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     2. `fill_exactly` with the longest candidate as the next sample. It suits data where a few clips fill a bin.
     3. `fill_exactly` with a random candidate as the next sample.
 
-    A candidate is a length that can be added to a bin, so that the bin can still become as full as possible.
+    A length is a candidate if, after adding it, the bin can still become as full as it could before.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -300,7 +300,8 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
 
     Args:
         bins: bins as lists. A sample is represented by the index of its length in `lengths`.
-        lengths: int64 [D], lengths in tokens. Several samples may share an index, and several indices a length.
+        lengths: int64 [D], length in tokens at each index. Several samples may have the same index, and several indices may
+            have the same length.
         costs: int64 [D], cost of a sample of each length.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.

@@ -62,8 +62,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class BinSamples:
-    """Data of all samples of a bin (one forward pass). Base class of `PackedBatch` and `RankSlice`, which contain equal
-    values of this data.
+    """Data of all samples of a bin (one forward pass) that is not divided among the ranks of a context-parallel group.
+
+    This is the base class of `PackedBatch` and `RankSlice`. All slices of a batch have the values of the batch.
 
     Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 

@@ -137,11 +137,9 @@ class CombinedDataset(SampleFacts):
     A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
     has two rows.
 
-    Noise depends on the sample id and the repeat index, so each sample id must belong to one clip. The id of a sample is
-    its key in its cache. If samples of two sources have the same key but different content, the checksum of the content is
-    appended to the id in the later source: "key#1a2b3c4d". If the content is equal, both sources contain the same clip. The
-    rows of both sources are then numbered as repeats of one sample. So the id of a sample does not change if a path changes
-    or a source is appended.
+    The noise of a row depends on its sample id and repeat index. The id of a sample is its key in its cache. If a later source
+    contains the same key with different content, the checksum of the content is appended there: "key#1a2b3c4d". If key and
+    content are equal, the rows are repeats of one sample. So renamed paths and appended sources change no id.
 
     Args:
         sources: the sources.
@@ -208,8 +206,8 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
     select.
 
-    A single source is returned unchanged if an epoch uses each of its samples once, and the recipe sets no `loss_weight`
-    and no `caption_dropout` for it. Otherwise, the result is a `CombinedDataset`.
+    The result is the source itself if there is only one source, no sample is removed, an epoch uses each sample once, and the
+    recipe sets no `loss_weight` and no `caption_dropout`. Otherwise, the result is a `CombinedDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
     fraction, the selected samples differ from epoch to epoch (`wands.data.repeats.RepeatSchedule`). If the sources have

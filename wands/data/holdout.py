@@ -72,13 +72,12 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
     """Choose for each sample whether it is held out of training, trained on, or not used at all.
 
-    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). `hold_out`
-    decides about clips that are not films. `hold_out` also decides about films if the expected number of held-out
-    films and the expected number of training films are both at least `FEW_FILMS`. Otherwise a span of consecutive windows
-    of each film is held out.
+    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). Other clips are
+    held out as a whole, by `hold_out`. Films are held out as a whole, too, if at least `FEW_FILMS` films are expected on each
+    side. Otherwise a span of consecutive windows of each film is held out.
 
-    The hash of the film's name decides where the span is, and whether its number of windows is rounded up or down. The
-    two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are on neither side.
+    The hash of the film's name decides where the span is, and whether the number of windows of the span is rounded up or down.
+    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are on neither side.
 
     Adding a clip never changes the side of another clip that is not a film. Adding a film changes the sides of other
     films only if the data then has enough films for `hold_out`.
@@ -171,8 +170,8 @@ def _time_range(key: str, length: float, longest: float) -> Range:
     Args:
         key: key of the sample.
         length: length of the sample in seconds.
-        longest: length of the longest sample of the same source in seconds, which is the time
-            from the start of one window to the start of the next window.
+        longest: length of the longest sample of the same source in seconds. Windows follow each other without gaps, so window
+            number n starts n * `longest` after the start of the time range.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

@@ -36,8 +36,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) when the epoch was planned. None if the data still contains
-            all planned samples.
+        planned_totals: None, unless samples were removed from the data after the epoch was planned. Then (number of samples,
+            number of tokens) of the plan before the removal.
     """
 
     steps: tuple[Step, ...]
@@ -101,8 +101,9 @@ def plan_epoch(
 
     Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
     each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
-    similar cost into one step. The remaining bins form the last step. They are split until every rank has a bin, or no
-    bin can be split. Empty bins, written as `()`, fill the remaining places of the last step.
+    similar cost into one step. If the number of bins is not a multiple of `bins_per_step`, the bins that are left over form
+    the last step. They are split until every rank has a bin, or no bin can be split. Empty bins, written as `()`, fill the
+    remaining places of the last step.
 
     The gradient over an epoch is unbiased: every sample is in one step, with the same weight (`StepPlan.denominators`).
 
@@ -119,9 +120,9 @@ def plan_epoch(
         epoch: number of the epoch. Every epoch has different bins in a different order.
         cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
-        level_bins: number of bins in a group, which different ranks process at the same time; a divisor of
-            `bins_per_step`. The bins of a group get similar costs, because the ranks wait for the slowest bin. Two
-            groups of a step may differ in cost. None means that all bins of a step form one group.
+        level_bins: size of a group, a divisor of `bins_per_step`. The ranks process the bins of a group at the same time and
+            wait for the slowest bin, so the bins of a group get similar costs. Two groups of a step may differ in cost. None
+            means that all bins of a step form one group.
         windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
             index occurs twice. None means one window of all samples.
 
@@ -293,16 +294,14 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
 ) -> tuple[list[Bin], list[Bin]]:
-    """Separate the bins (packed batches) that do not fill an optimizer step from the bins of all full steps.
+    """Choose the bins (packed batches) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    The number of separated bins is `len(bins) % bins_per_step`. The separated bins form the last step, whose samples are
-    spread over all ranks. A sample cannot be split, so all ranks would wait for a very expensive sample in the last step.
-    The function therefore chooses bins without expensive samples. A sample is expensive if it costs more than the
-    expected mean cost of a bin in the last step. If too few bins are without expensive samples, the function also
-    chooses the bins whose most expensive samples cost least.
+    The samples of the last step are spread over all ranks. A sample cannot be split, so all ranks would wait for a very
+    expensive sample. Bins without expensive samples are therefore chosen first, and then the bins whose most expensive sample
+    costs least. A sample is expensive if it costs more than the expected mean cost of a bin in the last step.
 
     Returns:
-        The separated bins, and the bins of all full steps.
+        The chosen bins, and the bins of all full steps.
     """
     num_rest = len(bins) % bins_per_step
     costs = sample_costs.tolist()

@@ -103,9 +103,9 @@ class PlanSampler:
             samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, global step) at which the plan of this data starts. Later than (0, 0) if the data changed during
             the run.
-        given: maps epoch numbers to plans that replace computed plans. `packing.plan` names a file with such a plan, which
-            has as many steps as the computed plan. If the data changed, a resumed run finishes the epoch before `start` with
-            the plan in the checkpoint. The row numbers of this plan are converted to the changed data, and removed samples
+        given: maps an epoch to a plan that replaces the computed plan. There are two kinds of such plans. A plan from the file
+            `packing.plan` has as many steps as the computed plan. If the data changed during the run, the plan in the
+            checkpoint finishes the interrupted epoch. Its row numbers are converted to the changed data, and removed samples
             are left out.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
@@ -209,9 +209,7 @@ class PlanSampler:
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:
-        """Return the int64 indices of the samples that an epoch uses, or None if it uses all. A sample that repeats has
-        several indices.
-        """
+        """Return the row numbers that an epoch uses, int64, or None if the epoch uses all rows. A row is one use of a sample."""
         if epoch in self.given:
             return np.array([i for step in self.given[epoch].steps for bin in step for i in bin], np.int64)
         return None if self.schedule is None else self.schedule.rows(epoch)

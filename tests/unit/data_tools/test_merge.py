@@ -19,7 +19,7 @@ from data_tools.merge import merge
 from data_tools.split import name_hash, split
 from data_tools.verify import verify
 from tests.unit.data_tools.test_verify import VARIANT, contents, flip, write_cache
-from wands.data.cache.format import plain, read_manifest, variant_contract
+from wands.data.cache.format import read_manifest, variant_contract
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, ConfigError
 
@@ -56,7 +56,7 @@ def test_rejected_clips_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_manifest_gives_the_variant_of_another_cache(tmp_path: Path) -> None:
-    contract = plain(variant_contract(VARIANT)) | {"name": "mine", "text_dim": 77, "vae_stride": [4, 16, 16]}
+    contract = variant_contract(VARIANT) | {"name": "mine", "text_dim": 77, "vae_stride": [4, 16, 16]}
     with CacheWriter(tmp_path / "c", contract, {}):
         pass
     assert read_manifest(tmp_path / "c")["variant"] == contract

@@ -62,12 +62,12 @@ class EncodeSettings:
 
 @dataclass
 class Window:
-    """One window (range of frames) of a clip at one size, to be encoded and stored.
+    """One window (range of frames) of a clip at one size, to be encoded and stored as one sample for each caption of the clip.
 
     Attributes:
         clip: clip that contains the window.
-        suffix: end of the sample keys, which names the window and the size.
-        meta: metadata of the samples, without the entries that differ between captions.
+        suffix: end of the keys of these samples, which names the window and the size.
+        meta: metadata that these samples have in common.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
         arrays: maps array names, such as "latents", to the arrays to store. At first it contains only "token_weights" if the
@@ -169,11 +169,10 @@ def _decoded_windows(
 
 
 def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
-    """Yield (item, whether the item belongs to the last window of the file) for each item of `clips`.
+    """Yield each item of `clips` with a flag: whether the item belongs to the last window (range of frames) of the file.
 
-    An item is a window (range of frames) that was decoded at one size. A window may have items of several sizes. The
-    items of a window are held back until the next window or the end of the file is reached, because only then it is
-    known whether the window is the last.
+    An item contains the frames of a window at one size. A window may have several items, one for each size. The items of a
+    window are held back until the next window or the end of the file, because the flag is known only then.
 
     Raises:
         DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.

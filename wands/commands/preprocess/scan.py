@@ -206,8 +206,8 @@ class SourceScan:
     def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
         """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
 
-        The three lengths are the length that these samples use, the whole length of the clip, and the length that samples
-        of --clip-mode slide would use.
+        The three lengths are the length that the cached samples of the clip use, the whole length of the clip, and the length
+        that its samples would use with --clip-mode slide, which cuts a clip into windows.
 
         Samples of early versions of wands, which stored less metadata, are left out.
 
@@ -235,16 +235,16 @@ class SourceScan:
 
 @lru_cache(1 << 16)
 def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first area limit (value of
-    --max-pixels), and a text such as "#640x352" for each further area limit.
+    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first value of --max-pixels (largest
+    area of a frame), and a text such as "#640x352" for each further value.
 
-    Return None if the display size is unknown, or if the clip is too small for an area limit. The clip must then be
+    Return None if the display size is unknown, or if the clip is too small for one of the values. The clip must then be
     decoded. The decoder rejects a clip that is too small.
 
     Args:
-        spec: settings of the samples, with all area limits.
-        display_size: width and height in pixels at which a player shows the clip, such as ("2560/3", "480"); () if
-            unknown.
+        spec: settings of the samples, with all values of --max-pixels.
+        display_size: (width, height) at which a player shows the clip, in square pixels. Each is an integer or a fraction as
+            text, such as ("2560/3", "480"); () if unknown.
     """
     if not display_size:
         return None

@@ -68,8 +68,8 @@ class WorkerPool:
         A launcher is recognised by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher. None starts one per GPU, or one if `device` names
-                the CPU or one GPU, because each process loads all encoders.
+            workers: number of worker processes if there is no launcher. None chooses one per GPU, or a single worker if
+                `device` names the CPU or one GPU. More workers on one device waste memory, because each loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
 

@@ -110,7 +110,8 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
     Tuples are converted to lists, so that the result equals the content of the written file.
 
     Args:
-        variant: variant of the model, or the properties of the variant that another manifest contains.
+        variant: variant of the model, or the dict of its properties (see `variant_contract`), for example from the manifest of
+            another cache.
         fingerprint: fingerprint of encoders and settings, as nested JSON values.
     """
     contract = variant_contract(variant) if isinstance(variant, Variant) else variant
@@ -120,14 +121,7 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
         "variant": contract,
         "fingerprint": fingerprint,
     }
-    return plain(manifest | {"digest": digest(manifest)})
-
-
-def plain(value: Any) -> Any:
-    """Return `value` after a round trip through JSON, which converts tuples to lists. The result can be compared with a
-    value that was read from a JSON file.
-    """
-    return json.loads(json.dumps(value))
+    return json.loads(json.dumps(manifest | {"digest": digest(manifest)}))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

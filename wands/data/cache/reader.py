@@ -24,7 +24,6 @@ from wands.data.cache.format import (
     checksum,
     digest,
     from_bits,
-    plain,
     read_manifest,
     variant_contract,
 )
@@ -210,7 +209,7 @@ class LatentCache(SampleFacts):
                 model.
         """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
-        if difference := first_difference(known, plain(fingerprint)):
+        if difference := first_difference(known, fingerprint):
             name, cached, own = difference
             raise CacheError(
                 f"cache={self.path} was encoded for {self.manifest['variant']['name']} with {name}={cached} "

@@ -123,10 +123,9 @@ class WriteAheadLog:
         with ExitStack() as stack:
             stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
             try:
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                self._file = stack.enter_context(path.open("ab", buffering=0))
             except OSError as error:
                 raise disk_error(path, 0, error, cache=path.parent.parent) from None
-            self._file = stack.enter_context(os.fdopen(descriptor, "r+b", buffering=0))
             records = list(read_records(path))
             self.num_records, self.num_bytes = len(records), records[-1].end if records else 0
             self._file.truncate(self.num_bytes)
@@ -151,7 +150,6 @@ class WriteAheadLog:
         left = memoryview(head + header + content)
         size = len(left)
         try:
-            self._file.seek(self.num_bytes)
             while left:
                 left = left[self._file.write(left) :]
             if self._durable:

@@ -133,7 +133,7 @@ class ShardWriter:
         row, crc32 = self._num_samples, checksum(*bits.values())
         text_bits = bits.pop("text_embeds")
         name = _digest_of(bits.values())
-        same = self._rows.get(name) if self._file is not None else None
+        same = self._rows.get(name)
         size = text_bits.nbytes + (sum(array.nbytes for array in bits.values()) if same is None else 0)
         try:
             file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
@@ -175,16 +175,15 @@ class ShardWriter:
             CacheError: if a record is damaged, or the disk is full.
         """
         for record in read_records(path):
-            lacking = [not self.has(key, meta["content"]) for key, meta in record.meta["samples"]]
-            if not any(lacking):
+            samples = record.meta["samples"]
+            if all(self.has(key, meta["content"]) for key, meta in samples):
                 continue
             arrays = [from_bits(bits) for bits in record.read()]
-            texts = arrays[-len(lacking) :]
             # Earlier versions of wands wrote no names.
             names = record.meta.get("arrays", ("latents", *IMAGE_ARRAYS.values()))
-            of_video = dict(zip(names, arrays[: -len(lacking)], strict=False))
-            for text_embeds, (key, meta), lacks in zip(texts, record.meta["samples"], lacking, strict=True):
-                if lacks:
+            of_video = dict(zip(names, arrays[: -len(samples)], strict=False))
+            for text_embeds, (key, meta) in zip(arrays[-len(samples) :], samples, strict=True):
+                if not self.has(key, meta["content"]):
                     self.add(key, text_embeds=text_embeds, meta=meta, **of_video)
         self.finish_shard()
 
@@ -248,14 +247,12 @@ class ShardWriter:
         return self._file
 
     def _reserve(self, num_bytes: int) -> None:
-        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise  # other errors mean that the file system cannot reserve space
-        finally:
-            os.close(descriptor)
+        with self._temporary.open("ab") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                    raise  # other errors mean that the file system cannot reserve space
 
     def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
         """Remove the file and the samples of the unfinished shard, and return the error to raise.
@@ -307,7 +304,8 @@ class CacheWriter(ShardWriter):
 
         Args:
             path: cache folder.
-            variant: variant of the model for which the samples are made, or `variant` from the manifest of another cache.
+            variant: variant of the model for which the samples are made, or the dict of its properties (see
+                `variant_contract`), for example from the manifest of another cache.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
             limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
 
