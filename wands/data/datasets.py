@@ -21,7 +21,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
 from wands.data.patchify import SampleFacts, blank_other_frames
-from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
+from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError, DataError
 from wands.files import first_difference
 from wands.flow.rng import philox
@@ -134,7 +134,7 @@ class SelectedSource:
 class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
-    A row is a possible use of a sample in an epoch (`wands.data.repeats.RepeatSchedule`). A sample that is used twice
+    A row is a possible use of a sample in an epoch (`wands.data.sampler.RepeatSchedule`). A sample that is used twice
     has two rows.
 
     The noise of a row depends on its sample id and repeat index. The id of a sample is its key in its cache. If a later source
@@ -210,7 +210,7 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     recipe sets no `loss_weight` and no `caption_dropout`. Otherwise, the result is a `CombinedDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
-    fraction, the selected samples differ from epoch to epoch (`wands.data.repeats.RepeatSchedule`). If the sources have
+    fraction, the selected samples differ from epoch to epoch (`wands.data.sampler.RepeatSchedule`). If the sources have
     the key `weight`, an epoch has as many samples as all sources together. The share of a source in the epoch is then
     proportional to its weight.
 

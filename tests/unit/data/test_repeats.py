@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
-from wands.data.repeats import RepeatSchedule, exact, repeats_of_weights
+from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import ConfigError
 
 SOURCES = st.lists(

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import wands.data.sampler as sampler_module
 from tests.support.examples import examples
 from wands.data.packing import assign_bins, plan_epoch
-from wands.data.repeats import RepeatSchedule, exact
-from wands.data.sampler import PlanSampler
+from wands.data.sampler import PlanSampler, RepeatSchedule, exact
 from wands.errors import DataError
 
 LENS = [30, 30, 45, 45, 45, 60, 60, 20, 20, 20, 20, 90, 75]

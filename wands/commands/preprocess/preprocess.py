@@ -135,8 +135,7 @@ class PreprocessRun:
         self.writer, self.pool, self.settings = writer, pool, settings
         self.quarantine_path = writer.path / QUARANTINE_NAME
         self.quarantine: dict[str, str] = {}
-        self.rejected: list[Rejection] = []
-        self.rejected_videos: set[str] = set()
+        self.rejected: list[ClipEnd] = []
         self.times: list[WorkerTimes] = []
         self.losses: list[Lost] = []
         self.null_text: Tensor | None = None
@@ -182,7 +181,7 @@ class PreprocessRun:
         self.pool.limit(len(pending))
 
     def _pending_clips(self) -> list[Clip]:
-        return self.source.pending(self.writer.entries, self.rejected_videos)
+        return self.source.pending(self.writer.entries, {end.clip.video for end in self.rejected})
 
     def _pending_captions(self) -> list[str]:
         captions = {row.caption for clip in self._pending_clips() for row in clip.rows}
@@ -276,11 +275,9 @@ class PreprocessRun:
         elif isinstance(event, WorkerTimes):
             self.times.append(event)
         elif event.rejected:
-            clip, reason = event.rejected.clip, event.rejected.reason or ""
-            self.rejected_videos.add(clip.video)
-            self.rejected += [Rejection(row.key, clip.path, reason) for row in clip.rows]
+            self.rejected.append(event.rejected)
             if event.rejected.deadly:  # written immediately, so that a restarted run skips this clip
-                self.quarantine[clip.video] = reason
+                self.quarantine[event.rejected.clip.video] = event.rejected.reason or ""
                 lines = [{"video": video, "reason": reason} for video, reason in self.quarantine.items()]
                 _write_lines(self.quarantine_path, lines)
 
@@ -296,7 +293,8 @@ class PreprocessRun:
             CacheError: if the disk is full.
         """
         writer = self.writer
-        rejected = (*self.source.rejected, *sorted(self.rejected, key=lambda rejection: rejection.key))
+        ends = [(row.key, end.clip.path, end.reason or "") for end in self.rejected for row in end.clip.rows]
+        rejected = (*self.source.rejected, *(Rejection(*end) for end in sorted(ends)))
         accepted = self.source.accepted(writer.entries)
         null_text = self.null_text
         if null_text is None:
@@ -313,6 +311,7 @@ class PreprocessRun:
         shutil.rmtree(self.settings.work)
         cache = LatentCache(writer.path)
         footage = self.source.footage(writer.entries)
+        still_clips = [key for key, (used, *_) in footage.items() if used <= 1 / self.settings.spec.fps]
         waited, worked = (sum(getattr(times, name) for times in self.times) for name in ("waited", "worked"))
         deadly = set(self.quarantine.values())
         return PreprocessReport(
@@ -332,9 +331,7 @@ class PreprocessRun:
             waited=waited / (waited + worked) if any(times.num_windows for times in self.times) else None,
             seconds_encoding=max((times.waited + times.worked for times in self.times), default=0.0),
             footage=footage,
-            still_clips=tuple(
-                key for key, (used, *_) in footage.items() if used <= 1 / self.settings.spec.fps
-            ),
+            still_clips=tuple(still_clips),
             losses=tuple(loss.reason for loss in self.losses),
             quarantine=self.quarantine_path if any(item.reason in deadly for item in rejected) else None,
         )

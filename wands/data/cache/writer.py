@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ class ShardWriter:
     def _begin_shard(self) -> None:
         self._file: h5py.File | None = None
         self._num_samples = self._num_bytes = 0
-        # Maps the digest of all arrays except the text to a sample of the open shard.
+        # Maps the shapes and digests of all arrays except the text to a sample of the open shard.
         self._rows: dict[str, int] = {}
 
     def has(self, key: str, content: str) -> bool:
@@ -132,8 +132,8 @@ class ShardWriter:
         assert bits.get("image_latents", bits["latents"]).shape == bits["latents"].shape
         row, crc32 = self._num_samples, checksum(*bits.values())
         text_bits = bits.pop("text_embeds")
-        name = _digest_of(bits.values())
-        same = self._rows.get(name)
+        content = str([(array.shape, hashlib.blake2b(array.data).hexdigest()) for array in bits.values()])
+        same = self._rows.get(content)
         size = text_bits.nbytes + (sum(array.nbytes for array in bits.values()) if same is None else 0)
         try:
             file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
@@ -157,7 +157,7 @@ class ShardWriter:
             raise self._drop_shard(size, error) from None
         self._num_samples += 1
         self._num_bytes += size
-        self._rows.setdefault(name, row)
+        self._rows.setdefault(content, row)
         if self._num_samples >= self.max_samples or self._num_bytes >= self.max_bytes:
             self.finish_shard()
 
@@ -280,14 +280,6 @@ def _cut_slack(shard: Path) -> None:
         assert (signature, version) == (b"\x89HDF\r\n\x1a\n", 3), (signature, version)
         if end < file.seek(0, os.SEEK_END):
             file.truncate(end)
-
-
-def _digest_of(arrays: Iterable[np.ndarray]) -> str:
-    content = hashlib.blake2b()
-    for array in arrays:
-        content.update(repr(array.shape).encode())
-        content.update(array.data)
-    return content.hexdigest()
 
 
 class CacheWriter(ShardWriter):
