@@ -203,7 +203,8 @@ class PackedBatch(BinSamples):
         )
 
     def _meta(self, layout: ContextLayout) -> PackedMeta:
-        positions = torch.cat([_positions(grid) for grid in self.grid_sizes.tolist()])
+        # (frame, row, column) of each token, in the order of `patchify`
+        positions = torch.cat([torch.cartesian_prod(*map(torch.arange, grid)) for grid in self.grid_sizes])
         timestep_lens: list[int] = []
         timestep_samples: list[int] = []
         pairs = zip(layout.token_ranges, self.num_cond_tokens, strict=True)
@@ -247,14 +248,10 @@ class PackingCollator:
 
     def __post_init__(self) -> None:
         latents, dit = torch.zeros(self.shape.out_channels, *self.shape.patch_size), self.shape
-        self._padding = Sample(
-            PADDING_ID,
-            latents,
-            self.null_text_embeds,
-            image_latents=latents if "image" in self.conditions else None,
-            image_embeds=torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None,
-            loss_weight=0.0,
-        )
+        image_latents = latents if "image" in self.conditions else None
+        image_embeds = torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None
+        arrays = (latents, self.null_text_embeds, image_latents, image_embeds)
+        self._padding = Sample(PADDING_ID, *arrays, loss_weight=0.0)
         self._check(self._padding, "the empty caption")
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
@@ -356,11 +353,6 @@ def _shape(array: Tensor | None) -> str:
 def _token_weights(sample: Sample, grid: tuple[int, int, int]) -> Tensor:
     weights = torch.ones(grid) if sample.token_weights is None else sample.token_weights
     return weights.flatten().to(torch.float32)
-
-
-def _positions(grid: Sequence[int]) -> Tensor:
-    """Return the (frame, row, column) of each token of one sample, int64 [tokens, 3], in the order of `patchify`."""
-    return torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), dim=-1).reshape(-1, 3)
 
 
 def _cu_seqlens(lens: Sequence[int]) -> Tensor:

@@ -92,15 +92,12 @@ class MockDataset(SampleFacts):
             whole = self._normal(key, what, shape.out_channels, *self.latent_shape(index))
             return whole if frames is None else blank_other_frames(whole, frames)
 
-        return Sample(
-            sample_id=key,
-            latents=latents("latents"),
-            text_embeds=self._normal(key, "text", text_len, shape.text_dim),
-            image_latents=latents("image latents") if shape.condition_channels else None,
-            image_embeds=self._normal(key, "image", shape.image_len, shape.image_dim)
-            if shape.image_dim
-            else None,
+        text_embeds = self._normal(key, "text", text_len, shape.text_dim)
+        image_latents = latents("image latents") if shape.condition_channels else None
+        image_embeds = (
+            self._normal(key, "image", shape.image_len, shape.image_dim) if shape.image_dim else None
         )
+        return Sample(key, latents("latents"), text_embeds, image_latents, image_embeds)
 
     def _normal(self, key: str, what: str, *shape: int) -> Tensor:
         values = philox(self.seed, key, "mock", what).standard_normal(shape, dtype=np.float32)

@@ -250,9 +250,8 @@ class PlanSampler:
         if self.buffer_size is not None:
             assert self.places is not None
             self._windows = storage_windows(self.places, self.buffer_size, self.seed)
-        counters: defaultdict[str, Iterator[int]] = defaultdict(
-            itertools.count
-        )  # numbers of earlier equal keys
+        # The repeat index of a row is the number of earlier rows with the same key.
+        counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
         self.repeat_index_of = np.array([next(counters[key]) for key in self.keys], np.int64)
         self._counted: dict[tuple[tuple[int, int], ...], int] = {}
         # First known epoch, and first steps of this epoch and the next ones, up to the latest requested epoch.
@@ -308,15 +307,9 @@ class PlanSampler:
         planned = plan.steps[step_in_epoch]
         bins = tuple(tuple(i for i in bin if self.keys[i] not in self.excluded) for bin in planned)
         samples = [i for bin in bins for i in bin]
+        num_tokens = int(self.seq_lens[samples].sum())
         return StepPlan(
-            step=step,
-            epoch=epoch,
-            step_in_epoch=step_in_epoch,
-            bins=bins,
-            num_samples=len(samples),
-            num_tokens=int(self.seq_lens[samples].sum()),
-            repeat_index_of=self.repeat_index_of,
-            epoch_plan=plan,
+            step, epoch, step_in_epoch, bins, len(samples), num_tokens, self.repeat_index_of, plan
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:

@@ -67,12 +67,10 @@ class WorkerTimes:
     """Statistics of one worker after all clips of this worker are finished.
 
     Attributes:
-        num_windows: number of windows (ranges of frames of a clip) that were stored.
         waited: seconds in which the encoder waited for decoded windows.
         worked: seconds in which the worker loaded the encoders, encoded and stored.
     """
 
-    num_windows: int = 0
     waited: float = 0.0
     worked: float = 0.0
 
@@ -146,7 +144,7 @@ class _ClipEncoder:
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
         self.times = WorkerTimes()
-        self.reasons: dict[str, str] = {}
+        self.failed: dict[str, str] = {}  # digest of a clip whose window cannot be stored -> reason
         self.samples = WriteAheadLog(settings.work / f"samples-{slot}.journal")
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
@@ -190,21 +188,17 @@ class _ClipEncoder:
         """
         groups: dict[torch.Size, list[Window]] = {}
         for piece in pieces:
-            if (
-                isinstance(piece, Window)
-                and piece.frames is not None
-                and piece.clip.video not in self.reasons
-            ):
+            if isinstance(piece, Window) and piece.clip.video not in self.failed and piece.frames is not None:
                 groups.setdefault(piece.frames.shape, []).append(piece)
         for windows in groups.values():
             self._encode(windows)
         for piece in pieces:
             video = piece.clip.video
             if isinstance(piece, Window):
-                if video not in self.reasons and (reason := self._store(piece)):
-                    self.reasons[video] = reason
+                if video not in self.failed and (reason := self._store(piece)):
+                    self.failed[video] = reason
             else:
-                end = replace(piece, reason=self.reasons.pop(video, piece.reason))
+                end = replace(piece, reason=self.failed.pop(video, piece.reason))
                 yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
@@ -238,7 +232,6 @@ class _ClipEncoder:
             return NO_MEMORY
         if not all(tensor.isfinite().all() for tensor in window.arrays.values()):
             return f"video={window.clip.path} encodes to numbers that are not finite; replace the file"
-        self.times.num_windows += 1
         self._write(self._append, window)
         return None
 

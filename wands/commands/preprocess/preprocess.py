@@ -261,9 +261,8 @@ class PreprocessRun:
                     for event in worker.run(encode_clips, *arguments, limit_seconds=SUSPECT_SECONDS):
                         self._handle(event)
                 except Crash as crash:
-                    reason = (
-                        f"video={clip.path} cannot be encoded: {crash}; lower --max-frames or --max-pixels"
-                    )
+                    fix = "lower --max-frames or --max-pixels"
+                    reason = f"video={clip.path} cannot be encoded: {crash}; {fix}"
                     self._handle(Done(ClipEnd(clip, reason, deadly=True)))
                     (self.settings.work / "encoding-0").unlink(missing_ok=True)
         self._collect_samples()
@@ -328,7 +327,7 @@ class PreprocessRun:
             seconds=time.monotonic() - started,
             num_relabelled=self.num_relabelled,
             num_workers=self.pool.size,
-            waited=waited / (waited + worked) if any(times.num_windows for times in self.times) else None,
+            waited=waited / (waited + worked) if self.times else None,
             seconds_encoding=max((times.waited + times.worked for times in self.times), default=0.0),
             footage=footage,
             still_clips=tuple(still_clips),

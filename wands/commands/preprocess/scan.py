@@ -122,10 +122,9 @@ class SourceScan:
                 if reason := quarantine.get(clip.video):
                     self.rejected.append(Rejection(row.key, clip.path, reason))
                     continue
-                same_clip = self.clips.get((clip.path, clip.video))
-                if same_clip is not None:  # another caption of a known clip: decode once for both captions
-                    clip = replace(clip, rows=(*same_clip.rows, *clip.rows))
-                self.clips[clip.path, clip.video] = clip
+                # Another caption of a known clip is added to this clip, so that the clip is decoded once for all captions.
+                known = self.clips.setdefault((clip.path, clip.video), replace(clip, rows=()))
+                self.clips[clip.path, clip.video] = replace(clip, rows=(*known.rows, *clip.rows))
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
         """Return the clips that have missing samples.

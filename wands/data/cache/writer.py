@@ -13,7 +13,7 @@ import json
 import os
 import struct
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +282,7 @@ def _cut_slack(shard: Path) -> None:
             file.truncate(end)
 
 
-class CacheWriter(ShardWriter):
+class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
     """Writer for a new cache, or for a cache that an earlier run with the same fingerprint began.
 
     Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
@@ -343,9 +343,6 @@ class CacheWriter(ShardWriter):
         entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]
         index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
         write_whole(self.path / INDEX_NAME, index.to_bytes())
-
-    def __enter__(self) -> CacheWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
