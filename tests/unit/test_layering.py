@@ -27,7 +27,6 @@ LAYERS = {
     "wands.flow": 1,
     "wands.data.bins": 1,
     "wands.data.packing": 1,
-    "wands.data.step_groups": 1,
     "wands.data.patchify": 1,
     "wands.distributed.layout": 1,
     "wands.attention.ring": 2,

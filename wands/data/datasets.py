@@ -360,16 +360,14 @@ def _open_caches(
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"
         try:
             cache = LatentCache(source.path, verify=section.verify)
-            if not cache.keys:
-                raise CacheError(
-                    f"{name}={source.path} contains no sample; run wands preprocess on a folder with clips."
-                )
             cache.check_fits(variant, fingerprint)
             cache.serve(variant)
         except CacheError as error:
-            if section.sources is None or str(error).startswith(name):
-                raise
-            raise CacheError(f"{name}: {error}") from None
+            raise error if section.sources is None else CacheError(f"{name}: {error}") from None
+        if not cache.keys:
+            raise CacheError(
+                f"{name}={source.path} contains no sample; run wands preprocess on a folder with clips."
+            )
         caches.append(cache)
         if difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant)):
             key, first, this = difference

@@ -21,8 +21,7 @@ from math import ceil, floor
 import numpy as np
 
 from wands.data.bins import Bin
-from wands.data.packing import Cost, EpochPlan, bin_costs, count_steps, plan_epoch, storage_windows
-from wands.data.step_groups import Step
+from wands.data.packing import Cost, EpochPlan, Step, bin_costs, count_steps, plan_epoch, storage_windows
 from wands.errors import ConfigError, DataError
 from wands.flow.rng import permutation
 
@@ -277,19 +276,15 @@ class PlanSampler:
 
     def first_step(self, epoch: int) -> int:
         """Return the first global step of an epoch."""
-        while self._last_epoch < epoch:
-            self._first_steps.append(self._first_steps[-1] + self.num_steps(self._last_epoch))
+        while (last := self._first_epoch + len(self._first_steps) - 1) < epoch:
+            self._first_steps.append(self._first_steps[-1] + self.num_steps(last))
         return self._first_steps[epoch - self._first_epoch]
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch that contains a global step."""
         while self._first_steps[-1] <= step:
-            self.first_step(self._last_epoch + 1)
+            self.first_step(self._first_epoch + len(self._first_steps))
         return self._first_epoch + bisect_right(self._first_steps, step) - 1
-
-    @property
-    def _last_epoch(self) -> int:
-        return self._first_epoch + len(self._first_steps) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches). The latest plan is

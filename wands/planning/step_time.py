@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
-from wands.data.step_groups import LEVEL
+from wands.data.packing import LEVEL
 from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import Machine
 from wands.planning.memory import BF16, FP32, Activations

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import wands.data.packing as packing
-import wands.data.step_groups as step_groups
 from tests.support.examples import examples
 from wands.data.bins import pack_bins
 from wands.data.packing import (
@@ -156,9 +155,9 @@ def test_full_steps_keep_to_the_level():
     found = plan(lens, 131_072, 8, cost=SHAPE.forward_flops)
     full = EpochPlan(found.steps[:-1], lens, 131_072)
     assert (
-        1.0 / step_groups.LEVEL - 0.01
+        1.0 / packing.LEVEL - 0.01
         < imbalance(full.steps, 8, bin_costs(full.seq_lens, SHAPE.forward_flops))
-        <= 1.0 / step_groups.LEVEL
+        <= 1.0 / packing.LEVEL
     )
 
 
@@ -174,10 +173,10 @@ def test_the_cuts_are_the_best_of_all(data: st.DataObject, num: int, allowed: fl
     def total(cuts: Sequence[int], of: np.ndarray) -> float:
         return sum(of[i, j] for i, j in itertools.pairwise(cuts))
 
-    found = step_groups._best_cuts(bias, waits, allowed)
+    found = packing._best_cuts(bias, waits, allowed)
     assert (found[0], found[-1]) == (0, num)
     assert total(found, waits) <= allowed
-    slack = num / step_groups.WAITS  # waiting is counted in units, rounded up
+    slack = num / packing.WAITS  # waiting is counted in units, rounded up
     for size in range(num):
         for inner in itertools.combinations(range(1, num), size):
             cuts = (0, *inner, num)
@@ -187,7 +186,7 @@ def test_the_cuts_are_the_best_of_all(data: st.DataObject, num: int, allowed: fl
 
 def test_when_no_cuts_level_enough_all_are_made():
     waits = np.full((3, 4), 5.0)
-    assert step_groups._best_cuts(np.zeros((3, 4)), waits, 1.0) == [0, 1, 2, 3]
+    assert packing._best_cuts(np.zeros((3, 4)), waits, 1.0) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("bins_per_step", [4, 16])
@@ -325,10 +324,9 @@ def check_epochs_differ_and_are_whole() -> None:
 def test_epochs_differ_and_are_whole(monkeypatch: pytest.MonkeyPatch):
     check_epochs_differ_and_are_whole()
     shuffle, spread = packing.permutation, packing._spread
-    for module in (packing, step_groups):
-        monkeypatch.setattr(
-            module, "permutation", lambda length, seed, epoch, *what: shuffle(length, seed, 0, *what)
-        )
+    monkeypatch.setattr(
+        packing, "permutation", lambda length, seed, epoch, *what: shuffle(length, seed, 0, *what)
+    )
     pack = packing.pack_bins
     monkeypatch.setattr(
         packing,
@@ -337,8 +335,7 @@ def test_epochs_differ_and_are_whole(monkeypatch: pytest.MonkeyPatch):
     )
     with pytest.raises(AssertionError):
         check_epochs_differ_and_are_whole()
-    for module in (packing, step_groups):
-        monkeypatch.setattr(module, "permutation", shuffle)
+    monkeypatch.setattr(packing, "permutation", shuffle)
     monkeypatch.setattr(packing, "_spread", lambda bins, bins_per_step, cost: bins[:1])
     with pytest.raises(AssertionError):
         check_epochs_differ_and_are_whole()

@@ -11,7 +11,7 @@ import bench_scaling
 import pytest
 from bench_scaling import H100, MODELS, SIZES, Setting, prediction, workload_of
 
-from wands.data.step_groups import LEVEL
+from wands.data.packing import LEVEL
 from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR, reserved_memory

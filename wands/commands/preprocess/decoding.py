@@ -114,7 +114,7 @@ def decode_clips(
     """
     remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
 
-    def decode_next_clips(worker: IsolatedWorker) -> Iterator[Window | ClipEnd]:
+    def decode_next(worker: IsolatedWorker) -> Iterator[Window | ClipEnd]:
         for clip in remaining:
             end = ClipEnd(clip)
             try:
@@ -130,8 +130,7 @@ def decode_clips(
                 end = ClipEnd(clip, str(error) or NO_MEMORY)
             yield end
 
-    preload, num_workers = [DecodedClip.__module__], min(NUM_DECODERS, len(clips))
-    return run_in_workers(decode_next_clips, num_workers, preload, NUM_READY)
+    return run_in_workers(decode_next, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
 
 
 def _decoded_windows(

@@ -288,11 +288,11 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     size = row.path.stat().st_size
     if row.mask is not None:
         part.append({"mask": hashlib.blake2b(_read_pieces(row.mask), digest_size=16).hexdigest()})
-    content, video = (
-        hashlib.blake2b(pieces + json.dumps(rest).encode(), digest_size=16).hexdigest()
-        for rest in ([size, caption, *part, *filter(None, [row.license])], [size, *part])
-    )
-    return content, video
+
+    def digest(*facts: Any) -> str:
+        return hashlib.blake2b(pieces + json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+    return digest(size, caption, *part, *filter(None, [row.license])), digest(size, *part)
 
 
 def _read_pieces(path: Path) -> bytes:

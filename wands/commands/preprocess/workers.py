@@ -24,8 +24,6 @@ from wands.data.clips.isolated import Crash, IsolatedWorker, run_in_threads
 from wands.errors import CacheError, ConfigError, WandsError, one_line
 from wands.texts import log_to_stderr
 
-log = logging.getLogger(__name__)
-
 _LAUNCHER_TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 scans; launchers end all ranks when one fails
 _SHARED_DISK_SECONDS = 120.0
 
@@ -149,7 +147,7 @@ class WorkerPool:
             runs = []
             for slot, share in shares.items():
                 worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
-                level = log.getEffectiveLevel() if slot == 0 else logging.ERROR
+                level = logging.getLogger("wands").getEffectiveLevel() if slot == 0 else logging.ERROR
                 arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
                 runs.append(_with_losses(slot, worker.run(_run_in_subprocess, *arguments)))
             yield from run_in_threads(runs)
