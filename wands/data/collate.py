@@ -248,7 +248,8 @@ class PackingCollator:
         image_latents = latents if "image" in self.conditions else None
         image_embeds = torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None
         arrays = (latents, self.null_text_embeds, image_latents, image_embeds)
-        self._padding = Sample("<padding>", *arrays, loss_weight=0.0)  # the zero token of an empty bin
+        # the zero token of an empty bin
+        self._padding = Sample("<padding>", *arrays, loss_weight=0.0)
         self._check(self._padding, "the empty caption")
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:

@@ -282,7 +282,6 @@ def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
 
 
 def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
-    """Return the cost of every sample. The cost is computed once for each distinct length."""
     lengths, which = np.unique(seq_lens, return_inverse=True)
     if isinstance(cost, tuple):
         costs = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]

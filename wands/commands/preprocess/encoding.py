@@ -144,7 +144,8 @@ class _ClipEncoder:
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
         self.times = WorkerTimes()
-        self.failed: dict[str, str] = {}  # digest of a clip whose window cannot be stored -> reason
+        # Maps the digest of a clip with a window that cannot be stored to the reason.
+        self.failed: dict[str, str] = {}
         self.samples = WriteAheadLog(settings.work / f"samples-{slot}.journal")
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
