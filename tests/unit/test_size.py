@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_895
+TOTAL = 20_826
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 755,
     "attention": 839,
-    "commands": 4294,
+    "commands": 4278,
     "config": 1209,
-    "data": 4385,
+    "data": 4332,
     "distributed": 379,
     "encoders": 333,
     "export": 374,
