@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,25 +107,21 @@ def quiet_loading() -> Iterator[None]:
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
-    bars = [part for part in (diffusers_logging, transformers_logging) if part.is_progress_bar_enabled()]
-    notices = [logging.getLogger(name) for name in ("diffusers", "transformers.models.auto")]
-    levels = [notice.level for notice in notices]
     reports = logging.getLogger("transformers.modeling_utils")
-    filters = list(reports.filters)  # `quiet_loading` may be nested
-    for part in bars if not sys.stderr.isatty() else []:
-        part.disable_progress_bar()
-    if not logger.isEnabledFor(logging.DEBUG):
-        reports.addFilter(_is_important)
-        for notice in notices:
-            notice.setLevel(logging.ERROR)
-    try:
+    with ExitStack() as stack:
+        for part in (diffusers_logging, transformers_logging):
+            if part.is_progress_bar_enabled() and not sys.stderr.isatty():
+                part.disable_progress_bar()
+                stack.callback(part.enable_progress_bar)
+        if not logger.isEnabledFor(logging.DEBUG):
+            stack.callback(
+                setattr, reports, "filters", list(reports.filters)
+            )  # `quiet_loading` may be nested
+            reports.addFilter(_is_important)
+            for notice in map(logging.getLogger, ("diffusers", "transformers.models.auto")):
+                stack.callback(notice.setLevel, notice.level)
+                notice.setLevel(logging.ERROR)
         yield
-    finally:
-        reports.filters[:] = filters
-        for part in bars:
-            part.enable_progress_bar()
-        for notice, level in zip(notices, levels, strict=True):
-            notice.setLevel(level)
 
 
 def _is_important(record: logging.LogRecord) -> bool:

@@ -6,38 +6,44 @@ import hashlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
+from diffusers import AutoencoderKLWan
 from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from transformers import AutoTokenizer
 
 from wands.encoders.components import CONFIG_FILES, WEIGHT_STEMS, find_part, loading_part, read_config
 from wands.errors import ConfigError, one_line
 from wands.model.files.loading import load_index
 
-# Config keys that change the results of an encoder without changing the name or shape of a tensor. The lists contain the keys to
-# use, not the keys to ignore, because every release of diffusers and transformers adds keys.
 # fmt: off
-VAE_KEYS = (
-    "z_dim", "latents_mean", "latents_std", "is_residual", "patch_size", "temperal_downsample", "scale_factor_temporal",
-    "scale_factor_spatial",
-)
-TEXT_KEYS = (
-    "d_model", "num_heads", "num_layers", "feed_forward_proj", "layer_norm_epsilon", "relative_attention_num_buckets",
-    "relative_attention_max_distance",
-)
-CLIP_KEYS = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "hidden_act", "layer_norm_eps",
-)
-PROCESSOR_KEYS = (
-    "do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor",
-    "do_normalize", "image_mean", "image_std",
-)
+_CONFIG_KEYS = {
+    "vae": (
+        "z_dim", "latents_mean", "latents_std", "is_residual", "patch_size", "temperal_downsample", "scale_factor_temporal",
+        "scale_factor_spatial",
+    ),
+    "text_encoder": (
+        "d_model", "num_heads", "num_layers", "feed_forward_proj", "layer_norm_epsilon", "relative_attention_num_buckets",
+        "relative_attention_max_distance",
+    ),
+    "image_encoder": (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "hidden_act", "layer_norm_eps",
+    ),
+    "image_processor": (
+        "do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor",
+        "do_normalize", "image_mean", "image_std",
+    ),
+}
 # fmt: on
+"""Maps a component to the config keys that change its results without changing the name or shape of a tensor.
+
+The lists contain the keys to use, not the keys to ignore, because every release of diffusers and transformers adds keys.
+"""
+_CONFIG_CLASSES = {"text_encoder": transformers.UMT5Config, "image_encoder": transformers.CLIPVisionConfig}
 PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
 
 
@@ -59,62 +65,33 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     Raises:
         ConfigError: if the model does not exist or a component is damaged.
     """
-    readers: dict[str, Callable[[str, Path], dict[str, str]]] = {
-        "vae": _fingerprint_vae,
-        "text_encoder": partial(_fingerprint_encoder, "UMT5Config", TEXT_KEYS),
-        "tokenizer": _fingerprint_tokenizer,
-        "image_encoder": partial(_fingerprint_encoder, "CLIPVisionConfig", CLIP_KEYS),
-        "image_processor": _fingerprint_image_processor,
-    }
     fingerprint = {}
-    for part, read in readers.items():
+    for part in ("vae", "text_encoder", "tokenizer", "image_encoder", "image_processor"):
         if Path(model).is_dir():
             is_missing = not (Path(model) / part).is_dir()
         else:  # most models have no CLIP; find_part would fail for a missing part on the Hub
             is_missing = part.startswith("image_") and load_index(model).get(part, [None])[0] is None
-        if is_missing:
-            continue
-        fingerprint[part] = read(str(model), find_part(model, part, CONFIG_FILES))
+        if not is_missing:
+            fingerprint[part] = _fingerprint_part(str(model), part, find_part(model, part, CONFIG_FILES))
     return fingerprint
 
 
-def _fingerprint_vae(model: str, folder: Path) -> dict[str, str]:
-    from diffusers import AutoencoderKLWan
-
-    defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
-    config = read_config(folder / "config.json")
-    kept = {key: config.get(key, defaults[key].default) for key in VAE_KEYS}
-    return {"config_sha256": _sha256(kept), "weights_sha256": _weights_sha256(model, folder)}
-
-
-def _fingerprint_encoder(class_name: str, keys: Sequence[str], model: str, folder: Path) -> dict[str, str]:
-    """Return the digests of the config and the weights of an encoder: {"config_sha256": ..., "weights_sha256": ...}.
-
-    Args:
-        class_name: config class of transformers, which fills in the default values of missing keys.
-        keys: config keys that are part of the digest.
-        model: diffusers pipeline folder or Hub id.
-        folder: folder of the encoder on this machine.
-    """
-    import transformers
-
-    config = getattr(transformers, class_name).from_dict(read_config(folder / "config.json"))
-    kept = {key: getattr(config, key) for key in keys}
-    return {"config_sha256": _sha256(kept), "weights_sha256": _weights_sha256(model, folder)}
-
-
-def _fingerprint_tokenizer(model: str, folder: Path) -> dict[str, str]:
-    from transformers import AutoTokenizer
-
-    with loading_part(model, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return {"vocabulary_sha256": _sha256([sorted(tokenizer.get_vocab().items()), tokenizer(PROBE).input_ids])}
-
-
-def _fingerprint_image_processor(model: str, folder: Path) -> dict[str, str]:
-    config = read_config(folder / "preprocessor_config.json")
-    kept = {key: config.get(key) for key in PROCESSOR_KEYS}
-    return {"config_sha256": _sha256(kept)}
+def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
+    """Return the digests of a component whose config files are in `folder`. Missing config keys count as their defaults."""
+    if part == "tokenizer":
+        with loading_part(model, part):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        vocabulary = sorted(tokenizer.get_vocab().items())
+        return {"vocabulary_sha256": _sha256([vocabulary, tokenizer(PROBE).input_ids])}
+    name = "preprocessor_config.json" if part == "image_processor" else "config.json"
+    config, keys = read_config(folder / name), _CONFIG_KEYS[part]
+    if part == "vae":  # diffusers has no config class
+        defaults = inspect.signature(AutoencoderKLWan.__init__).parameters
+        config = {key: defaults[key].default for key in keys} | config
+    elif part in _CONFIG_CLASSES:
+        config = _CONFIG_CLASSES[part].from_dict(config).to_dict()
+    digests = {"config_sha256": _sha256({key: config.get(key) for key in keys})}
+    return digests | ({"weights_sha256": _weights_sha256(model, folder)} if part in WEIGHT_STEMS else {})
 
 
 def _weights_sha256(model: str, folder: Path) -> str:
