@@ -1,4 +1,4 @@
-"""The `wands` command and its subcommands.
+"""The `wands` command, its subcommands, and the environment and exit code of its process.
 
 Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2. If
 the WandsError is a RankError, because another rank has crashed, `wands` exits with code 3.
@@ -12,6 +12,7 @@ import logging
 import os
 import pkgutil
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -25,9 +26,22 @@ from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
-from wands.process import exit_rank, exit_with_error, set_environment
 from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
+
+GPU_SETTINGS = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+}
+"""Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
+
+PYTORCH_ALLOC_CONF lets the segments of PyTorch's allocator grow. Packed sequences of different lengths then leave fewer gaps in
+GPU memory. CUDA_DEVICE_MAX_CONNECTIONS is the number of CUDA's hardware queues, by default 8. ZeRO, Ulysses, the ring and
+the ring's gradients use separate CUDA streams, and streams that share a queue wait for each other.
+NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL start the kernels of different communicators in the order of the program. If two ranks
+started these kernels in different orders, both would hang.
+"""
 
 
 class _CommandGroup(click.Group):
@@ -39,9 +53,9 @@ class _CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> None:
         try:
             super().invoke(ctx)
-            exit_rank()
+            _exit_rank()
         except WandsError as error:
-            exit_with_error(error, partial(_echo, err=True))
+            _exit_with_error(error)
 
 
 @click.group(
@@ -60,7 +74,7 @@ def main(local_rank: int | None, verbose: bool) -> None:
         # DeepSpeed sets the level of its logger when it is imported, but keeps the filters.
         logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     logging.getLogger("wands").setLevel(level)
-    set_environment(local_rank)
+    _set_environment(local_rank)
     # diffusers imports bitsandbytes if it is installed; on some CPUs that warns about a kernel which wands does not use.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
@@ -109,7 +123,7 @@ def _selftest(options: opts.SelftestOptions) -> None:
         counts[result.status] += 1
         echo(str(result))
     echo("{pass} passed, {fail} failed, {skipped} skipped".format(**counts))
-    exit_rank(int(counts["fail"] > 0))
+    _exit_rank(int(counts["fail"] > 0))
 
 
 def _print_result(function: str, options: Options) -> None:
@@ -125,6 +139,69 @@ def _echo(text: str, *, err: bool = False) -> None:
     with contextlib.suppress(OSError):
         click.echo(safe_lines(text), err=err)
         sys.stdout.flush()
+
+
+def _set_environment(local_rank: int | None) -> None:
+    """Set the environment variables of this process and its child processes.
+
+    Variables that the user has set keep their values, except PYTHONSAFEPATH.
+
+    Args:
+        local_rank: value of the option --local_rank, with which some launchers pass the rank of a process on its node. None
+            means that the launcher passed no such option.
+    """
+    # Child processes must not import modules from the current folder: every decoder would import a file numpy.py there.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    if local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the earlier name; PyTorch reads the later name first
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"])
+    for name, value in GPU_SETTINGS.items():
+        os.environ.setdefault(name, value)
+        logging.getLogger(__name__).debug("%s=%s", name, os.environ[name])
+
+
+def _exit_with_error(error: WandsError) -> None:
+    """Print an error, and exit with the error's `exit_code`.
+
+    If all ranks of a node or of the process group raise the same error, only one of these ranks prints it.
+
+    Args:
+        error: error that ended the command.
+    """
+    formed = _process_group_formed()
+    # Before the process group exists, all ranks of a node raise the same error. Later a single rank may fail.
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    printing_rank = os.environ.get("RANK", "0") if formed else local_rank
+    if printing_rank == "0" or (formed and not error.agreed):
+        rank = os.environ.get("RANK")
+        origin = f" [rank {rank}]" if rank not in (None, "0") else ""
+        _echo(f"wands{origin}: {error}", err=True)
+    if printing_rank != "0":
+        # A launcher stops all ranks when one exits: let the printing rank finish first.
+        time.sleep(1.0)
+    _exit_rank(error.exit_code)
+
+
+def _exit_rank(code: int = 0) -> None:
+    """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
+
+    A process with a process group exits without the shutdown of the Python interpreter. During this shutdown, threads of the
+    communication library gloo can abort a process that has finished its work. After an error, the other ranks may wait in a
+    collective, so the process group cannot be destroyed.
+    """
+    if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
+
+
+def _process_group_formed() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {

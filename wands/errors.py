@@ -2,7 +2,7 @@
 
 A message has three elements in this order: what is wrong (key and value), the rule or the numbers, and the fix.
 Example: ``parallel.ulysses_degree=8 does not divide num_heads=12 (wan2.1-t2v-1.3b). Use 1, 2, 3, 4, 6 or 12.`` Only
-`wands.process` turns a WandsError into an exit code.
+`wands.cli` turns a WandsError into an exit code.
 """
 
 from __future__ import annotations

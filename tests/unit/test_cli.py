@@ -17,9 +17,8 @@ from click.testing import CliRunner, Result
 
 import wands
 from wands import cli
-from wands.cli import main
+from wands.cli import GPU_SETTINGS, main
 from wands.data.cache.reader import CacheWriter
-from wands.process import GPU_SETTINGS
 from wands.variants import VARIANTS
 
 MOCK = "data.mock={num_samples: 6, shapes: [[2,4,4],[3,4,4]], text_lens: [5, 9]}"

@@ -1,4 +1,4 @@
-"""Save checkpoints. The folder of a saved step is either complete or does not exist.
+"""Save checkpoints, and push them to the Hub. The folder of a saved step is either complete or does not exist.
 
 A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with a
 temporary name, with a subfolder for each DiT. A thread writes these files. If the training continues during the save, the
@@ -14,11 +14,14 @@ import json
 import logging
 import resource
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Lock, Thread
 
 import torch.distributed as dist
 
@@ -31,7 +34,6 @@ from wands.model.files.checkpoint_files import TrainState, average_file, list_st
 from wands.model.files.fragment_files import STATE_METADATA
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.report.run_data import thin
-from wands.train.background_push import PUSH_MARK
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.engine_state import engine_tensors
 from wands.train.epoch_files import EPOCH_FILE, epoch_values
@@ -39,6 +41,11 @@ from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
 
 _log = logging.getLogger(__name__)
+
+PUSH_MARK = "push_is_pending"
+"""Name of the empty file that marks the folder of a checkpoint that must be pushed."""
+# The command is not a rank of the run, and must not slow down the run.
+_COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 
 
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
@@ -287,3 +294,56 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
                 shutil.rmtree(path)
             except OSError as error:
                 _log.error("%s cannot be deleted (%s); delete the folder yourself.", path, one_line(error))
+
+
+class BackgroundPush:
+    """Pushes the checkpoints that the recipe's section `hub` selects, one at a time, while the training continues.
+
+    On rank 0, a thread runs `wands push` in a subprocess with low priority. The run does not delete a checkpoint that is marked
+    with the file `PUSH_MARK`.
+
+    A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
+    and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
+    push was not finished when an earlier process of the run ended.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._lock, self._thread = trainer, Lock(), Thread()
+        for mark in (trainer.run.output_dir / "checkpoints").glob(f"step_????????/{PUSH_MARK}"):
+            self.add(mark.parent)
+
+    def add(self, step: Path | None) -> None:
+        """Start to push a checkpoint, if its step is a multiple of `hub.every` or the last step of the run.
+
+        Args:
+            step: folder of the complete checkpoint; None does nothing.
+        """
+        hub, last = self._trainer.run.recipe.hub, self._trainer.run.sampler.total_steps
+        if step is None or self._trainer.rank:
+            return
+        mark, number = step / PUSH_MARK, int(step.name.removeprefix("step_"))
+        with suppress(OSError):
+            if hub is None or (number != last and number % hub.every):
+                return mark.unlink(missing_ok=True)  # the mark of a run with other settings
+            mark.touch()
+            command = [*_COMMAND, str(step), hub.repo, *["--public"] * hub.public]
+            self._thread = Thread(target=self._push, args=(mark, command), daemon=True)
+            self._thread.start()
+
+    def _push(self, mark: Path, command: list[str]) -> None:
+        with self._lock:
+            # Otherwise a newer checkpoint waits.
+            if mark == max(mark.parent.parent.glob(f"step_????????/{PUSH_MARK}"), default=mark):
+                done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+                lines = done.stderr.decode(errors="replace").splitlines()
+                error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else None
+                self._trainer.events.write("push", checkpoint=mark.parent.name, error=error)
+                if error:
+                    self._trainer.log(f"{mark.parent} was not pushed ({error}); the training continues")
+            mark.unlink(missing_ok=True)
+
+    def close(self, wait: float) -> None:
+        """Wait at most `wait` seconds for the pushes that were started. A resumed run repeats an unfinished push."""
+        if wait and self._thread.is_alive():
+            self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
+            self._thread.join(wait)

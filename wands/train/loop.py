@@ -20,10 +20,9 @@ from wands.model.offload import ActivationOffloader
 from wands.report.page import write_report
 from wands.train.append_log import EventLog
 from wands.train.attention_choice import agree_on_backend
-from wands.train.background_push import BackgroundPush
 from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
-from wands.train.checkpoint import CheckpointSaver, build_state
+from wands.train.checkpoint import BackgroundPush, CheckpointSaver, build_state
 from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict

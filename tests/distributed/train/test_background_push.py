@@ -18,8 +18,8 @@ from tests.support.fake_hub import FakeHub
 from tests.support.runs import run_training
 from tests.support.world import WorldPool
 from wands.model.files.checkpoint_files import find_checkpoint, list_steps
-from wands.train import background_push
-from wands.train.background_push import PUSH_MARK
+from wands.train import checkpoint as background_push
+from wands.train.checkpoint import PUSH_MARK
 
 TOKEN = "hf_SecretOfAlice0123456789"
 LORA = ("lora.rank=2", "train.max_steps=4", "checkpoint.every=1")
