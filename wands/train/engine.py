@@ -215,12 +215,7 @@ def build_engine(
     # then have a copy of the whole model.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        model_parameters=groups,
-        config=config,
-        lr_scheduler=schedule,
-        dist_init_required=False,
+        model=model, optimizer=optimizer, model_parameters=groups, config=config, lr_scheduler=schedule
     )
     if int(zero.get("stage", 0)) == 3:
         _share_masters(engine.optimizer)
