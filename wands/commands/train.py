@@ -100,18 +100,11 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
     Unless this is a dry run, rank 0 locks the run folder until `stack` is closed.
     """
     claim = partial(_claim, stack=stack, log=log) if rank == 0 and not options.dry_run else None
+    load = partial(load_run, options.recipe, options.deepspeed, options.overrides, resume=options.resume)
     damaged: dict[Path, str] = {}
     while True:
         with start_together():
-            run = load_run(
-                options.recipe,
-                options.deepspeed,
-                options.overrides,
-                resume=options.resume,
-                is_dry_run=options.dry_run,
-                claim=None if damaged else claim,
-                damaged=damaged,
-            )
+            run = load(is_dry_run=options.dry_run, claim=None if damaged else claim, damaged=damaged)
         damage = check_hashes(run, rank)
         if damage is None:
             return run

@@ -114,9 +114,8 @@ def quiet_loading() -> Iterator[None]:
                 part.disable_progress_bar()
                 stack.callback(part.enable_progress_bar)
         if not logger.isEnabledFor(logging.DEBUG):
-            stack.callback(
-                setattr, reports, "filters", list(reports.filters)
-            )  # `quiet_loading` may be nested
+            # Not removeFilter, because `quiet_loading` may be nested.
+            stack.callback(setattr, reports, "filters", list(reports.filters))
             reports.addFilter(_is_important)
             for notice in map(logging.getLogger, ("diffusers", "transformers.models.auto")):
                 stack.callback(notice.setLevel, notice.level)

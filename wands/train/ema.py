@@ -102,13 +102,9 @@ class WeightAverage:
         if engine.zero_optimization_stage():
             refresh_weights(engine)
         else:
-            for fragment in trained_fragments(
-                engine
-            ):  # at ZeRO-0, send this rank's share of each parameter to all ranks
-                share = _own_share(fragment)
-                bits = fragment.read().view(
-                    torch.int32
-                )  # a sum with zeros keeps all bits, also those of -0.0
+            # At ZeRO-0, every rank sends its share of each parameter. A sum with zeros keeps all bits, also those of -0.0.
+            for fragment in trained_fragments(engine):
+                share, bits = _own_share(fragment), fragment.read().view(torch.int32)
                 bits[: share.start] = bits[share.start + share.numel :] = 0
                 dist.all_reduce(bits)
 

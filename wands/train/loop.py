@@ -87,8 +87,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
             blocks_every = recipe.logging.blocks_every
             measures = bool(blocks_every and step % blocks_every == 0)
             results = [
-                train_step(engine, micro_batches, *shared, is_bad, measures)
-                for engine, micro_batches, is_bad in trained
+                train_step(engine, data, *shared, is_bad, measures) for engine, data, is_bad in trained
             ]
             own_losses = torch.stack([result.loss for result in results]) / run.count(plan)
             own_request = poll_requests(run.output_dir, watchdog, rank)

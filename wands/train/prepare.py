@@ -85,9 +85,8 @@ def load_run(
     if claim:
         problems.run("lock", lambda: claim(Path(recipe.output_dir)), "output_dir")
     if not ignore_output_dir:
-        checkpoint = problems.run(
-            "checkpoint", lambda: find_resume(recipe.output_dir, resume, damaged), "output_dir", "lock"
-        )
+        find = partial(find_resume, recipe.output_dir, resume, damaged)
+        checkpoint = problems.run("checkpoint", find, "output_dir", "lock")
     run = prepare_run(
         recipe,
         ds_user,
@@ -157,14 +156,10 @@ def prepare_run(
     published = published_name(path) if is_dry_run and checkpoint is None else None
     if published and is_downloaded(path):
         published = None
-    config, variant, experts = (
-        check("model files", partial(read_model, recipe, published), "model") or _NO_MODEL
-    )
-    weights = check(
-        "weights",
-        lambda: list_weights(recipe, config, experts, is_new=checkpoint is None),
-        *("model files", "lora", "precision", "quantize"),
-    )
+    read_configs = partial(read_model, recipe, published)
+    config, variant, experts = check("model files", read_configs, "model") or _NO_MODEL
+    read_weights = partial(list_weights, recipe, config, experts, is_new=checkpoint is None)
+    weights = check("weights", read_weights, "model files", "lora", "precision", "quantize")
     for expert in experts if recipe.model.init == "pretrained" and not published else ():
         check("weight files", partial(check_weights, path, expert.subfolder))
     choose = partial(choose_degrees, recipe.parallel, ranks_per_node=per_node)
@@ -175,9 +170,8 @@ def prepare_run(
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
     seed, fingerprint = recipe.train.seed, dict if published else partial(encoders, path)
-    data = check(
-        "data files", lambda: open_data(recipe.data, variant, seed, fingerprint), "data", "model files"
-    )
+    read_data = partial(open_data, recipe.data, variant, seed, fingerprint)
+    data = check("data files", read_data, "data", "model files")
     if problems.passed("data") and variant is None:
         sources = recipe.data.sources or ([SourceConfig(path=recipe.data.cache)] if recipe.data.cache else [])
         for source in sources:  # without a model, check only that the caches can be opened
