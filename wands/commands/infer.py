@@ -195,10 +195,9 @@ def find_source(options: InferOptions) -> PipelineSource:
     """
     dits = {}
     for part, folder in (("transformer", options.transformer), ("transformer_2", options.transformer_2)):
-        if folder is None:
-            continue
-        subfolder = part if (folder / part).is_dir() else ""
-        dits[part] = DiTSource(str(folder), subfolder, f"--{part.replace('_', '-')}={folder}")
+        if folder is not None:
+            subfolder = part if (folder / part).is_dir() else ""
+            dits[part] = DiTSource(str(folder), subfolder, f"--{part.replace('_', '-')}={folder}")
     if options.checkpoint is not None:
         for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
             if part in dits:
@@ -318,10 +317,8 @@ def check_ranks(
             f"contents of {key}": hashlib.sha256(image.tobytes()).hexdigest()[:16]
             for key, image in given.items()
         }
-    software = {"wands": __version__} | {
-        name: version(name) for name in ("torch", "diffusers", "transformers")
-    }
-    parts = {"software": software, "model": model, "command": command}
+    packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
+    parts = {"software": {"wands": __version__, **packages}, "model": model, "command": command}
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 
 

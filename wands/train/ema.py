@@ -47,16 +47,14 @@ class WeightAverage:
         # `_first` is the step at which the average starts. `_last` is the step of its last update.
         self._first = self._last = step
         fragments = own_fragments(engine)
-        masters = [fragment.read() for fragment in fragments]
         device = torch.device("cpu") if section.device == "cpu" else engine.device
-        self._crosses = device.type == "cpu" and any(master.is_cuda for master in masters)
-        sizes = [4 * master.numel() for master in masters]
+        self._crosses = device.type == "cpu" and any(fragment.tensor.is_cuda for fragment in fragments)
+        sizes = [4 * fragment.numel for fragment in fragments]
         vectors = allocate(sizes, device, self._crosses, "ema.device=cpu", "set ema.device=gpu")
         averages = [vector.view(torch.float32) for vector in vectors]
         self._pairs = list(zip(fragments, averages, strict=True))
-        with torch.no_grad():
-            for average, master in zip(averages, masters, strict=True):
-                average.copy_(master)
+        for fragment, average in self._pairs:
+            average.copy_(fragment.read())
 
     @property
     def decay(self) -> float:
