@@ -80,7 +80,8 @@ def main(local_rank: int | None, verbose: bool) -> None:
 
 
 def _check(options: opts.CheckOptions) -> None:
-    from wands.commands.check.check import check, save_report
+    from wands.commands.check.check import check
+    from wands.commands.check.check_report import save_report
 
     report = check(options)
     click.echo(report.render())

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wands.commands.check.check_report import CheckedClip, CheckReport
-from wands.commands.check.html_page import render_page
+from wands.commands.check.check_report import CheckedClip, CheckReport, render_page
 from wands.data.clips.clip import ClipSpec
 from wands.texts import hide_secrets, printable, redact, safe_lines
 

@@ -24,9 +24,7 @@ from tests.support.corpus import build_corpus
 from tests.unit.data.clips.test_video import numbered, write_clip
 from wands.cli import main
 from wands.commands.check import check as module
-from wands.commands.check.check import save_report
-from wands.commands.check.check_report import CheckReport
-from wands.commands.check.html_page import render_page
+from wands.commands.check.check_report import CheckReport, render_page, save_report
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
@@ -383,7 +381,7 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
 
 
 def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wands.commands.check.html_page.MAX_ROWS", 2)
+    monkeypatch.setattr("wands.commands.check.check_report.MAX_ROWS", 2)
     monkeypatch.setattr("wands.commands.check.check_report.SHOWN_CLIPS", 2)
     page = Page(render_page(report))
     assert page.opened.count("tr") == 1 + 2
@@ -460,7 +458,8 @@ def test_wrong_options_are_refused(clips: Path, tmp_path: Path) -> None:
 
 def test_no_model_and_no_torch(clips: Path, tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom wands.commands.check.check import check, save_report\nfrom pathlib import Path\n"
+        "import sys\nfrom wands.commands.check.check import check\nfrom pathlib import Path\n"
+        "from wands.commands.check.check_report import save_report\n"
         "from wands.config.options import CheckOptions\n"
         f"report = check(CheckOptions(source={str(clips)!r}, max_pixels=[6144], max_frames=9, html_path='a.html'))\n"
         f"save_report(report, html_path=Path({str(tmp_path / 'a.html')!r}))\n"

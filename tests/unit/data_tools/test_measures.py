@@ -17,7 +17,7 @@ from data_tools.footage import analysis, measures
 from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.check.check import check
-from wands.commands.check.html_page import render_page
+from wands.commands.check.check_report import render_page
 from wands.config.options import CheckOptions, MeasureOptions
 from wands.data.clips.filters import numeric_columns
 from wands.data.clips.records import ClipRecord

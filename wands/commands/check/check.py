@@ -42,7 +42,6 @@ from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError, failed_rules, one_line
-from wands.files import write_text
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
@@ -144,25 +143,6 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         columns=columns,
         thresholds=Filter(options.where).thresholds if options.where else (),
     )
-
-
-def save_report(report: CheckReport, json_path: Path | None = None, html_path: Path | None = None) -> None:
-    """Write the report to files. An interrupted write leaves no partial file.
-
-    Args:
-        report: result of `check`.
-        json_path: file for the report as JSON; None writes no JSON file.
-        html_path: file for the report as an HTML page; None writes no HTML file.
-
-    Raises:
-        WandsError: if a file cannot be written.
-    """
-    from wands.commands.check.html_page import render_page
-
-    if json_path is not None:
-        write_text(json_path, report.to_json())
-    if html_path is not None:
-        write_text(html_path, render_page(report))
 
 
 # ---- decoding of one clip in a worker process
