@@ -41,7 +41,7 @@ from wands.data.clips.records import ClipRecord
 from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
-from wands.errors import ConfigError, DataError, failed_rules, one_line
+from wands.errors import DataError, failed_rules
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 ASSUMED = "wan2.1-t2v-1.3b"
@@ -353,14 +353,9 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
         return estimate_tokens
     from transformers import AutoTokenizer
 
-    from wands.encoders.components import CONFIG_FILES, find_part
+    from wands.encoders.components import CONFIG_FILES, find_part, loading_part
 
-    try:
-        folder = find_part(model, "tokenizer", CONFIG_FILES)
+    folder = find_part(model, "tokenizer", CONFIG_FILES)
+    with loading_part(model, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--model={model}: the tokenizer cannot be loaded ({one_line(error)}); download the "
-            "pipeline's subfolder tokenizer again."
-        ) from None
     return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # no warning above 512 tokens

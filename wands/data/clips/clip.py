@@ -78,9 +78,7 @@ class ClipSpec:
     def __post_init__(self) -> None:
         multiple = self.size_multiple
         if not (math.isfinite(self.fps) and self.fps > 0):
-            raise ConfigError(
-                f"--fps={self.fps} must be positive; use the frame rate of the model, such as 16"
-            )
+            raise ConfigError(f"--fps={self.fps} must be positive; use the model's frame rate, such as 16")
         if (self.height is None) != (self.width is None):
             raise ConfigError(
                 f"--height={self.height} and --width={self.width} must be set together; set both or neither"
@@ -102,8 +100,6 @@ class ClipSpec:
             raise ConfigError(f"--max-frames={self.max_frames} must be at least 1; use 81, for example")
         if self.clip_mode == "slide" and self.max_frames is None:
             raise ConfigError("--clip-mode=slide needs a window length; set --max-frames")
-        assert multiple >= 2, "yuv420p and the VAE both need even sizes"
-        assert self.frame_stride >= 1
 
     @classmethod
     def of_variant(cls, variant: Variant, **options: Any) -> ClipSpec:

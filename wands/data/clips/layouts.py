@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
@@ -70,9 +69,7 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
         DataError: if the source does not exist, cannot be read, or contains no clip.
     """
     if not source.strip():
-        raise DataError(
-            "SOURCE= is empty; pass a folder, a table, a tar archive or the name of a dataset as SOURCE"
-        )
+        raise DataError("SOURCE= is empty; pass a folder, a table, a tar archive or the name of a dataset")
     request = Source(source, **options)
     try:
         for layout in LAYOUTS:
@@ -85,19 +82,14 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     except (OSError, MemoryError) as error:  # such as a name of 5,000 characters, or a table of 1 TB
         reason = f"cannot be read ({one_line(error)}); correct the path or the file"
         raise DataError(f"SOURCE={source} {reason}") from None
-    if path.is_dir():
-        raise DataError(f"SOURCE={source} contains no clip; {_missing_clips(path)}")
-    if os.path.lexists(path):
-        raise DataError(f"SOURCE={source} {explain_no_file(path)}")
-    raise DataError(
-        f"SOURCE={source} does not exist (looked for {path}); correct the path, or name a Hugging Face dataset as "
-        "owner/name"
-    )
-
-
-def _missing_clips(folder: Path) -> str:
-    if any(folder.rglob("*.tfrec*")):
-        return "its .tfrec shards contain latents, not clips. Import them with python -m data_tools.import_shards"
-    return (
-        f"wands looked for {' '.join((*CLIP_EXTENSIONS, '.tar'))} at any depth. Pass a folder with such files"
-    )
+    if path.is_dir() and any(path.rglob("*.tfrec*")):
+        problem = "contains latents (.tfrec), not clips; import them with python -m data_tools.import_shards"
+    elif path.is_dir():
+        wanted = " ".join((*CLIP_EXTENSIONS, ".tar"))
+        problem = f"contains no clip; wands looked for {wanted} at any depth. Pass a folder with such files"
+    elif os.path.lexists(path):
+        problem = explain_no_file(path)
+    else:
+        name = "name a Hugging Face dataset as owner/name"
+        problem = f"does not exist (looked for {path}); correct the path, or {name}"
+    raise DataError(f"SOURCE={source} {problem}")

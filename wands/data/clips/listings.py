@@ -258,9 +258,7 @@ def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             continue
         place, parts = f"{file.name}:{number}", [part.strip() for part in line.split(",")]
         if len(parts) != 2 or not all(parts):
-            reason = (
-                "unreadable line; write the path of a folder, a comma, and the path of a table with captions"
-            )
+            reason = "unreadable line; write the path of a folder, a comma, and the path of a table"
             yield reject(place, file, reason)
             continue
         # FastVideo resolves paths from the working directory. In a data set that was moved, they are relative to the list.

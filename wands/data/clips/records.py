@@ -16,7 +16,8 @@ from typing import IO, Any
 from wands.data.clips.clip import Crop
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
 from wands.data.clips.rows import is_empty, pick_crop, pick_license, read_range
-from wands.errors import CacheError, DataError, one_line
+from wands.errors import CacheError, DataError, WandsError, one_line
+from wands.files import atomic_path
 from wands.texts import printable
 
 REJECTS_NAME = "rejects.jsonl"
@@ -273,9 +274,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     if index is None:
         if odd := next(filter(os.path.lexists, paths), None):
             raise DataError(f"video={odd} {explain_no_file(odd)}")
-        raise DataError(
-            f"no such file (looked for {paths[0]}); correct the path, which is relative to {folder}"
-        )
+        raise DataError(f"no such file (looked for {paths[0]}); correct the path relative to {folder}")
     written = paths[index % len(folders)]
     bases = (root or folder, folder)
     if not any(map(written.is_relative_to, bases)):
@@ -312,19 +311,16 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object],
     """
     if path.is_file() and path.stat().st_size == num_bytes:
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with partial.open("wb") as file:
-                write(file)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
+        with atomic_path(path) as partial, partial.open("wb") as file:
+            write(file)
+    except WandsError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError):  # `write` could not read the clip
+            raise
         fix = "free some space, or set HF_DATASETS_CACHE to a folder on another disk"
-        if error.errno == errno.EFBIG:
+        if cause.errno == errno.EFBIG:
             fix = "raise the limit of file sizes (ulimit -f unlimited)"
         raise CacheError(
-            f"folder {path.parent} cannot store {label} ({one_line(error)}: {num_bytes:,} bytes needed); {fix}"
+            f"folder {path.parent} cannot store {label} ({one_line(cause)}: {num_bytes:,} bytes needed); {fix}"
         ) from None

@@ -70,9 +70,7 @@ def pick_crop(row: Mapping[str, Any]) -> Crop | None:
         x, y, width, height = map(int, map(str, value.split(",") if isinstance(value, str) else value))
         if min(x, y) >= 0 and min(width, height) > 0:
             return x, y, width, height
-    raise DataError(
-        f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row, or leave the cell empty"
-    )
+    raise DataError(f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row")
 
 
 def read_range(row: Mapping[str, Any], path: Path) -> Range:

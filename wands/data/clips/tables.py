@@ -174,10 +174,7 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             for name, value in rows.items()
         ]
     if not isinstance(rows, list):
-        raise ValueError(
-            f"the file contains a value of type {type(rows).__name__}, not a list of objects; write an object with video "
-            "and caption for each clip"
-        )
+        raise ValueError(f"the file contains a value of type {type(rows).__name__}, not a list of objects")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             row = "item is not a JSON object; write an object with video and caption"

@@ -23,7 +23,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
-from wands.data.clips.video_file import LONGEST_HOLD, VideoFrame, VideoInfo, VideoReader, open_video
+from wands.data.clips.video_file import LONGEST_HOLD, REENCODE, VideoFrame, VideoInfo, VideoReader, open_video
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -79,18 +79,13 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
     for time in chain([start], times):
         while following is not None and following.time <= time + TIME_SLACK:
             if following.time < current.time - TIME_SLACK:
-                raise reader.error(
-                    f"has timestamps that run backwards at {current.time:.3f} s",
-                    "re-encode the video (ffmpeg -i IN OUT)",
-                )
+                raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", REENCODE)
             current, following = following, next(frames, None)
         past_current = time >= current.end - TIME_SLACK
         if following is None and past_current:
             return
         if current.damaged or (following is not None and following.after_loss and past_current):
-            raise reader.error(
-                f"is corrupt at {time:.3f} s", "replace the file, or choose a range that ends earlier"
-            )
+            raise reader.error(f"is corrupt at {time:.3f} s", "replace the file, or end the range earlier")
         if time >= current.time + LONGEST_HOLD:
             raise reader.error(
                 f"shows one image from {current.time:.3f} s to at least {time:.3f} s",

@@ -33,6 +33,7 @@ BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 # FFmpeg estimates durations of these formats from the file's size or last timestamp, which is wrong for a truncated file.
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
+REENCODE = "re-encode the video (ffmpeg -i IN OUT)"
 # Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
 # Transfer functions of HDR: read as SDR, the images look grey and flat.
@@ -215,9 +216,7 @@ class VideoReader:
     def _describe(self) -> VideoInfo:
         image = self.first.image
         if image.rotation % 90:
-            raise self.error(
-                f"is rotated by {image.rotation} degrees", "re-encode it upright (ffmpeg -i IN OUT)"
-            )
+            raise self.error(f"is rotated by {image.rotation} degrees", REENCODE)
         rotation, mirrored = _orientation(self.path, image)
         return VideoInfo(
             container=self._container.format.name,
@@ -328,21 +327,19 @@ class VideoReader:
         Call this method only once, because it continues the decoding of the open stream.
         """
         if start > 0 and self._can_seek:
-            self._container.seek(
-                round((start + self._origin) / self._stream.time_base), stream=self._stream, backward=True
-            )
+            time = round((start + self._origin) / self._stream.time_base)
+            self._container.seek(time, stream=self._stream)
             sought = self._decode()
             first = next(sought, None)
             if first is not None and first.time <= start + TIME_SLACK:
                 yield from chain([first], sought)
                 return
-            with _open_container(
-                self.path
-            ) as self._container:  # the seek ended too late, so read from the beginning
+            # The seek ended too late: read from the beginning.
+            with _open_container(self.path) as self._container:
                 self._choose_stream()
                 yield from self._decode()
-            return
-        yield from chain([self.first], self._frames)
+        else:
+            yield from chain([self.first], self._frames)
 
     def _decode(self) -> Iterator[VideoFrame]:
         damaged = lost = False
