@@ -86,7 +86,7 @@ def _check(options: opts.CheckOptions) -> None:
     report = check(options)
     click.echo(report.render())
     save_report(report, options.json_path, options.html_path)
-    if report.count("rejected"):
+    if report.totals()["rejected"]:
         sys.exit(1)
 
 

@@ -67,12 +67,10 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
         ConfigError: if the condition of --where is invalid, or names a column that no clip has.
         DataError: if the source does not exist or contains no clip.
     """
-    keys = {"split", "video_column", "caption_column"}
     where = None if options.where is None else Filter(options.where)
     columns = where.columns if where else ()
-    records, rejections = load_source(
-        options.source, other_columns=columns, **options.model_dump(include=keys), **more
-    )
+    chosen = options.model_dump(include={"split", "video_column", "caption_column"})
+    records, rejections = load_source(options.source, other_columns=columns, **chosen, **more)
     records = where.mark(records) if where else records
     if options.trigger:
         records = [replace(row, caption=add_trigger(row.caption, options.trigger)) for row in records]
@@ -90,8 +88,7 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
         ConfigError: if an option is invalid or options exclude each other.
     """
     first, *more = options.max_pixels or (None,)
-    keys = {"fps", "height", "width", "center_crop", "max_frames", "clip_mode"}
-    others = options.model_dump(include=keys)
+    others = options.model_dump(include={"fps", "height", "width", "center_crop", "max_frames", "clip_mode"})
     return ClipSpec.of_variant(variant, max_pixels=first, more_pixels=tuple(more), **others)
 
 

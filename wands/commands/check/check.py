@@ -29,7 +29,6 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
-from wands.commands.check.frame_warnings import FrameWarnings
 from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
@@ -61,6 +60,23 @@ SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
+CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
+"""Limits for a hard cut between two images. The mean difference of their pixels is at least CUT_CHANGE (of 255), and CUT_RATIO
+times the mean of the two differences before and the two differences after the cut. The first and the last of these six images
+differ by about as much: at most the share CUT_DRIFT more or less. After a flash, they differ less, and in fast motion more.
+"""
+SAME_IMAGE, NEW_SHARE = 3, 0.25
+"""An image is new if the mean of a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. A
+sample is near-frozen if the share of new images is below NEW_SHARE.
+"""
+BORDER_VALUE, BORDER_SHARE = 32, 0.02
+"""Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
+sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
+"""
+SHOWN = 3
+CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
+FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find such clips with wands measure"
+BORDERS = "black borders: {} are learned as a part of the image; crop them with wands split, or with the column crop"
 
 
 def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
@@ -106,28 +122,28 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     columns = numeric_columns(rows)
     first_rows: dict[tuple[str, ...], ClipRecord] = {}
     stored: set[str] = set()
-    for row, clip in zip(rows, findings, strict=False):  # the findings of rejections follow
+    for row, finding in zip(rows, findings, strict=False):  # the findings of rejections follow
         caption = clean_caption(row.caption)
+        clip = replace(finding, key=row.key, caption=caption, text_tokens=count_tokens(caption))
         if row.unmet or not caption:
-            reason = row.unmet or clip_rules.EMPTY_CAPTION
-            clip = replace(clip, samples=(), digests=(), warnings=(), reason=reason)
+            clip.samples, clip.digests, clip.warnings = (), (), ()
+            clip.reason = row.unmet or clip_rules.EMPTY_CAPTION
         first = first_rows.setdefault(clip.digests, row) if clip.digests else row
-        samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
-        clip = replace(clip, key=row.key, caption=caption, text_tokens=count_tokens(caption), samples=samples)
+        clip.samples = tuple(replace(sample, key=row.key + sample.key) for sample in clip.samples)
         cells = columns_of(row)
         numbers = {name: number for name in columns if (number := read_number(cells.get(name))) is not None}
         texts = {name: text for name in TEXT_COLUMNS if isinstance(text := cells.get(name), str) and text}
-        clip = replace(clip, columns={**numbers, **texts})
+        clip.columns = {**numbers, **texts}
         cache_bytes += _cache_bytes(clip, variant, stored)
-        warnings = []
-        if first.path != row.path:  # one file may have several captions or ranges
-            warnings.append(f"duplicate: the same images as {first.key}; keep one of the two clips")
         if clip.text_tokens > TEXT_LEN:
             count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
-            warnings.append(f"caption too long: {count} tokens, cut after {TEXT_LEN}")
+            clip.warnings = (f"caption too long: {count} tokens, cut after {TEXT_LEN}", *clip.warnings)
+        if first.path != row.path:  # one file may have several captions or ranges
+            problem = f"duplicate: the same images as {first.key}; keep one of the two clips"
+            clip.warnings = (problem, *clip.warnings)
         if len(caption) > SHOWN_CAPTION:
-            caption = f"{caption[:SHOWN_CAPTION]}... ({len(caption):,} characters)"
-        clips.append(replace(clip, caption=caption, warnings=(*warnings, *clip.warnings)))
+            clip.caption = f"{caption[:SHOWN_CAPTION]}... ({len(caption):,} characters)"
+        clips.append(clip)
     clips.sort(key=lambda clip: (VERDICTS.index(clip.verdict), clip.key))
     return CheckReport(
         source=options.source,
@@ -136,7 +152,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         clips=tuple(clips),
         exact_text=options.model is not None,
         cache_bytes=cache_bytes,
-        packing=_forecast(clips, variant, options.max_tokens, options.bins_per_step),
+        packing=_forecast(options, clips, variant),
         num_skipped=num_clips - len(clips),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
@@ -165,10 +181,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         task: path of the clip and, unless the whole file is used, start, end, crop and mask (`ClipRecord.part`).
     """
     file_path, *part = task
-    path, reason, thumbnail = str(file_path), "", b""
-    samples: list[CheckedSample] = []
-    digests: list[str] = []
-    last: DecodedClip | None = None
+    path = str(file_path)
+    result, last = CheckedClip("", path), None
     images = FrameWarnings()
     try:
         with file_path.open("rb") as file:  # raises for the same files as `wands preprocess`
@@ -181,42 +195,32 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             # Every 16th pixel of every frame: different clips do not agree in all of them.
             small = np.ascontiguousarray(frames[:, ::4, ::4])
             content = repr(frames.shape).encode() + small.tobytes()
-            digests.append(hashlib.blake2b(content, digest_size=16).hexdigest())
+            result.digests += (hashlib.blake2b(content, digest_size=16).hexdigest(),)
             num_frames, height, width, _ = frames.shape
             tokens = variant.num_tokens(num_frames, height, width)
-            samples.append(CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens))
-            if thumbnails and not thumbnail:
-                thumbnail = _thumbnail(frames[len(frames) // 2])
+            sample = CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens)
+            result.samples += (sample,)
+            if thumbnails and not result.thumbnail:
+                result.thumbnail = _thumbnail(frames[len(frames) // 2])
             if last is None or clip.start_seconds != last.start_seconds:  # the first size of a window
                 images.add(small, clip.start_seconds, clip.fps)
             last = replace(clip, frames=np.empty(0))  # frees the memory of the frames
     except DataError as error:
-        reason = str(error)
+        result.reason = str(error)
     except OSError as error:
-        reason = clip_rules.no_access_reason(path, str(error.strerror))
+        result.reason = clip_rules.no_access_reason(path, str(error.strerror))
     except MemoryError:
-        reason = clip_rules.NO_MEMORY
-    source, warnings, footage = None, list[str](), (0.0, 0.0, 0.0)
+        result.reason = clip_rules.NO_MEMORY
     if last is None:
         with suppress(DataError):  # then the report has no facts about the file
-            source = probe(file_path)
-    else:
-        source = last.source
-        warnings = [*_file_warnings(path, last, max(s.num_frames for s in samples), spec), *images.texts()]
-        if not path.lower().endswith(IMAGE_EXTENSIONS):
-            of_windows = {sample.start_seconds: sample.num_frames for sample in samples}
-            footage = clip_rules.measure_footage(spec, of_windows.values(), last.span[1] - last.span[0])
-    return CheckedClip(
-        "",
-        path,
-        footage=footage,
-        source=source,
-        samples=tuple(samples),
-        digests=tuple(digests),
-        warnings=tuple(warnings),
-        reason=reason,
-        thumbnail=thumbnail,
-    )
+            result.source = probe(file_path)
+        return result
+    lengths = {sample.start_seconds: sample.num_frames for sample in result.samples}  # of the windows
+    result.source = last.source
+    result.warnings = (*_file_warnings(path, last, max(lengths.values()), spec), *images.texts())
+    if not path.lower().endswith(IMAGE_EXTENSIONS):
+        result.footage = clip_rules.measure_footage(spec, lengths.values(), last.span[1] - last.span[0])
+    return result
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -251,8 +255,7 @@ def _decode_all(
         ):
             task = distinct[index]
             if isinstance(result, Crash):
-                reason = clip_rules.crash_reason(task[0], result)
-                result = CheckedClip("", str(task[0]), reason=reason)
+                result = CheckedClip("", str(task[0]), reason=clip_rules.crash_reason(task[0], result))
             findings[task] = result if index < KEPT_THUMBNAILS else replace(result, thumbnail=b"")
             advance()
     return [findings[task] for task in tasks]
@@ -264,6 +267,58 @@ def _is_clip(path: str) -> bool:
     For example, an entry without a caption is rejected, but its file can be decoded for the report.
     """
     return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
+
+
+# ---- warnings
+
+
+class FrameWarnings:
+    """Detector of hard cuts, images that do not change, and black borders in the windows (ranges of frames) of one clip."""
+
+    def __init__(self) -> None:
+        self._cuts, self._frozen = list[str](), list[str]()
+        self._brightest = np.zeros((1, 1), np.uint8)
+
+    def add(self, frames: np.ndarray, start_seconds: float, fps: float) -> None:
+        """Examine a window (range of frames) of the clip. All windows must have the same frame size.
+
+        Args:
+            frames: uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
+            start_seconds: time of the first frame.
+            fps: frames per second.
+        """
+        count, height, width, _ = frames.shape
+        self._brightest = np.maximum(self._brightest, frames.max(0).max(2))
+        sums = frames.reshape(count, height // 4, 4, width * 3).sum(2, np.uint16)
+        blocks = sums.reshape(count, height // 4, width // 4, 4, 3).sum(3, np.uint16) / np.float32(16)
+        new = [0]
+        for index in range(1, count):
+            if np.abs(blocks[index] - blocks[new[-1]]).max() > SAME_IMAGE:
+                new.append(index)
+        if len(new) < NEW_SHARE * count:
+            self._frozen.append(f"{len(new)} of {count} from {start_seconds:.2f} s on")
+        images = blocks[new]
+        changes = np.abs(np.diff(images, axis=0)).mean((1, 2, 3))
+        for cut in np.flatnonzero(changes >= CUT_CHANGE):
+            near, six = changes[max(cut - 2, 0) : cut + 3], images[max(cut - 2, 0) : cut + 4]
+            is_peak = changes[cut] * (len(near) - 1) >= CUT_RATIO * (near.sum() - changes[cut])
+            if is_peak and abs(np.abs(six[-1] - six[0]).mean() / changes[cut] - 1) <= CUT_DRIFT:
+                self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
+
+    def texts(self) -> list[str]:
+        """Return one warning for each kind of problem in the examined windows, or an empty list."""
+        borders = []
+        for side, axis in (("height", 1), ("width", 0)):
+            dark = self._brightest.max(axis) <= BORDER_VALUE
+            before, after = int(dark.argmin()), int(dark[::-1].argmin())
+            if before + after >= BORDER_SHARE * len(dark) >= abs(before - after):
+                borders.append(f"{(before + after) / len(dark):.0%} of the {side}")
+        facts = (CUTS, self._cuts), (FROZEN, self._frozen), (BORDERS, borders)
+        return [
+            text.format(", ".join(rows[:SHOWN]) + ", ..." * (len(rows) > SHOWN))
+            for text, rows in facts
+            if rows
+        ]
 
 
 def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -> list[str]:
@@ -324,20 +379,18 @@ def _cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
 
 
 def _forecast(
-    clips: Sequence[CheckedClip], variant: Variant, max_tokens: int, bins_per_step: int
+    options: CheckOptions, clips: Sequence[CheckedClip], variant: Variant
 ) -> PackingForecast | None:
     samples = [sample for clip in clips for sample in clip.samples]
     if not samples:
         return None
     lengths, keys = np.array([sample.num_tokens for sample in samples]), [sample.key for sample in samples]
-    cost = variant.dit.forward_flops
+    limits, cost = options.model_dump(include={"max_tokens", "bins_per_step"}), variant.dit.forward_flops
     try:
-        plan = plan_epoch(
-            lengths, max_tokens=max_tokens, bins_per_step=bins_per_step, seed=0, epoch=0, cost=cost, keys=keys
-        )
+        plan = plan_epoch(lengths, seed=0, epoch=0, cost=cost, keys=keys, **limits)
     except DataError as error:
-        return PackingForecast(max_tokens, bins_per_step, 0.0, 0, str(error))
-    return PackingForecast(max_tokens, bins_per_step, plan.fill, plan.num_steps)
+        return PackingForecast(**limits, problem=str(error))
+    return PackingForecast(**limits, fill=plan.fill, steps_per_epoch=plan.num_steps)
 
 
 def _token_counter(model: str | None) -> Callable[[str], int]:

@@ -58,7 +58,7 @@ class CheckedSample:
     num_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class CheckedClip:
     """One clip of the source with one caption.
 
@@ -115,8 +115,8 @@ class PackingForecast:
 
     max_tokens: int
     bins_per_step: int
-    fill: float
-    steps_per_epoch: int
+    fill: float = 0.0
+    steps_per_epoch: int = 0
     problem: str = ""
 
 
@@ -163,10 +163,6 @@ class CheckReport:
         """Number of video tokens of each sample, int64 [number of samples]."""
         return np.array([sample.num_tokens for sample in self.samples], np.int64)
 
-    def count(self, verdict: str) -> int:
-        """Return the number of clips with a verdict: "rejected", "warned" or "fine"."""
-        return sum(clip.verdict == verdict for clip in self.clips)
-
     def problems(self) -> list[tuple[str, int]]:
         """Return a pair (problem, number of clips) for each kind of problem. The most frequent problem is first.
 
@@ -180,10 +176,11 @@ class CheckReport:
         """Return a dictionary of totals over all clips. The keys are "clips", "fine", "warned", "rejected", "samples", "frames",
         "seconds_of_video", "footage" (see `footage()`), "tokens" and "cache_bytes".
         """
+        verdicts = Counter[str](clip.verdict for clip in self.clips)
         frames = sum(sample.num_frames for sample in self.samples)
         return {
             "clips": len(self.clips),
-            **{verdict: self.count(verdict) for verdict in reversed(VERDICTS)},
+            **{verdict: verdicts[verdict] for verdict in reversed(VERDICTS)},
             "samples": len(self.samples),
             "frames": frames,
             "seconds_of_video": round(frames / self.spec.fps, 3),

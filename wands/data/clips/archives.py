@@ -159,13 +159,11 @@ class TarReader:
             stream = self._tar.fileobj
             assert stream is not None
             stream.seek(self._tar.offset)
-            is_complete = stream.read(512) == bytes(512)
-            problem = "" if is_complete else f"no end mark at byte {self._tar.offset:,}"
+            if stream.read(512) != bytes(512):
+                raise EOFError(f"no end mark at byte {self._tar.offset:,}")
         except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
-            problem = one_line(error)
-        if problem:
-            reason = f"archive is damaged or cut off ({problem}), and all later files are lost; replace the archive"
-            self.rejections.append(("", reason))
+            problem = f"archive is damaged or cut off ({one_line(error)})"
+            self.rejections.append(("", f"{problem}, and all later files are lost; replace the archive"))
 
 
 def _problem(member: tarfile.TarInfo) -> str:

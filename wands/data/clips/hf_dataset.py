@@ -102,7 +102,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
         raise
     except Exception as error:  # each cause (no connection, no such split, damaged files) has its own type
         raise DataError(
-            f"SOURCE={name} could not be loaded as a Hugging Face dataset ({one_line(error)}); check the name, "
+            f"SOURCE={name} could not be loaded as a Hugging Face dataset ({_first_line(error)}); check the name, "
             f"--split={source.split} and the network, or pass a folder of clips"
         ) from error
 
@@ -148,8 +148,12 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:  # the file does not exist, no connection, or no access
         raise DataError(
-            f"{name} cannot be fetched from the Hub ({one_line(error)}); check the path and your access to the dataset"
+            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the path and your access to the dataset"
         ) from None
+
+
+def _first_line(error: Exception) -> str:
+    return one_line(Exception((str(error) or type(error).__name__).splitlines()[0]))
 
 
 def clips_dir(source: Source) -> Path:

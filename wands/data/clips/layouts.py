@@ -11,8 +11,8 @@ To add a layout:
 2. In the generator, for each clip yield from `records.records_of_clip`, with captions from `source.check_captions`, which
    allows a clip without a caption where the command needs none. Both raise DataError: catch it around each clip and yield
    `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never take a file name for a caption.
-3. Add the function to `LAYOUTS`, before every layout that would also match. If the configuration of another trainer can name
-   such a folder, also add it to `_LAYOUTS` in trainer_configs.py.
+3. Add the function before every layout that would also match: to `SECTION_LAYOUTS` in trainer_configs.py, or to `LAYOUTS` if
+   no configuration of another trainer can name such a source.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
    test_listings.py, whose `LISTINGS` are also read after random damage.
 
@@ -28,25 +28,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
-from wands.data.clips.hf_dataset import hub_dataset, saved_dataset
-from wands.data.clips.listings import listed_file, listed_folder, single_clip
+from wands.data.clips.listings import single_clip
 from wands.data.clips.records import ClipRecord, Rejection, settle_keys
-from wands.data.clips.sidecars import folder_with_sidecars, tar_archive
 from wands.data.clips.source import Source
-from wands.data.clips.trainer_configs import trainer_config
+from wands.data.clips.trainer_configs import SECTION_LAYOUTS, trainer_config
 from wands.errors import DataError, one_line
 
 Layout = Callable[[Source], Iterator[ClipRecord | Rejection] | None]
-LAYOUTS: tuple[Layout, ...] = (
-    tar_archive,
-    single_clip,
-    trainer_config,
-    listed_file,
-    listed_folder,
-    folder_with_sidecars,
-    saved_dataset,
-    hub_dataset,
-)
+LAYOUTS: tuple[Layout, ...] = (single_clip, trainer_config, *SECTION_LAYOUTS)
 """Known layouts, in the order in which `load_source` tries them."""
 
 

@@ -171,6 +171,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     unreadable: list[Rejection] = []
     keys = {clip_key(item.name) for item in items if isinstance(item, ClipRecord)}
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
+    problem = f"no readable row in {table} names"
     for root, files in walk(folder, unreadable, listing.source.recursive):
         clips = [root / name for name in clip_names(files, wanted)]
         left = [path for path in clips if _composed(path) not in known and _node(path) not in nodes()]
@@ -178,13 +179,11 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
             for path in left:
                 name = path.relative_to(folder).as_posix()
                 key = safe_name(name) if clip_key(name) in keys else clip_key(name)
-                reason = f"no readable row in {table} names this clip; add a row with its caption, or move the clip elsewhere"
-                yield reject(key, path, reason)
+                fix = "add a row with its caption, or move the clip elsewhere"
+                yield reject(key, path, f"{problem} this clip; {fix}")
         else:
-            reason = (
-                f"no readable row in {table} names {len(left):,} of the clips in this folder ({left[0].name}, "
-                f"{left[1].name} ...); add rows with their captions, or move the clips elsewhere"
-            )
+            clips_left = f"{len(left):,} of the clips in this folder ({left[0].name}, {left[1].name} ...)"
+            reason = f"{problem} {clips_left}; add rows with their captions, or move the clips elsewhere"
             below = f":{root.relative_to(folder).as_posix()}" if root != folder else ""
             yield reject(f"{file.name}{below}", root, reason)
     yield from unreadable

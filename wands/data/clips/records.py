@@ -87,16 +87,6 @@ class ClipRecord:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
 
-    @property
-    def short_key(self) -> str:
-        """Key of the record, without the file extension."""
-        return clip_key(self.name) + self.suffix
-
-    @property
-    def full_key(self) -> str:
-        """Key of the record, with the file extension."""
-        return safe_name(self.name) + self.suffix
-
 
 @dataclass(frozen=True)
 class Rejection:
@@ -165,9 +155,8 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
             return locate(text, folders)[1]
     except DataError as error:
         raise DataError(f"mask={text[:100]}: {error}") from None
-    mask = next(
-        filter(os.path.lexists, (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)), None
-    )
+    masks = (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)
+    mask = next(filter(os.path.lexists, masks), None)
     if mask and not mask.is_file():  # a broken link must not become a clip without a mask
         raise DataError(f"mask={mask} {explain_no_file(mask)}")
     return mask
@@ -203,12 +192,12 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
             record = replace(item, name=known.name, is_extra_caption=item.caption != known.caption)
         if unique.setdefault((record.path, record.suffix), record) is not record:
             reason = "duplicate of an earlier row; remove one of the two rows"
-            rejections.append(reject(item.short_key, item.path, reason))
-    short_keys = Counter(record.short_key for record in unique.values())
-    full_keys = Counter(record.full_key for record in unique.values())
+            rejections.append(reject(clip_key(item.name) + item.suffix, item.path, reason))
+    short_keys = Counter(clip_key(record.name) + record.suffix for record in unique.values())
+    full_keys = Counter(safe_name(record.name) + record.suffix for record in unique.values())
     records = []
     for record in unique.values():
-        key, full_key = record.short_key, record.full_key
+        key, full_key = (function(record.name) + record.suffix for function in (clip_key, safe_name))
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:
@@ -260,7 +249,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
             without the first "/".
 
     Raises:
-        DataError: if the path is a URL, the file does not exist, or its name is not UTF-8.
+        DataError: if the path is a URL, or the file does not exist.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
         raise DataError("video is a URL, not a file; download the clip and write the path of the file")
@@ -282,9 +271,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         real = Path(os.path.realpath(written.parent), written.name)
         written = real if any(map(real.is_relative_to, bases)) else written
     base = next(filter(written.is_relative_to, bases), written.anchor)
-    name = written.relative_to(base).as_posix()
-    check_name(name)
-    return name, paths[index]
+    return written.relative_to(base).as_posix(), paths[index]
 
 
 def check_name(name: str) -> None:

@@ -112,16 +112,12 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                         f"the image has the same name as {clip} and may be a preview of this video, so the image is "
                         "not used; rename the image if it is a separate clip"
                     )
-                sidecar = _sidecar_of(siblings, source.sidecars)
-                if sidecar is None and source.needs_caption:
-                    wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
-                    raise DataError(
-                        f"missing caption; write a caption in {wanted} next to the clip. If a table contains the captions, "
-                        "pass the path of the table as SOURCE"
-                    )
-                captions, row = [""], dict[str, Any]()
-                if sidecar is not None:
+                if sidecar := _sidecar_of(siblings, source.sidecars):
                     captions, row = _parse_captions(sidecar, _read_small(path.with_name(sidecar)), source)
+                else:
+                    wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
+                    hint = "pass the path of a table with the captions as SOURCE"
+                    captions, row = source.check_captions(None, f"{wanted} next to the clip, {hint}"), {}
                 yield from records_of_clip(name, path, captions, sidecar or name, row)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
@@ -184,9 +180,8 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     """
     exact = {PurePosixPath(name).suffix: name for name in reversed(siblings)}
     folded = {ending.lower(): name for ending, name in exact.items()}
-    return next(
-        (names[ending] for names in (exact, folded) for ending in extensions if ending in names), None
-    )
+    found = (names[ending] for names in (exact, folded) for ending in extensions if ending in names)
+    return next(found, None)
 
 
 def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:
@@ -200,9 +195,7 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
         stems: maps file names without extension to the files with this name.
         source: source of the clips, with the names of the columns that a caption file may use.
     """
-    clips = {
-        stem for stem, files in stems.items() if any(file.lower().endswith(CLIP_EXTENSIONS) for file in files)
-    }
+    clips = {stem for stem, files in stems.items() if clip_names(files)}
     has_sidecars = any(_sidecar_of(stems[stem], source.sidecars) for stem in clips)
     for stem, files in stems.items():
         sidecar = None if stem in clips else _sidecar_of(files, source.sidecars)
@@ -416,6 +409,4 @@ def _captions_of_sample(
         for extension in (f"{inner}.{ending}".strip("."), ending):
             if member := members.get(extension):
                 return _parse_captions(f"{sample}.{extension}", reader.read(member), source)
-    if not source.needs_caption:
-        return [""], {}
-    raise DataError("missing caption; add a .txt or .json file with the name of the clip to the archive")
+    return source.check_captions(None, "a .txt or .json file with the name of the clip in the archive"), {}

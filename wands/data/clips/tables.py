@@ -132,11 +132,9 @@ def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | 
         return next(reader), begin + reader.line_num
     except csv.Error as error:
         problem = error
+    end = begin + reader.line_num
     # Remove spaces and tabs after a closing quote.
-    row = [
-        re.sub(rf'"[ \t]+(?=[{separator}\r\n]|$)', '"', line)
-        for line in lines[begin : begin + reader.line_num]
-    ]
+    row = [re.sub(rf'"[ \t]+(?=[{separator}\r\n]|$)', '"', line) for line in lines[begin:end]]
     try:
         (cells,) = csv.reader(row, delimiter=separator, strict=True)
     except (csv.Error, ValueError):
@@ -145,7 +143,7 @@ def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | 
         )
         fix = quotes if '"' in row[0] else "correct the row"
         return f"unreadable row ({problem}); {fix}", begin + 1
-    return cells, begin + len(row)
+    return cells, end
 
 
 def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:

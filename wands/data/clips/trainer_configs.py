@@ -32,7 +32,8 @@ from wands.texts import printable
 _Settings = dict[str, Any]
 MAX_BYTES = 1 << 16
 """Largest size in bytes of a configuration. `tomllib` needs quadratic time for a key of many parts."""
-_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
+SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
+"""Layouts of the sources that a section can name, in the order in which they are tried."""
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
@@ -99,7 +100,7 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
                 continue
             known.add(parsed)
             root = part.path.parent if part.path.is_file() else part.path
-            found = (result for layout in _LAYOUTS if (result := layout(part)) is not None)
+            found = (result for layout in SECTION_LAYOUTS if (result := layout(part)) is not None)
             clips = next(found, [reject(place, part.name, "section contains no clip; correct the path")])
             unmasked, of_stem = set[str](), {mask.stem: mask for mask in masks}
             for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):

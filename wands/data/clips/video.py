@@ -234,6 +234,30 @@ def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
     return np.concatenate([grids[:1], rest.mean(axis=1)])
 
 
+def _render_window(
+    frames: Iterator[VideoFrame], renders: Mapping[str, _Renderer], length: int
+) -> tuple[dict[str, np.ndarray], int]:
+    """Take at most `length` frames, and render each frame at each size.
+
+    Args:
+        frames: chosen frames of the clip. Consecutive frames may be equal.
+        renders: maps the suffix of each sample's key to the renderer of its size.
+        length: number of frames of the window.
+
+    Returns:
+        A pair. The first item maps each suffix to the images, uint8 [length, H, W, 3]. The second item is the number of images
+        that were filled: less than `length` if the video has ended.
+    """
+    # The arrays are filled in place. Stacking a list of frames would halve the speed.
+    images = {suffix: np.empty((length, *render.size, 3), np.uint8) for suffix, render in renders.items()}
+    filled, latest = 0, None
+    for frame in islice(frames, length):
+        for suffix, rendered in images.items():
+            rendered[filled] = rendered[filled - 1] if frame is latest else renders[suffix](frame.image)
+        filled, latest = filled + 1, frame
+    return images, filled
+
+
 def decode_clip(
     path: Path,
     spec: ClipSpec,
@@ -287,23 +311,11 @@ def decode_clip(
             return (t + i / spec.fps for t, length in windows() for i in range(length))
 
         chosen = _choose(reader, times())
-        masks: Iterator[Mapping[str, np.ndarray]] = repeat({})
-        if mask is not None:
-            masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, times())
+        masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, times()) if mask else None
         is_black = False
         for index, (window_start, length) in enumerate(windows()):
-            # The arrays are filled in place. Stacking a list of frames would halve the speed.
-            images = {
-                suffix: np.empty((length, *render.size, 3), dtype=np.uint8)
-                for suffix, render in renders.items()
-            }
-            weights, latest = list[Mapping[str, np.ndarray]](), None
-            for number, (frame, of_tokens) in enumerate(zip(islice(chosen, length), masks, strict=False)):
-                for suffix, frames in images.items():
-                    frames[number] = frames[number - 1] if frame is latest else renders[suffix](frame.image)
-                weights.append(of_tokens)
-                latest = frame
-            filled = len(weights)
+            images, filled = _render_window(chosen, renders, length)
+            weights = list(islice(masks, filled)) if masks else []
             if filled < length and reader.reached < duration - slack:
                 raise reader.error(
                     f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
@@ -312,15 +324,13 @@ def decode_clip(
                 )
             kept = spec.legal_frames(filled)
             if not kept and index == 0:
-                raise reader.error(
-                    f"has no frame at or after {window_start:.3f} s", "correct the start in the row"
-                )
+                raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the start")
             if kept == length or index == 0 or kept > spec.frame_stride:
                 window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
                 flags = reader.variable_fps, reader.interlaced, (begin, finish)
                 for suffix, frames in images.items():
                     clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
-                    if mask is not None:
+                    if masks:
                         grids = np.stack([of_tokens[suffix] for of_tokens in weights[:kept]])
                         clip.token_weights = _average(grids, spec.frame_stride)
                     if clip.token_weights is None or clip.token_weights.any():

@@ -110,14 +110,11 @@ def open_video(path: Path) -> Iterator[VideoReader]:
             yield VideoReader(path, container)
     except TooSmallError as error:
         raise TooSmallError(f"video={path} {error}") from None
-    except MemoryError as error:
-        raise DataError(
-            f"video={path} is too long for this machine's memory; set a smaller --max-frames"
-        ) from error
-    except BROKEN as error:
-        raise DataError(
-            f"video={path} cannot be read as a video ({one_line(error)}); replace the file"
-        ) from error
+    except (MemoryError, *BROKEN) as error:
+        reason = f"cannot be read as a video ({one_line(error)}); replace the file"
+        if isinstance(error, MemoryError):
+            reason = "is too long for this machine's memory; set a smaller --max-frames"
+        raise DataError(f"video={path} {reason}") from error
 
 
 def _open_container(path: Path) -> Any:
@@ -273,9 +270,8 @@ class VideoReader:
             started = float((container.start_time or 0) / av.time_base)
             for packet in _readable_packets(container):
                 is_video = packet.stream.index == self._stream.index
-                length = float((packet.duration or 0) * packet.time_base) or (
-                    1 / self._rate if is_video else 0
-                )
+                default = 1 / self._rate if is_video else 0.0
+                length = float((packet.duration or 0) * packet.time_base) or default
                 stamp = packet.dts if self._is_avi else packet.pts
                 if stamp is not None:
                     moment = float(stamp * packet.time_base) + length
