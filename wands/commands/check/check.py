@@ -43,8 +43,6 @@ from wands.data.packing import plan_epoch
 from wands.errors import DataError, failed_rules
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
-ASSUMED = "wan2.1-t2v-1.3b"
-"""Model variant that is assumed if the user gives no model. All Wan 2.1 variants have the same strides and frame rate."""
 SAMPLE_OVERHEAD = 1350
 """Bytes of a sample in an HDF5 shard, not counting its arrays and its caption: groups, attributes and paths.
 
@@ -99,7 +97,8 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         from wands.encoders.components import read_variant
 
         variant = read_variant(options.model)
-    variant = variant or VARIANTS[ASSUMED]
+    # All Wan 2.1 variants have the same strides and frame rate.
+    variant = variant or VARIANTS["wan2.1-t2v-1.3b"]
     spec = clip_rules.plan_samples(options, variant)
     notes: list[str] = []
     rows, rejections = clip_rules.read_source(options, log=notes.append)

@@ -353,29 +353,18 @@ def render_page(report: CheckReport) -> str:
 
     from wands.report.page import render
 
-    exact = "counted by the model's tokenizer"
     totals, bars = report.totals(), count_lengths(report.tokens) if report.samples else []
     return render(
         Path(__file__).parent,
         "check.html",
         report=report,
         settings=_settings(report),
-        cards=[
-            (f"{totals['clips']:,}", "clips"),
-            (f"{totals['rejected']:,}", "rejected"),
-            (f"{totals['warned']:,}", "with warnings"),
-            (f"{totals['samples']:,}", "samples"),
-            (format_seconds(totals["seconds_of_video"]), "of video"),
-            (f"{totals['tokens']:,}", "tokens"),
-            (filesize.decimal(totals["cache_bytes"]), "cache, about"),
-        ],
+        totals=totals,
+        format_seconds=format_seconds,
+        format_bytes=filesize.decimal,
         bars=bars,
         most=max((count for _, count in bars), default=1),
         columns=[(name, text, *_histogram(report, name)) for name, text in report.column_texts().items()],
-        training=[
-            ("caption tokens", exact if report.exact_text else "estimated; --model counts them exactly"),
-            ("packing", report.packing_text()),
-        ],
         problems=report.problems()[:SHOWN_PROBLEMS],
         buttons=[("all", len(report.clips)), *((verdict, totals[verdict]) for verdict in VERDICTS)],
         verdicts=VERDICTS,

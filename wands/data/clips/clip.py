@@ -162,10 +162,8 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
     else:
         shrink = min(1.0, math.sqrt(spec.max_pixels / (width * height))) if spec.max_pixels else 1.0
         # The 1e-6 pixels absorb rounding errors: a side that is an integer must not lose a pixel row.
-        target_width, target_height = (
-            int(float(side) * shrink + 1e-6) // multiple * multiple for side in (width, height)
-        )
-        target = (target_width, target_height)
+        sides = [int(float(side) * shrink + 1e-6) // multiple * multiple for side in (width, height)]
+        target = sides[0], sides[1]
         if min(target) < multiple:
             raise TooSmallError(
                 f"size={float(width):.0f}x{float(height):.0f} is below {multiple} px on a side "

@@ -62,6 +62,7 @@ class IsolatedWorker:
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             self._context.set_forkserver_preload([__name__, *preload])
+        self._method = method
         self._process: Any = None
         self._pipe: Connection | None = None
         self.killed = False
@@ -84,8 +85,7 @@ class IsolatedWorker:
         """
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
-            # A daemon could not start subprocesses itself.
-            daemon = self._context.get_start_method() == "forkserver"
+            daemon = self._method == "forkserver"  # a daemon could not start subprocesses itself
             process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
             process.start()
             self._process = process  # only now: `kill` of another thread needs a process that has started

@@ -24,7 +24,6 @@ table with another file name is one line in `listings.py`. A JSON table of anoth
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
@@ -34,8 +33,7 @@ from wands.data.clips.source import Source
 from wands.data.clips.trainer_configs import SECTION_LAYOUTS, trainer_config
 from wands.errors import DataError, one_line
 
-Layout = Callable[[Source], Iterator[ClipRecord | Rejection] | None]
-LAYOUTS: tuple[Layout, ...] = (single_clip, trainer_config, *SECTION_LAYOUTS)
+LAYOUTS = (single_clip, trainer_config, *SECTION_LAYOUTS)
 """Known layouts, in the order in which `load_source` tries them."""
 
 

@@ -135,8 +135,7 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
         captions = [path for path in map(file.with_name, CAPTION_LINES) if path.is_file()]
         if len(captions) != 1:
             raise DataError(
-                f"SOURCE={file.parent} contains {len(captions)} caption files for {file.name}; the folder must contain "
-                f"exactly one of {', '.join(CAPTION_LINES)}"
+                f"SOURCE={file.parent} contains {len(captions)} caption files; write one of {', '.join(CAPTION_LINES)}"
             )
         listing.source = replace(listing.source, video_column=None, caption_column=None)
         yield from _scan_rows(listing, file, read_pairs(file, captions[0]), file.parent)

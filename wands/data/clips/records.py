@@ -133,7 +133,10 @@ def records_of_clip(
         DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or the mask
             does not exist.
     """
-    check_name(name)
+    if name != printable(
+        name
+    ):  # caches cannot store invalid UTF-8, and a terminal executes control characters
+        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     mask = _find_mask(path, row.get("mask"), folders or (path.parent,))
@@ -272,16 +275,6 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         written = real if any(map(real.is_relative_to, bases)) else written
     base = next(filter(written.is_relative_to, bases), written.anchor)
     return written.relative_to(base).as_posix(), paths[index]
-
-
-def check_name(name: str) -> None:
-    """Raise DataError if a file name is not UTF-8 or contains control characters.
-
-    Reports and caches cannot store a name that is not UTF-8. If a name with control characters is printed, a terminal
-    executes the control characters.
-    """
-    if name != printable(name):
-        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object], label: str) -> None:

@@ -144,9 +144,8 @@ def walk(
         yield Path(root), sorted(name for name in files if not name.startswith("."))
         num_hidden += sum(name.startswith(".") and name.lower().endswith(_READ_EXTENSIONS) for name in files)
     for error in errors:
-        name, reason = os.path.relpath(error.filename, folder), error.strerror
-        problem = f"folder cannot be read ({reason}); fix the permissions of the folder"
-        unreadable.append(reject(name, error.filename, problem))
+        problem = f"folder cannot be read ({error.strerror}); fix the permissions of the folder"
+        unreadable.append(reject(os.path.relpath(error.filename, folder), error.filename, problem))
     if num_hidden:
         log.warning(
             "%s: %d clips or archives are skipped, because their names begin with a dot", folder, num_hidden
@@ -375,14 +374,10 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
     if clips:
         return clips
     names = ", ".join(sorted(members))
+    problem = f"has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     if "pth" in members:
-        raise DataError(
-            f"sample in the archive contains latents ({names}), not a clip; import the archive with python -m "
-            "data_tools.import_shards"
-        )
-    raise DataError(
-        f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
-    )
+        problem = f"contains latents ({names}), not a clip; import it with python -m data_tools.import_shards"
+    raise DataError(f"sample in the archive {problem}")
 
 
 def _captions_of_sample(

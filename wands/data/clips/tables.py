@@ -155,13 +155,10 @@ def _jsonl_rows(table: Path) -> Iterator[NumberedRow]:
             continue
         try:
             row = json.loads(line.decode("utf-8"))
+            problem = "" if isinstance(row, dict) else "line is not a JSON object"
         except (ValueError, RecursionError) as error:
-            problem = explain_error(error).partition(";")[0]
-            yield number, f"unreadable line ({problem}); write a JSON object on the line"
-            continue
-        if not isinstance(row, dict):
-            row = "line is not a JSON object; write a JSON object on the line"
-        yield number, row
+            problem = f"unreadable line ({explain_error(error).partition(';')[0]})"
+        yield number, f"{problem}; write a JSON object on the line" if problem else row
 
 
 def _json_rows(table: Path) -> Iterator[NumberedRow]:
