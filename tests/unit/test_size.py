@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_633
+TOTAL = 20_629
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 749,
     "attention": 839,
-    "commands": 4223,
+    "commands": 4222,
     "config": 1209,
-    "data": 4240,
+    "data": 4237,
     "distributed": 379,
     "encoders": 318,
     "export": 374,

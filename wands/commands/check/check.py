@@ -346,11 +346,10 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
 
 def _describe_turn(source: VideoInfo) -> str:
-    if not source.mirrored:
-        return f"rotation flag: turned upright by {source.rotation} degrees"
-    if source.rotation % 180:
-        return f"rotation flag: turned upright by {source.rotation} degrees, then mirrored left to right"
-    return f"mirror flag: mirrored {'top to bottom' if source.rotation else 'left to right'}"
+    if source.mirrored and source.rotation % 180 == 0:
+        return f"mirror flag: mirrored {'top to bottom' if source.rotation else 'left to right'}"
+    mirrored = ", then mirrored left to right" if source.mirrored else ""
+    return f"rotation flag: turned upright by {source.rotation} degrees{mirrored}"
 
 
 # ---- totals

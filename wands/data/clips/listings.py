@@ -117,10 +117,9 @@ def _find_listing(source: Source) -> Path | None:
         if folder / _MERGE in files:  # merge.txt names the other tables
             files = [folder / _MERGE]
         if len(files) > 1:
-            raise DataError(
-                f"SOURCE={source.name} contains {' and '.join(file.name for file in files)}, which list clips; "
-                "pass the path of one of these files as SOURCE"
-            )
+            found = " and ".join(file.name for file in files)
+            fix = "pass the path of one of these files as SOURCE"
+            raise DataError(f"SOURCE={source.name} contains {found}, which list clips; {fix}")
         if files:
             return files[0]
     return None
