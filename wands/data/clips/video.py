@@ -23,7 +23,14 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
-from wands.data.clips.video_file import LONGEST_HOLD, REENCODE, VideoFrame, VideoInfo, VideoReader, open_video
+from wands.data.clips.video_file import (
+    ENCODE_AGAIN,
+    LONGEST_HOLD,
+    VideoFrame,
+    VideoInfo,
+    VideoReader,
+    open_video,
+)
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -79,7 +86,7 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
     for time in chain([start], times):
         while following is not None and following.time <= time + TIME_SLACK:
             if following.time < current.time - TIME_SLACK:
-                raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", REENCODE)
+                raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", ENCODE_AGAIN)
             current, following = following, next(frames, None)
         past_current = time >= current.end - TIME_SLACK
         if following is None and past_current:
