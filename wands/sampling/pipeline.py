@@ -294,9 +294,7 @@ def load_components(
         dits: maps "transformer" or "transformer_2" to the loaded DiT.
         dtype: dtype of the text encoder. The VAE and the image encoder are loaded in fp32.
     """
-    dtypes = {"default": dtype, "vae": torch.float32}
-    if "clip" in source.variant.conditions:
-        dtypes["image_encoder"] = torch.float32
+    dtypes = {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32}
     label = f"--model={source.model}"
     try:
         pipeline = getattr(diffusers, source.class_name).from_pretrained(

@@ -294,9 +294,9 @@ def summarize(
         means = _means(plan, [(sample.clip, loss) for sample, loss in pairs])
         by[field].append({"name": name, **means, "sigma": fmean(sample.sigma for sample, _ in pairs)})
     gap = None if None in whole.values() else whole[HELD_OUT] - whole[TRAIN]
-    changes = [base and paired_change(plan, side, values, base) for side in (HELD_OUT, TRAIN)]
-    changed = dict(zip(("change", "train_change"), changes, strict=True))
-    return {**whole, "gap": gap, **changed, "by": dict(by), "losses": values}
+    change, train_change = (base and paired_change(plan, side, values, base) for side in (HELD_OUT, TRAIN))
+    changes = {"change": change, "train_change": train_change}
+    return {**whole, "gap": gap, **changes, "by": dict(by), "losses": values}
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:

@@ -263,8 +263,7 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
     missing = groups.pop("", None)  # the cause: named first
     clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
     clauses += [f"{ranks} in {place}" for place, ranks in groups.items()]
-    text = f"{'; '.join(clauses)}. The stacks are in {folder}"
-    return text, not any(answers[:rank])
+    return f"{'; '.join(clauses)}. The stacks are in {folder}", not any(answers[:rank])
 
 
 def dump_collectives(folder: Path) -> None:
