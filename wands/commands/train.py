@@ -10,14 +10,18 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from wands.commands.plan import find_model
-from wands.commands.timestep_histogram import timestep_histogram
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import TrainOptions
+from wands.config.recipe import FlowConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.errors import ConfigError
 from wands.files import write_text
+from wands.flow.rng import philox
+from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.lock import LOCK_NAME, WriterLock
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.engine import check_offload
@@ -28,6 +32,11 @@ from wands.train.summary import start_block
 from wands.train.terminal import Terminal
 from wands.train.watchdog import REQUESTS, Watchdog
 from wands.variants import VARIANTS
+
+BAR_WIDTH, NUM_BARS = 50, 20
+"""Width of the longest bar of a histogram in characters, and number of bars."""
+NUM_SAMPLES = 20_000
+"""Number of random timesteps in a histogram. The standard error of a bar is then below 0.4 % of all samples."""
 
 
 def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()) -> None:
@@ -152,3 +161,35 @@ def _show_timesteps(options: TrainOptions, log: Log) -> None:
             log(f"{expert.name}-noise expert ({expert.subfolder})")
         sigma_range = expert.sigma_range if expert else recipe.flow.sigma_range
         log(timestep_histogram(recipe.flow, recipe.train.seed, sigma_range))
+
+
+def timestep_histogram(flow: FlowConfig, seed: int, sigma_range: tuple[float, float] = (0.0, 1.0)) -> str:
+    """Return a text histogram of random timesteps. The timesteps are sampled and shifted as in training.
+
+    Args:
+        flow: `flow` section of a recipe.
+        seed: random seed.
+        sigma_range: (lowest, highest) noise level of the trained expert.
+
+    Returns:
+        ASCII lines: a heading, one line per bar from high noise to low noise, and a line with the mean and the
+        quantiles.
+    """
+    generator = philox(seed, "histogram")
+    sigmas = [sample_sigma(generator, flow, *sigma_range) for _ in range(NUM_SAMPLES)]
+    timesteps = np.array(sigmas) * NUM_TRAIN_TIMESTEPS
+    counts, edges = np.histogram(timesteps, bins=NUM_BARS, range=(0, NUM_TRAIN_TIMESTEPS))
+    heights = np.round(BAR_WIDTH * counts / counts.max()).astype(int)
+    rows = zip(edges, edges[1:], counts / NUM_SAMPLES, heights, strict=False)
+    bars = [f"{low:6.0f} - {high:4.0f}  {share:6.1%}  {'#' * height}" for low, high, share, height in rows]
+    quantiles = ", ".join(f"{q}% {np.percentile(timesteps, q):.0f}" for q in (5, 25, 50, 75, 95))
+    summary = f"mean {timesteps.mean():.0f}; {quantiles}"
+    return "\n".join([_heading(flow), "  timestep     share", *reversed(bars), summary])
+
+
+def _heading(flow: FlowConfig) -> str:
+    details = {"logit_normal": f"({flow.logit_mean:g}, {flow.logit_std:g})", "mode": f"({flow.mode_scale:g})"}
+    sampling = flow.timestep_sampling + details.get(flow.timestep_sampling, "")
+    mixture = f", {flow.mix_uniform:.0%} uniform unshifted" if flow.mix_uniform else ""
+    by_size = f", for a clip of {BASE_TOKENS:,} tokens" * flow.shift_by_size
+    return f"{flow.preset}: {sampling}, flow_shift {flow.flow_shift:g}{mixture}{by_size}"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from wands.commands.timestep_histogram import BAR_WIDTH, timestep_histogram
+from wands.commands.train import BAR_WIDTH, timestep_histogram
 from wands.config.recipe import FlowConfig
 
 
