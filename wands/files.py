@@ -66,11 +66,8 @@ def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, 
     start with `name`.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [
-            difference
-            for key in sorted(ours.keys() | theirs.keys())
-            for difference in differences(ours.get(key), theirs.get(key), f"{name}.{key}" if name else key)
-        ]
+        prefix, keys = f"{name}." if name else "", sorted(ours.keys() | theirs.keys())
+        return [item for key in keys for item in differences(ours.get(key), theirs.get(key), prefix + key)]
     return [] if ours == theirs else [(name, ours, theirs)]
 
 
@@ -105,9 +102,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise WandsError(
-            f"{path} cannot be written ({one_line(error)}); free space or choose another folder."
-        ) from error
+        raise _write_error(path, one_line(error)) from error
 
 
 @contextmanager
@@ -167,11 +162,13 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
         # copytree lists every failed file.
         failures = error.args[0] if isinstance(error, shutil.Error) else None
         reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
-        raise WandsError(
-            f"--out {out} cannot be written ({reason}); free space or choose another folder."
-        ) from error
+        raise _write_error(f"--out {out}", reason) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_error(target: object, reason: str) -> WandsError:
+    return WandsError(f"{target} cannot be written ({reason}); free space or choose another folder.")
 
 
 def _check_replaceable(out: Path, replaceable: str | None) -> None:

@@ -46,14 +46,10 @@ def pack(options: PackOptions) -> str:
     Raises:
         WandsError: if the recipe or the data have problems, or the file cannot be written.
     """
+    settings = options.recipe, None, options.overrides
+    # The plan is equal for all numbers of ranks. Hashing the encoders takes longer than planning, so wands train compares them.
     run = load_run(
-        options.recipe,
-        None,
-        options.overrides,
-        world_size=0,  # the plan is the same at any dp_size
-        device_type="cpu",
-        encoders=lambda path: {},  # hashing the encoders takes longer than planning; wands train compares them
-        ignore_output_dir=True,
+        *settings, world_size=0, device_type="cpu", encoders=lambda path: {}, ignore_output_dir=True
     )
     header = _header(run, options.epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")
@@ -81,6 +77,7 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
     sampler, shape = run.sampler, run.shape
     plan = sampler.epoch_plan(epoch)
     bins = [bin for step in plan.steps for bin in step if bin]
+    dp_sizes = [dp for dp in range(2, sampler.bins_per_step + 1) if sampler.bins_per_step % dp == 0]
     bias, of_chance = plan.length_bias()
     return {
         "format": FORMAT,
@@ -98,11 +95,7 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
         "max_tokens": sampler.max_tokens,
         "buffer_size": run.recipe.packing.buffer_size,
         "fill": plan.fill,
-        "efficiency": {
-            str(dp): 1.0 / imbalance(plan.steps, dp, sampler.bin_cost)
-            for dp in range(2, sampler.bins_per_step + 1)
-            if sampler.bins_per_step % dp == 0
-        },
+        "efficiency": {str(dp): 1.0 / imbalance(plan.steps, dp, sampler.bin_cost) for dp in dp_sizes},
         "length_bias": bias,
         "length_bias_of_chance": of_chance,
         "cost": [shape.linear_flops_per_token(), shape.attention_flops_per_squared_token()],

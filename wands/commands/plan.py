@@ -214,9 +214,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
         raise ConfigError(f"--size {size} is neither 480p, 720p nor HEIGHTxWIDTH; write for example 480x832.")
     tokens = variant.num_tokens(options.frames, *map(int, sides.groups()))
     if tokens < 1:
-        raise ConfigError(
-            f"--size {size} has fewer pixels than one video token of {variant.name}; use a larger size, such as 480p."
-        )
+        raise ConfigError(f"--size {size} has fewer pixels than one video token; use for example 480p.")
     return np.full(options.clips or 1000, tokens, np.int64)
 
 
@@ -253,9 +251,8 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         forwards = 9 * num_forwards(recipe, total, variant, load.num_models)
         each = forwards * variant.dit.forward_flops([length])
         share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
-        every = f"every {recipe.eval.every:,} steps"
         lines.append(
-            f"eval    {share:.2%} of the time, {every}; it needs no more memory than a training step"
+            f"eval    {share:.2%} of the time, every {recipe.eval.every:,} steps; it needs no more memory than a training step"
         )
     if recipe.sample:
         speed = best.prediction.mfu * task.machine.peak * best.workload.world_size

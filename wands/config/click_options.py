@@ -72,10 +72,9 @@ def _help_text(options: type[Options]) -> str:
     before the examples, which end the docstring.
     """
     text, _, examples = str(inspect.getdoc(options)).partition("Examples:\n")
+    fields = options.model_fields.items()
     arguments = [
-        f"{name.upper()}: {help_line(field)}"
-        for name, field in options.model_fields.items()
-        if spelling_of(field).argument
+        f"{name.upper()}: {help_line(field)}" for name, field in fields if spelling_of(field).argument
     ]
     return "\n\n".join([text.strip(), *arguments, f"\b\nExamples:\n{examples}"])
 
@@ -87,29 +86,20 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     multiple = get_origin(kind) is tuple
     if multiple:
         kind = get_args(kind)[0]
+    value_type, required = _click_type(kind, field), field.is_required()
     if spelling.argument:
-        nargs = -1 if multiple else 1
-        return click.Argument(
-            [name], type=_click_type(kind, field), required=field.is_required(), nargs=nargs
-        )
+        return click.Argument([name], type=value_type, required=required, nargs=-1 if multiple else 1)
     flag = spelling.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         flag = f"{flag}/--no-{flag.removeprefix('--')}" if field.default else flag
         return click.Option([flag, name], is_flag=True, default=field.default, help=help_line(field))
-    extra: dict[str, Any] = {}
+    names = [flag, *([spelling.alias] if spelling.alias else []), name]
+    more: dict[str, Any] = {"metavar": spelling.metavar, "help": help_line(field)}
     if spelling.flag_value:
-        extra = {"is_flag": False, "flag_value": spelling.flag_value}
-    if not multiple and not field.is_required():
-        extra |= {"default": field.default, "show_default": field.default is not None}
-    return _Option(
-        [flag, *([spelling.alias] if spelling.alias else []), name],
-        type=_click_type(kind, field),
-        required=field.is_required(),
-        multiple=multiple,
-        metavar=spelling.metavar,
-        help=help_line(field),
-        **extra,
-    )
+        more |= {"is_flag": False, "flag_value": spelling.flag_value}
+    if not multiple and not required:
+        more |= {"default": field.default, "show_default": field.default is not None}
+    return _Option(names, type=value_type, required=required, multiple=multiple, **more)
 
 
 def _click_type(kind: Any, field: FieldInfo) -> Any:
@@ -120,9 +110,6 @@ def _click_type(kind: Any, field: FieldInfo) -> Any:
     limits = limits_of(field)
     if not limits:
         return kind
-    return (click.IntRange if kind is int else click.FloatRange)(
-        min=limits.get("ge", limits.get("gt")),
-        max=limits.get("le", limits.get("lt")),
-        min_open="gt" in limits,
-        max_open="lt" in limits,
-    )
+    number = click.IntRange if kind is int else click.FloatRange
+    low, high = limits.get("ge", limits.get("gt")), limits.get("le", limits.get("lt"))
+    return number(min=low, max=high, min_open="gt" in limits, max_open="lt" in limits)

@@ -41,11 +41,9 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
         return {"zero_optimization": {"stage": 2}}
     folder = Path(str(resources.files("wands"))) / "ds_configs"
     shipped, names = folder / f"{path}.json", sorted(file.stem for file in folder.glob("*.json"))
-    return read_json_object(
-        shipped if shipped.is_file() and not Path(path).exists() else Path(path),
-        label=f"--deepspeed {path}",
-        fix=f"pass the path of a JSON file, or one of {', '.join(names)}.",
-    )
+    file = shipped if shipped.is_file() and not Path(path).exists() else Path(path)
+    fix = f"pass the path of a JSON file, or one of {', '.join(names)}."
+    return read_json_object(file, label=f"--deepspeed {path}", fix=fix)
 
 
 def build_ds_config(
@@ -134,9 +132,8 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> list[str]:
     compute, reduce = recipe.precision.compute, recipe.precision.reduce
-    cast = [
-        key for key in ("bf16", "fp16") if config.pop(key, {}).get("enabled", "auto") not in (False, "auto")
-    ]
+    enabled = {key: config.pop(key, {}).get("enabled", "auto") for key in ("bf16", "fp16")}
+    cast = [key for key, value in enabled.items() if value not in (False, "auto")]
     autocast = {"enabled": True, "dtype": "bfloat16"} if compute == "bf16" else {"enabled": False}
     user_autocast = config.pop("torch_autocast", autocast)
     data_type = "bf16" if reduce == "bf16" and compute == "fp32" else None

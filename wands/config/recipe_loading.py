@@ -109,10 +109,8 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     places = (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml")
     path = next(filter(Path.is_file, places), None)
     if path is None:
-        recipes = ", ".join(shipped_recipes())
-        raise ConfigError(
-            f"recipe={name} is neither a file nor a shipped recipe; use a path, or one of {recipes}."
-        )
+        fix = f"use a path, or one of {', '.join(shipped_recipes())}."
+        raise ConfigError(f"recipe={name} is neither a file nor a shipped recipe; {fix}")
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -120,9 +118,7 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(
-            f"recipe={path} must be a mapping of sections, not {type(values).__name__}; fix the file."
-        )
+        raise ConfigError(f"recipe={path} must be a mapping, not {type(values).__name__}; fix the file.")
     return values
 
 

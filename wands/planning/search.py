@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -286,27 +286,18 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
     train = recipe.train.model_copy(update={"bins_per_step": bins})
     changes = {"model": model, "parallel": parallel, "packing": packing, "train": train}
     recipe = recipe.model_copy(update=changes)
-    ds_config = build_ds_config(
-        task.ds_configs[name],
-        recipe,
-        world_size=base.world_size,
-        device_type=base.device_type,
-        names=(name, "the recipe"),
-    )
+    build = partial(build_ds_config, world_size=base.world_size, device_type=base.device_type)
+    ds_config = build(task.ds_configs[name], recipe, names=(name, "the recipe"))
     degrees = choose_degrees(
         parallel, num_heads=base.shape.num_heads, ranks_per_node=task.ranks_per_node, model="the model"
     )
-    workload = replace(
-        base,
-        recipe=recipe,
-        ds_config=ds_config,
-        ulysses_degree=degrees.ulysses,
-        ring_degree=degrees.ring,
-        micro_steps=bins // dp_size if packing.enabled else 2,
-        max_tokens=max_tokens if packing.enabled else task.longest,
-        max_samples=task.most_samples(max_tokens) if packing.enabled else 1,
-    )
-    return Candidate(task, name, workload)
+    sizes: dict[str, Any] = {"ulysses_degree": degrees.ulysses, "ring_degree": degrees.ring}
+    if packing.enabled:
+        most_samples = task.most_samples(max_tokens)
+        sizes |= {"micro_steps": bins // dp_size, "max_tokens": max_tokens, "max_samples": most_samples}
+    else:
+        sizes |= {"micro_steps": 2, "max_tokens": task.longest, "max_samples": 1}
+    return Candidate(task, name, replace(base, recipe=recipe, ds_config=ds_config, **sizes))
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
