@@ -43,7 +43,7 @@ import torch.distributed as dist
 from wands.distributed.bootstrap import gather_objects, init_process_group
 from wands.files import sync
 from wands.model.files import tensor_files
-from wands.model.files.fragment_files import FragmentFiles
+from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.train.buffers import HostBuffers, TensorFile
 from wands.train.engine_state import engine_tensors, load_engine
@@ -71,12 +71,14 @@ def build_engine(layers: int, width: int, stage: int, device: torch.device) -> A
 def save_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
     if rank == 0 or stage:
         tensors, values = engine_tensors(engine)
-        write_safetensors(folder / f"state_{rank}.safetensors", tensors, {"state": json.dumps(values)})
+        write_safetensors(
+            folder / f"state_rank_{rank}.safetensors", tensors, {"wands_state": json.dumps(values)}
+        )
 
 
 def load_wands(engine: Any, folder: Path, rank: int, stage: int) -> None:
-    hash_file(folder / f"state_{rank if stage else 0}.safetensors")
-    load_engine(engine, FragmentFiles(folder, "state_*", "state"))
+    hash_file(folder / f"state_rank_{rank if stage else 0}.safetensors")
+    load_engine(engine, FragmentFiles(folder, "state"))
 
 
 def timed(action: Callable[[], Any], folder: Path, rank: int, synced: bool) -> float:
@@ -145,7 +147,7 @@ def measure_async(
         if rank and not stage:
             return []
         tensors, values = engine_tensors(engine)
-        return [TensorFile(f"state_{rank}.safetensors", tensors, {"state": json.dumps(values)})]
+        return [TensorFile(f"state_rank_{rank}.safetensors", tensors, {"wands_state": json.dumps(values)})]
 
     plain = [torch.empty_like(tensor.read(), device="cpu") for file in own_files() for tensor in file.tensors]
 

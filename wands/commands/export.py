@@ -17,14 +17,7 @@ from wands.export.base_pipeline import carry_over, check_base, copy_base
 from wands.export.model_card import RECORD_FILE, STRIPS_FILE
 from wands.export.trained_weights import write_lora, write_transformer
 from wands.files import atomic_folder, write_text
-from wands.model.files.checkpoint_files import (
-    TrainState,
-    check_average,
-    find_checkpoint,
-    load_full_weights,
-    load_lora_of,
-    lora_of,
-)
+from wands.model.files.checkpoint_files import TrainState, find_checkpoint, load_full_weights, load_lora_of
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
@@ -60,9 +53,9 @@ def export(options: ExportOptions) -> Path:
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     max_shard_bytes = _bytes_of(options.max_shard_size)
-    step_dir, state = find_checkpoint(options.checkpoint, verify=True)
+    step_dir, state = checkpoint = find_checkpoint(options.checkpoint, verify=True)
     out, dtype = options.out.resolve(), _DTYPES[options.dtype]
-    is_lora = lora_of(state) is not None
+    is_lora = state.lora is not None
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.link):
         raise ConfigError(
@@ -73,7 +66,7 @@ def export(options: ExportOptions) -> Path:
             f"--merge is for LoRA runs, and {options.checkpoint} is a checkpoint of a full finetune; leave --merge out."
         )
     if options.ema:
-        check_average(step_dir, state)
+        checkpoint.check_average()
     if options.base is None and as_pipeline:
         _check_own_base(state)
     base = options.base or state.base

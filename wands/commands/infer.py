@@ -37,7 +37,7 @@ from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path, write_text
-from wands.model.files.checkpoint_files import check_average, find_checkpoint, load_full_weights
+from wands.model.files.checkpoint_files import find_checkpoint, load_full_weights
 from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
@@ -222,9 +222,9 @@ def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSourc
             run initialised the base weights at random.
         ema: whether to use the moving average of the weights.
     """
-    step, state = find_checkpoint(checkpoint, verify=True)
+    step, state = found = find_checkpoint(checkpoint, verify=True)
     if ema:
-        check_average(step, state)
+        found.check_average()
     # The checkpoint of a LoRA run does not contain the base weights. They come from `model`, unless the run initialised them
     # at random.
     base = None if state.recipe.get("model", {}).get("init") == "random" else model

@@ -54,8 +54,6 @@ _UPLOADED = (
 )
 """Patterns for the names of the files that are uploaded."""
 _SKIPPED = (".*", "*.tmp", "*optim*")
-_TEXT_SUFFIXES = (".json", ".jsonl", ".md", ".txt")
-_MAX_TEXT_BYTES = 1 << 20  # larger text files are vocabularies
 _STATE_FILE = "wands_state.json"  # the folder that contains it is a training checkpoint
 
 
@@ -295,7 +293,8 @@ def _check_path(path: Path, directory: Path) -> None:
         )
     if not (real.is_dir() or real.is_file()) or not os.access(real, os.R_OK):
         raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")
-    if real.is_file() and path.suffix in _TEXT_SUFFIXES and real.stat().st_size <= _MAX_TEXT_BYTES:
+    is_text = real.is_file() and path.suffix in (".json", ".jsonl", ".md", ".txt")
+    if is_text and real.stat().st_size <= 1 << 20:  # larger text files are vocabularies
         text = path.read_text(encoding="utf-8", errors="replace")
         if hide_secrets(text) != text and path.name != model_card.RECORD_FILE:  # the record is cleaned
             raise WandsError(

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from wands.config.options import VerifyOptions
 from wands.data.cache.format import MANIFEST_NAME
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError, WandsError
-from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps
+from wands.model.files.checkpoint_files import find_checkpoint, list_steps
 from wands.model.files.hashes import find_changed_files
-
-T = TypeVar("T")
 
 
 def verify(options: VerifyOptions) -> str:
@@ -30,12 +28,11 @@ def verify(options: VerifyOptions) -> str:
     path = options.path
     if not path.is_dir():
         raise ConfigError(f"PATH={path} is not a folder; give the folder of a run, a cache or a model.")
-    folder = path / "checkpoints"
-    steps = [path] if (path / STATE_FILE).is_file() else list_steps(folder if folder.is_dir() else path)
+    steps = list_steps(path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
         things, (number, problems) = "samples", _check_all(range(len(cache.keys)), cache.read)
-    elif steps or folder.is_dir():
+    elif steps or (path / "checkpoints").is_dir():
         things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
     else:
         things, (number, problems) = "files", find_changed_files(path)
@@ -49,10 +46,10 @@ def verify(options: VerifyOptions) -> str:
     return f"{number} {things} in {path} are intact"
 
 
-def _check_all(items: Sequence[T], read: Callable[[T], object]) -> tuple[int, list[str]]:
+def _check_all(items: Sequence[Any], read: Callable[[Any], object]) -> tuple[int, list[str]]:
     """Read all items in threads. Return the number of items, and the message of each error that `read` raises."""
 
-    def problem_of(item: T) -> str | None:
+    def problem_of(item: Any) -> str | None:
         try:
             read(item)
         except WandsError as error:

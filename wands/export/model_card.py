@@ -111,17 +111,15 @@ def build_card(
         Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file
         `LOSS_FILE`.
     """
-    variant = _variant_of(record)
-    conditions = variant.conditions if variant else ()
+    variant, parts = _variant_of(record), record.get("parts") or ()
     loras, base, name = contents.loras, str(record.get("base", "")), str(record.get("variant") or "")
     base_id = base if is_hub_id(base) else ""
-    num_images = variant.num_images if variant else 0
-    class_name = contents.class_name or ("WanImageToVideoPipeline" if num_images else "WanPipeline")
+    class_name = contents.class_name or ("WanImageToVideoPipeline" if variant.num_images else "WanPipeline")
     images = {"image": "first_frame.png"} if "ImageToVideo" in class_name else {}
-    if images and num_images == 2:
+    if images and variant.num_images == 2:
         images["last_image"] = "last_frame.png"
     tasks = ["image-to-video", "text-to-video"] if images else ["text-to-video", "image-to-video"]
-    tasks = tasks if "first_frame" in conditions else tasks[:1]
+    tasks = tasks if "first_frame" in variant.conditions else tasks[:1]
     samples = _samples(directory)
     tags = ("wan", "video", "diffusers", "lora" if loras else "", "deepspeed", "wands", *tasks, name)
     head = ModelCardData(
@@ -141,19 +139,14 @@ def build_card(
         title=repo_id.split("/")[-1],
         variant_name=name,
         record=record,
-        experts=[
-            expert
-            for expert in (variant.experts if variant else ())
-            if expert.name and expert.subfolder in (record.get("parts") or ())
-        ],
-        lora_settings=(record.get("recipe") or {}).get("lora"),
+        experts=[expert for expert in variant.experts if expert.name and expert.subfolder in parts],
+        lora_settings=(recipe or {}).get("lora"),
         base_id=base_id,
         local_base=last_part(base),
         checkpoint=last_part(str(record.get("checkpoint") or "")),
         samples=samples,
         escape=_escape,
-        has_loss=bool(loss_points(record)),
-        loss_file=LOSS_FILE,
+        loss_file=LOSS_FILE if loss_points(record) else "",
         strips_file=STRIPS_FILE if (directory / STRIPS_FILE).is_file() else "",
         recipe=recipe and yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True),
         repo_id=repo_id,
@@ -162,10 +155,10 @@ def build_card(
         loras=loras,
         class_name=class_name,
         images=images,
-        with_clip=bool(images) and "clip" in conditions,
-        takes_first_frame="first_frame" in conditions,
+        with_clip=bool(images) and "clip" in variant.conditions,
+        takes_first_frame="first_frame" in variant.conditions,
         dtype=_DTYPES.get(str(record.get("dtype")), "bfloat16"),
-        fps=variant.fps if variant else 16,
+        fps=variant.fps,
     )
     return redact(f"{card}\n")
 
@@ -175,15 +168,15 @@ def _escape(text: str) -> str:
     return re.sub(r"([\\`*_~\[\]<>|&#!])", r"\\\1", printable(without_paths(str(text))))
 
 
-def _variant_of(record: Mapping[str, Any]) -> Variant | None:
+def _variant_of(record: Mapping[str, Any]) -> Variant:
     """Return the model variant that an export record names.
 
-    If the name is not a published variant, return the first published variant of the same family, such as "wan2.1-t2v".
-    Return None if no published variant belongs to the family.
+    If the name is not a published variant, return the first published variant of the same family, such as "wan2.1-t2v". If no
+    published variant belongs to the family, return a text-to-video variant with one DiT.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])
-    return VARIANTS.get(name) or next(family, None)
+    return VARIANTS.get(name) or next(family, VARIANTS["wan2.1-t2v-1.3b"])
 
 
 def _samples(directory: Path) -> list[dict[str, Any]]:

@@ -63,22 +63,21 @@ class Hub:
         """
         # The base class belongs to the HTTP client of the installed huggingface_hub.
         network_errors = (ConnectionError, TimeoutError, HfHubHTTPError.__bases__[0])
-        for wait in (*waits, None):
-            try:
-                return request()
-            except (OSError, ValueError, RuntimeError, *network_errors) as error:
-                cause: BaseException = error
-                while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
-                    cause = cause.__cause__  # the Hub client wraps the error of a file upload
-                status, text = _status(cause), self._text(cause)
-                is_network = isinstance(cause, network_errors)
-                transient = status in (408, 429) or status >= 500 if status else is_network
-                if wait is None or not transient:
-                    # `from None` leaves out the cause. A traceback would otherwise print a token in the server's answer.
-                    raise WandsError(self._explain(action, text, status, is_network)) from None
-                log.warning("%s failed (%s); trying again in %g s", action, text, wait)
-                time.sleep(wait)
-        raise AssertionError("unreachable: the last attempt returns a result or raises an error")
+        try:
+            return request()
+        except (OSError, ValueError, RuntimeError, *network_errors) as error:
+            cause: BaseException = error
+            while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+                cause = cause.__cause__  # the Hub client wraps the error of a file upload
+            status, text = _status(cause), self._text(cause)
+            is_network = isinstance(cause, network_errors)
+            transient = status in (408, 429) or status >= 500 if status else is_network
+            if not waits or not transient:
+                # `from None` leaves out the cause. A traceback would otherwise print a token in the server's answer.
+                raise WandsError(self._explain(action, text, status, is_network)) from None
+        log.warning("%s failed (%s); trying again in %g s", action, text, waits[0])
+        time.sleep(waits[0])
+        return self.call(action, request, waits[1:])
 
     def _text(self, error: BaseException) -> str:
         """Return an error as one short line. If the error contains the token, stars replace the token."""

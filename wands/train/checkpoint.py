@@ -31,7 +31,6 @@ from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.checkpoint_files import TrainState, average_file, list_steps, state_file, step_name
-from wands.model.files.fragment_files import STATE_METADATA
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.report.run_data import thin
 from wands.train.buffers import HostBuffers, TensorFile
@@ -196,7 +195,7 @@ class CheckpointSaver:
         for part, engine in self._engines.items():
             if rank == 0 or self._run.zero_stage:
                 tensors, values = engine_tensors(engine, self._config.weights_only)
-                metadata = {STATE_METADATA: json.dumps(values)}
+                metadata = {"wands_state": json.dumps(values)}
                 files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
             if part in self._averages:
                 files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))

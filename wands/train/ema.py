@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from wands.config.recipe import EmaConfig
-from wands.model.files.checkpoint_files import has_average
-from wands.model.files.fragment_files import AVERAGE_METADATA, FragmentFiles
+from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 from wands.train.buffers import allocate
 from wands.train.engine_state import Fragment, refresh_weights, trained_fragments
@@ -113,7 +112,7 @@ class WeightAverage:
         places = {fragment.name: [fragment.start, fragment.shape] for fragment, _ in self._pairs}
         header = {"first_step": self._first, "last_step": self._last, "fragments": places}
         tensors = [LazyTensor.of(fragment.name, average) for fragment, average in self._pairs]
-        return tensors, {AVERAGE_METADATA: json.dumps(header)}
+        return tensors, {"wands_ema": json.dumps(header)}
 
     def load(self, folder: Path) -> None:
         """Restore this rank's part of the moving average from a checkpoint of any number of ranks.
@@ -124,7 +123,7 @@ class WeightAverage:
         Raises:
             CheckpointError: if the files in the folder do not contain the whole moving average.
         """
-        files = FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA)
+        files = FragmentFiles(folder, "ema")
         files.read({fragment.name: (fragment.start, average) for fragment, average in self._pairs})
         header = next(iter(files.headers.values()))
         self._first, self._last = header["first_step"], header["last_step"]
@@ -146,7 +145,7 @@ def build_averages(run: TrainingRun, engines: Mapping[str, Any], log: Log) -> di
         A dict that maps the subfolder of each trained DiT to its average; {} if the recipe has no `ema` section.
     """
     section, checkpoint = run.recipe.ema, run.checkpoint
-    saved = checkpoint is not None and any(has_average(checkpoint.state, part) for part in engines)
+    saved = checkpoint is not None and any(checkpoint.state.has_average(part) for part in engines)
     if section is None:
         if saved:
             log("the recipe has no ema section: the moving average in the checkpoint is ignored")

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from wands.errors import CheckpointError
-from wands.model.files.fragment_files import FragmentFiles
+from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import LazyTensor
 
 MASTER, FROZEN, MOMENTUM = "master", "frozen", "momentum_buffer"

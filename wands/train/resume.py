@@ -16,7 +16,6 @@ from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
 from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
-from wands.model.files.fragment_files import STATE_METADATA, FragmentFiles
 from wands.train.engine_state import load_engine
 from wands.train.epoch_files import EPOCH_FILE
 from wands.train.run import Log, TrainingRun
@@ -186,7 +185,7 @@ def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -
     if checkpoint is None:
         return
     for part, engine in engines.items():
-        load_engine(engine, FragmentFiles(checkpoint.folder / part, "state_rank_*", STATE_METADATA))
+        load_engine(engine, checkpoint.open_state(part))
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
     steps = checkpoint.folder.parent
     if rank != 0 or steps.resolve() != (run.output_dir / "checkpoints").resolve():

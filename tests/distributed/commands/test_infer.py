@@ -234,14 +234,13 @@ def test_transformer_folder_replaces_the_pipelines(
 
 def write_state(path: Path, weights: dict[str, torch.Tensor]) -> str:
     """Write the weights as the only rank of a ZeRO-0 run does. Return the hash of the file."""
-    from wands.model.files.fragment_files import STATE_METADATA
     from wands.model.files.tensor_files import LazyTensor, write_safetensors
 
     path.parent.mkdir(parents=True, exist_ok=True)
     fragments = {name: [0, list(value.shape)] for name, value in weights.items()}
     tensors = [LazyTensor.of(f"{name}/master", value.flatten()) for name, value in weights.items()]
     header = json.dumps({"fragments": fragments, "frozen": {}})
-    return write_safetensors(path, tensors, {STATE_METADATA: header})
+    return write_safetensors(path, tensors, {"wands_state": header})
 
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:

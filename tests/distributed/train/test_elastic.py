@@ -19,8 +19,7 @@ from tests.support.world import WorldPool
 from wands.data import sampler
 from wands.data.packing import EpochPlan, plan_epoch
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import find_checkpoint, load_average
-from wands.model.files.fragment_files import FragmentFiles
+from wands.model.files.checkpoint_files import FragmentFiles, find_checkpoint, load_average
 
 Cell = tuple[int, int, str]
 """Number of processes, ZeRO stage, grid."""

@@ -16,8 +16,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
-from wands.model.files.checkpoint_files import find_checkpoint, load_state
-from wands.model.files.fragment_files import FragmentFiles
+from wands.model.files.checkpoint_files import FragmentFiles, find_checkpoint, load_state
 from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step

@@ -8,17 +8,7 @@ import torch
 
 from wands.commands.convert.convert_result import ComponentSummary, ConvertResult
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.lora_files import (
-    EXPERT_NAMES,
-    LORA_FILE,
-    PEFT_FILE,
-    experts_in,
-    find_lora_file,
-    is_lora,
-    lora_tensors,
-    read_lora_file,
-    update_of,
-)
+from wands.model.files import lora_files
 from wands.model.files.name_maps import EXPERTS, shorten
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, check_written, write_safetensors
 
@@ -38,12 +28,14 @@ def find_loras(root: Path) -> dict[str | None, Path]:
         ConfigError: if a folder has several files that could be the LoRA of an expert, or has LoRAs of experts and
             further safetensors files.
     """
-    usual = [root] if root.is_file() else [root / name for name in (LORA_FILE, PEFT_FILE)]
+    names = (lora_files.LORA_FILE, lora_files.PEFT_FILE)
+    usual = [root] if root.is_file() else [root / name for name in names]
     files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
     if not files and not (root / "model_index.json").is_file():
-        files = {expert: find_lora_file(root, "SOURCE", expert) for expert in experts_in(root)}
+        experts = lora_files.experts_in(root)
+        files = {expert: lora_files.find_lora_file(root, "SOURCE", expert) for expert in experts}
     for path in files.values():
-        if not is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
+        if not lora_files.is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
             return {}
     others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
     if files and others:
@@ -75,9 +67,9 @@ def convert_lora(
             written file differ from the values in `source`.
     """
     files = TensorFiles([source], f"SOURCE {source}")
-    loras, old_names = read_lora_file(files), files.tensors.keys()
+    loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
     if expert is not None:
-        update = update_of(loras, expert)
+        update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
                 f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
@@ -92,10 +84,12 @@ def convert_lora(
                 f"SOURCE {source} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
                 f"which a LoRA file of --to {to} cannot contain. Use --to comfyui."
             )
-        state = sorted(lora_tensors(pairs, to, differences).items())
+        state = sorted(lora_files.lora_tensors(pairs, to, differences).items())
         # alpha stays fp32
         tensors = [LazyTensor.of(key, value, dtype if value.ndim else None) for key, value in state]
-        path = out / _file_name(source, to, name, several)
+        file_name = lora_files.LORA_FILE if to == "diffusers" else f"{source.stem}.safetensors"
+        is_marked = not several or lora_files.EXPERT_NAMES[name] in file_name
+        path = out / (file_name if is_marked else f"{lora_files.EXPERT_NAMES[name]}_{file_name}")
         write_safetensors(path, tensors)
         check_written(tensors, [path], "convert")
         num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
@@ -111,8 +105,3 @@ def convert_lora(
         num_renamed = sum(tensor.name not in old_names for tensor in tensors)
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         result.summaries.append(ComponentSummary(path.name, num_read, len(tensors), num_renamed, num_bytes))
-
-
-def _file_name(source: Path, to: str, expert: str, several: bool) -> str:
-    name, stem = EXPERT_NAMES[expert], LORA_FILE if to == "diffusers" else f"{source.stem}.safetensors"
-    return f"{name}_{stem}" if several and name not in stem else stem

@@ -23,8 +23,7 @@ from wands.config.optimizer_kinds import is_hidden_matrix
 from wands.config.recipe import ModelConfig
 from wands.errors import CheckpointError
 from wands.files import publish, sync
-from wands.model.files.checkpoint_files import STATE_FILE, TrainState, list_steps, load_state, state_file
-from wands.model.files.fragment_files import STATE_METADATA
+from wands.model.files.checkpoint_files import TrainState, list_steps, load_state, state_file
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.model.freezing import is_trained
 from wands.train.engine_state import COUNTERS, MOMENTUM, Fragment, flat_momentum, state_tensors
@@ -57,7 +56,7 @@ def main(run: Path) -> None:
     for old in folder.glob("step_*.pickles"):
         if not old.with_suffix("").exists():  # the conversion was killed
             old.rename(old.with_suffix(""))
-    steps = [run] if (run / STATE_FILE).is_file() else list_steps(folder)
+    steps = list_steps(run)
     found = [(step, state) for step in steps if (state := load_state(step)).files and not state.hashes]
     if not found:
         raise CheckpointError(f"{run} contains no checkpoint of an earlier version of wands")
@@ -79,7 +78,7 @@ def _convert_step(step: Path, state: TrainState, out: Path) -> None:
         for rank in range(state.world_size if state.zero_stage else 1):
             tensors, values = _read_rank(step / part, state, rank, starts)
             name = f"{part}/{state_file(rank)}"
-            hashes[name] = write_safetensors(out / name, tensors, {STATE_METADATA: json.dumps(values)})
+            hashes[name] = write_safetensors(out / name, tensors, {"wands_state": json.dumps(values)})
     for name in state.files:
         if name.endswith(".safetensors"):  # the moving average
             shutil.copyfile(step / name, out / name)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from wands.commands.convert.pipeline_folder import build_stock
 from wands.encoders.components import WEIGHT_STEMS
@@ -40,7 +39,7 @@ class ComponentKind:
 
     signs: tuple[str, str]
     names: Callable[[Iterable[str], str], NameMap]
-    config: Callable[[Mapping[str, tuple[int, ...]], _Config, str], _Config]
+    config: Callable[[name_maps.Shapes, _Config, str], _Config]
     official_files: str = ""
     unused: tuple[str, ...] = ()
 
@@ -48,7 +47,7 @@ class ComponentKind:
 _DIT_KIND = ComponentKind(
     signs=("head.head.weight", "proj_out.weight"),
     names=lambda names, where: name_maps.DIT,
-    config=lambda shapes, config, where: official.dit_config(shapes, config, where=where),
+    config=official.dit_config,
     unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores this tensor too
 )
 KINDS: dict[str, ComponentKind] = {
@@ -130,8 +129,8 @@ def find_components(source: Path) -> list[SourceComponent]:
     ]
     components = components or _find_dits(source)
     if components and not (source / "model_index.json").is_file():
-        for name, kind in KINDS.items():
-            paths = sorted(source.glob(f"{kind.official_files}.*")) if kind.official_files else []
+        for name in WEIGHT_STEMS:
+            paths = sorted(source.glob(f"{KINDS[name].official_files}.*"))
             files = [path for path in paths if path.suffix in (*PICKLES, ".safetensors")]
             components += [SourceComponent(name, [file], None) for file in files[:1]]
     if not components:
@@ -238,15 +237,12 @@ def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     sources: dict[str, LazyTensor] = {}
     for name, value in stored.items():
         if ".attn.to_qkv." in name:
+            rows = value.shape[0] // 3
             for third, letter in enumerate("qkv"):
-                part = value.derived(value.name, partial(_take_third, third))
-                sources[name.replace("to_qkv", letter)] = part
+                cut = partial(torch.narrow, dim=0, start=third * rows, length=rows)
+                sources[name.replace("to_qkv", letter)] = value.derived(value.name, cut)
         elif name in name_maps.CLIP_RESHAPED:
             sources[name] = value.derived(value.name, torch.squeeze)
         else:
             sources[name] = value
     return sources
-
-
-def _take_third(third: int, value: Tensor) -> Tensor:
-    return value.chunk(3)[third]

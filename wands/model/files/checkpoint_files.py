@@ -1,29 +1,30 @@
 """Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
 
-One process can read a checkpoint that any number of ranks wrote.
+Each rank stored fragments (slices of the flattened parameters). One process can read a checkpoint that any number of ranks
+wrote, at any ZeRO stage.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import torch
 import xxhash
 from torch import Tensor
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import CheckpointError, one_line
 from wands.files import write_text
-from wands.model.files.fragment_files import AVERAGE_METADATA, STATE_METADATA, FragmentFiles
 from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LoraPair, LoraUpdate
+from wands.model.files.tensor_files import open_safetensors
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
@@ -109,6 +110,16 @@ class TrainState:
         """Return whether the model has two experts (DiTs for high and low noise). The run may train only one expert."""
         return self.recipe["model"].get("experts") is not None or len(self.parts) == 2
 
+    @property
+    def lora(self) -> LoraConfig | None:
+        """LoRA settings of the run that wrote the checkpoint; None for a full finetune."""
+        section = self.recipe.get("lora")
+        return None if section is None else LoraConfig.model_validate(section)
+
+    def has_average(self, part: str) -> bool:
+        """Return whether the checkpoint contains the moving average of the weights of the DiT `part`."""
+        return f"{part}/{average_file(0)}" in self.files
+
     def to_json(self) -> dict[str, Any]:
         """Return the state as a dict of plain values that `json.dump` can write, with a hash of these values."""
         values = asdict(self)
@@ -136,6 +147,23 @@ class Checkpoint(NamedTuple):
     folder: Path
     state: TrainState
 
+    def open_state(self, part: str) -> FragmentFiles:
+        """Return the files in which the ranks stored the training state of the DiT `part`."""
+        return FragmentFiles(self.folder / part, "state")
+
+    def check_average(self) -> None:
+        """Check that the checkpoint contains the moving average of the weights of every trained DiT.
+
+        Raises:
+            CheckpointError: if the moving average of a DiT is missing.
+        """
+        missing = [part for part in self.state.parts if not self.state.has_average(part)]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because the run "
+                "has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
+            )
+
 
 # ---- folders
 
@@ -145,10 +173,16 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def list_steps(folder: Path) -> list[Path]:
-    """Return the step folders (`step_*`) in a checkpoints folder, oldest first. A returned folder may be incomplete."""
+def list_steps(where: Path) -> list[Path]:
+    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first. They may be incomplete.
+
+    For a step folder, the list contains only this folder.
+    """
+    if (where / STATE_FILE).is_file():
+        return [where]
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     return sorted(
-        path for path in folder.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d{8}", path.name)
+        path for path in folder.glob("step_????????") if path.is_dir() and path.name[5:].isdecimal()
     )
 
 
@@ -263,6 +297,129 @@ def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Check
 # ---- weights
 
 
+class FragmentFiles:
+    """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
+
+    Any slice of a flattened parameter can be read, even if it is spread over several fragments.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        kind: "state" for the training state, "ema" for the moving average. The files are named `state_rank_*` or `ema_rank_*`,
+            and their metadata contains a JSON object under the key "wands_state" or "wands_ema".
+
+    Attributes:
+        headers: maps the path of each file to its JSON object. The entry "fragments" of the object maps a parameter name to
+            a list that starts with [start, shape]. start is the index of the fragment's first value in the flattened
+            parameter. shape is the shape of the whole parameter.
+        dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or was not written by `wands train`.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._where, self._pattern = f"checkpoint={folder.parent}", f"{kind}_rank_*"
+        self.headers: dict[Path, dict[str, Any]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in sorted(folder.glob(f"{self._pattern}.safetensors")):
+            with open_safetensors(path, self._where) as file:
+                try:
+                    self.headers[path] = json.loads(file.metadata()[f"wands_{kind}"])
+                except (TypeError, KeyError, ValueError):
+                    raise CheckpointError(
+                        f"{path} was not written by wands train, or was replaced (no wands_{kind} metadata); use another step_* "
+                        "folder of the run."
+                    ) from None
+                for name in file.keys():  # noqa: SIM118, not a dict
+                    if name not in self.dtypes and file.get_slice(name).get_shape():
+                        self.dtypes[name] = file.get_slice(name)[:0].dtype
+
+    def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
+        """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
+
+        Args:
+            section: entry of the headers with the fragments to join: "fragments" for trained parameters, "frozen" for frozen
+                parameters.
+            suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
+            excluded: names of parameters to leave out.
+
+        Returns:
+            A dict that maps the name of each parameter to an fp32 CPU tensor.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+        """
+        whole = {
+            name: torch.empty(place[1])
+            for header in self.headers.values()
+            for name, place in header[section].items()
+            if name not in excluded
+        }
+        self.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
+        return whole
+
+    @torch.no_grad()
+    def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Read slices of stored tensors into given tensors. Only one file is open at a time.
+
+        Args:
+            wanted: maps the name of a stored tensor to (start, flat tensor to fill). start is the index of the first value
+                to read. The number of values to read is the length of the flat tensor.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the files lack a requested value.
+        """
+        missing = {name: target.numel() for name, (_, target) in wanted.items()}
+        for path, header in self.headers.items():
+            places = {**header.get("frozen", {}), **header["fragments"]}
+            with open_safetensors(path, self._where) as file:
+                for name in wanted.keys() & set(file.keys()):
+                    values, (first, target) = file.get_slice(name), wanted[name]
+                    start = places[name if name in places else name.rpartition("/")[0]][0]
+                    low = max(first, start)
+                    high = min(first + target.numel(), start + values.get_shape()[0])
+                    if low < high:
+                        target[low - first : high - first] = values[low - start : high - start]
+                        missing[name] -= high - low
+        if incomplete := [name for name, numel in missing.items() if numel]:
+            raise CheckpointError(
+                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use another step_* folder of the run."
+            )
+
+    def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
+        """Read the tensors of one file whose names start with a prefix, and return them without the prefix in their names."""
+        with open_safetensors(path, self._where) as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
+            return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
+
+    def read_overlapping(
+        self, ranges: Mapping[str, tuple[int, int]]
+    ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
+        """Read the optimizer state of all stored fragments that overlap with given ranges of the flattened parameters.
+
+        Args:
+            ranges: maps the name of a parameter to (index of the first value, index after the last value) of a range.
+
+        Returns:
+            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each fragment. start is the
+            index of the fragment's first value. tensors maps the name of an optimizer state to its tensor.
+        """
+        found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
+        for path, header in self.headers.items():
+            with open_safetensors(path, self._where) as file:
+                keys: dict[str, list[str]] = {}
+                for key in file.keys():  # noqa: SIM118, not a dict
+                    keys.setdefault(key.rpartition("/")[0], []).append(key)
+                for name in ranges.keys() & header["fragments"].keys():
+                    start, (first, last) = header["fragments"][name][0], ranges[name]
+                    numel = file.get_slice(f"{name}/master").get_shape()[0]
+                    if start < last and first < start + numel:
+                        states = [key for key in keys[name] if key != f"{name}/master"]
+                        values = {key.rpartition("/")[2]: file.get_tensor(key).clone() for key in states}
+                        found[name].append((start, values))
+        return found
+
+
 def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
     """Read the fp32 weights of a trained DiT from a checkpoint, and join the ZeRO partitions that the ranks wrote.
 
@@ -283,16 +440,10 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
     checkpoint = find_checkpoint(where)
     folder, average = checkpoint.folder / part, dict[str, Tensor]()
     if ema:
-        check_average(*checkpoint)
+        checkpoint.check_average()
         average = load_average(folder)
-    files = FragmentFiles(folder, "state_rank_*", STATE_METADATA)
+    files = checkpoint.open_state(part)
     return average | files.join("fragments", "/master", average) | files.join("frozen", "/frozen", average)
-
-
-def lora_of(state: TrainState) -> LoraConfig | None:
-    """Return the LoRA settings of the run that wrote a checkpoint, or None for a full finetune."""
-    section = state.recipe.get("lora")
-    return None if section is None else LoraConfig.model_validate(section)
 
 
 def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
@@ -310,7 +461,7 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
         CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
             average.
     """
-    lora = lora_of(find_checkpoint(where).state)
+    lora = find_checkpoint(where).state.lora
     assert lora is not None, f"{where} belongs to a run without LoRA"
     return lora_pairs(load_exported_state(where, part, ema), lora)
 
@@ -343,7 +494,7 @@ def load_full_weights(
         ConfigError: if the base model does not exist, or a LoRA does not fit the base model.
     """
     state = find_checkpoint(where).state
-    if lora_of(state) is None:
+    if state.lora is None:
         return load_exported_state(where, part, ema)
     expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
     model = state.recipe["model"]
@@ -370,25 +521,6 @@ def average_file(rank: int) -> str:
     return f"ema_rank_{rank:05d}.safetensors"
 
 
-def has_average(state: TrainState, part: str) -> bool:
-    """Return whether a checkpoint contains the moving average of the weights of the DiT `part`."""
-    return f"{part}/{average_file(0)}" in state.files
-
-
-def check_average(checkpoint: Path, state: TrainState) -> None:
-    """Check that a checkpoint contains the moving average of the weights of every trained DiT.
-
-    Raises:
-        CheckpointError: if the moving average of a DiT is missing.
-    """
-    missing = [part for part in state.parts if not has_average(state, part)]
-    if missing:
-        raise CheckpointError(
-            f"checkpoint={checkpoint} contains no moving average (no file {missing[0]}/{average_file(0)}), because the run has "
-            "no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
-        )
-
-
 def state_file(rank: int) -> str:
     """Return the name of the file in which a rank stores its part of the weights and of the optimizer's state."""
     return f"state_rank_{rank:05d}.safetensors"
@@ -408,4 +540,4 @@ def load_average(folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
     """
-    return FragmentFiles(folder, "ema_rank_*", AVERAGE_METADATA).join("fragments", "")
+    return FragmentFiles(folder, "ema").join("fragments", "")

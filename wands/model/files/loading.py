@@ -27,24 +27,16 @@ from torch import Tensor, nn
 
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_json_object
+from wands.model.files import official
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
-from wands.model.files.official import (
-    DIFFUSERS_CLASS,
-    DIT_STEM,
-    EXPERT_FOLDERS,
-    OFFICIAL_CLASS,
-    boundary_of,
-    dit_config,
-    find_expert,
-)
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
 from wands.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
-WEIGHTS_NAME = f"{DIT_STEM}.safetensors"
+WEIGHTS_NAME = f"{official.DIT_STEM}.safetensors"
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 
 
@@ -98,14 +90,14 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     file = fetch_model(path, key=key, allow=["model_index.json"]) / "model_index.json"
     if file.is_file():
         return read_json_object(file, label=f"{key}={path}: {file}")
-    allow = [f"{folder}/config.json" for folder in EXPERT_FOLDERS.values()]
+    allow = [f"{folder}/config.json" for folder in official.EXPERT_FOLDERS.values()]
     root = fetch_model(path, key=key, allow=allow)
-    low_noise = find_expert(root, EXPERTS[1])
+    low_noise = official.find_expert(root, EXPERTS[1])
     if low_noise is None:
         return {}
     file = low_noise / "config.json"
-    boundary = boundary_of(read_json_object(file, label=f"{key}={path}: {file}"))
-    return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", DIFFUSERS_CLASS]}
+    boundary = official.boundary_of(read_json_object(file, label=f"{key}={path}: {file}"))
+    return {"boundary_ratio": boundary, EXPERTS[1]: ["diffusers", official.DIFFUSERS_CLASS]}
 
 
 def load_transformer(
@@ -207,7 +199,7 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
         CheckpointError: if the weights are damaged.
     """
     folder = _find_folder(path, subfolder, _MODEL_FILES, "model.path")
-    return sample_digest(find_weights(folder, DIT_STEM), f"model.path={path}")
+    return sample_digest(find_weights(folder, official.DIT_STEM), f"model.path={path}")
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
@@ -218,11 +210,11 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
         return folder
     if subfolder in EXPERTS:
         # Download the weights too, because their shapes contain numbers that an official config leaves out.
-        files = [f"{EXPERT_FOLDERS[subfolder]}/*"]
-        files += ["config.json", f"{DIT_STEM}*"] if subfolder == EXPERTS[0] else []
-        official = find_expert(fetch_model(path, key=key, allow=files), subfolder)
-        if official is not None:
-            return official
+        files = [f"{official.EXPERT_FOLDERS[subfolder]}/*"]
+        files += ["config.json", f"{official.DIT_STEM}*"] if subfolder == EXPERTS[0] else []
+        expert_folder = official.find_expert(fetch_model(path, key=key, allow=files), subfolder)
+        if expert_folder is not None:
+            return expert_folder
     raise ConfigError(
         f"{key}={path} has no {Path(subfolder) / 'config.json'}. Set {key} to a Wan pipeline in diffusers layout, or to an "
         "official Wan repository."
@@ -233,10 +225,11 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     config = read_json_object(file, label=f"{where}: {file}")
     class_name = config.get("_class_name")
-    if class_name == OFFICIAL_CLASS:
-        return dit_config(TensorFiles(find_weights(folder, DIT_STEM), where).shapes, config, where=where)
-    if class_name != DIFFUSERS_CLASS:
-        raise ConfigError(f"{where} contains a {class_name}, not a {DIFFUSERS_CLASS}. Use a Wan model.")
+    if class_name == official.OFFICIAL_CLASS:
+        files = TensorFiles(find_weights(folder, official.DIT_STEM), where)
+        return official.dit_config(files.shapes, config, where)
+    if class_name != official.DIFFUSERS_CLASS:
+        raise ConfigError(f"{where} contains a {class_name}, not a WanTransformer3DModel. Use a Wan model.")
     return config
 
 
@@ -277,7 +270,7 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Call
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
     """
-    paths = find_weights(folder, DIT_STEM)
+    paths = find_weights(folder, official.DIT_STEM)
     if not paths:
         raise CheckpointError(
             f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Use a complete pipeline, or train from "

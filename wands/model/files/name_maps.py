@@ -24,6 +24,9 @@ EXPERTS = ("transformer", "transformer_2")
 COMFYUI_DIT = "model.diffusion_model."
 COMFYUI_LORA = "diffusion_model."
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""Maps the name of a tensor to its shape."""
+
 
 @dataclass(frozen=True)
 class NameMap:
@@ -141,7 +144,6 @@ CLIP_RESHAPED = ("visual.cls_embedding", "visual.pos_embedding")
 CLIP_UNUSED = ("textual.", "visual.head", "log_scale")
 """Tensors of the official CLIP file that transformers' `CLIPVisionModel` does not have."""
 
-_VAE_LEVELS = 4
 _VAE_RESIDUAL = {
     **{"residual.0": "norm1", "residual.2": "conv1", "residual.3": "norm2", "residual.6": "conv2"},
     "shortcut": "conv_shortcut",
@@ -198,7 +200,7 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
         for index in (0, 1):
             add(f"{half}.middle.{2 * index}", f"{half}.mid_block.resnets.{index}", _VAE_RESIDUAL)
         count = num_res_blocks + (half == "decoder")
-        for level, index in itertools.product(range(_VAE_LEVELS), range(count + 1)):
+        for level, index in itertools.product(range(4), range(count + 1)):
             flat, is_residual = level * (count + 1) + index, index < count
             old = f"{half}.{way}samples." + (f"{level}.{way}samples.{index}" if nested else f"{flat}")
             new = f"{half}.{way}_blocks."
@@ -261,9 +263,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
     return renamed
 
 
-def check_fit(
-    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str
-) -> None:
+def check_fit(found: Shapes, wanted: Shapes, where: str) -> None:
     """Check that the tensors in files have the names and shapes of a model's parameters.
 
     Args:

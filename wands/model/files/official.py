@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import CheckpointError
-from wands.model.files.name_maps import EXPERTS, vae_structure
+from wands.model.files.name_maps import EXPERTS, Shapes, vae_structure
 from wands.variants import DiTShape, Variant
 
 OFFICIAL_CLASS = "WanModel"
@@ -53,8 +53,6 @@ LATENTS_22 = {
 values of the Wan 2.1 VAE (16 channels).
 """
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def find_expert(root: Path, expert: str) -> Path | None:
     """Return the folder of a DiT in an official repository, or None if the repository has no such DiT.
@@ -82,22 +80,19 @@ def boundary_of(official_config: Mapping[str, Any]) -> float:
     return _BOUNDARY.get(official_config.get("model_type", ""), _BOUNDARY["t2v"])
 
 
-def dit_config(
-    shapes: Shapes, official_config: Mapping[str, Any] | None = None, *, where: str
-) -> dict[str, Any]:
+def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the diffusers config of a DiT whose weights have official names.
 
     Args:
         shapes: maps official names of the weights to their shapes.
-        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. None uses the
-            values of the published models.
+        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. For a missing key,
+            the value of the published models is used.
         where: name of the files for error messages.
 
     Raises:
         CheckpointError: if a weight that every Wan DiT has is missing, the number of heads is unknown, or the config
             contradicts the shapes.
     """
-    known = official_config or {}
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
         sizes: dict[str, Any] = {
@@ -112,7 +107,7 @@ def dit_config(
         raise CheckpointError(
             f"{where} has no tensor {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
         ) from None
-    num_heads = known.get("num_heads") or dim // HEAD_DIM
+    num_heads = official_config.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
         raise CheckpointError(
             f"{where}: the model's width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. "
@@ -124,15 +119,15 @@ def dit_config(
     config = shape.to_config() | {
         "_class_name": DIFFUSERS_CLASS,
         "cross_attn_norm": "blocks.0.norm3.weight" in shapes,
-        "eps": known.get("eps", 1e-6),
+        "eps": official_config.get("eps", 1e-6),
         "qk_norm": "rms_norm_across_heads" if "blocks.0.self_attn.norm_q.weight" in shapes else None,
         "rope_max_seq_len": 1024,
     }
     expected = {old: config[new] for old, new in _SAME.items()} | {"dim": dim}
     differing = [
-        f"{key}={known[key]} (the weights have {value})"
+        f"{key}={official_config[key]} (the weights have {value})"
         for key, value in expected.items()
-        if known.get(key, value) != value
+        if official_config.get(key, value) != value
     ]
     if differing:
         raise CheckpointError(

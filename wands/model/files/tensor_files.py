@@ -264,11 +264,8 @@ def write_safetensors(
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        kind = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape)}
+        header[tensor.name] = {**kind, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest = xxhash.xxh3_128()
