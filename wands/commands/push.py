@@ -97,9 +97,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
         log.warning("these files are not part of a model and are left out: %s", ", ".join(left_out))
     if options.dry_run:
         return f"dry run: nothing was sent to {options.repo_id}"
-    hub = open_repository(
-        connect(options.repo_id, token, options.endpoint), public=options.public, revision=options.revision
-    )
+    hub = connect(options.repo_id, token, options.endpoint)
+    hub = open_repository(hub, public=options.public, revision=options.revision)
     url = f"{hub.api.endpoint}/{hub.repo_id}"
     _write_card(directory, hub, record, contents)
     kind = "LoRA" if contents.loras else "pipeline"
@@ -183,7 +182,7 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
     if training is not None:
         from wands.model.files.checkpoint_files import find_checkpoint
 
-        step_dir, state = find_checkpoint(Path(training))
+        step_dir, state = find_checkpoint(training)
         record = {key: getattr(state, key) for key in ("base", "step", "variant", "recipe", "loss")}
         record["data"] = {**state.data_summary, "fingerprint": state.data_fingerprint}
         record["checkpoint"] = step_dir.name

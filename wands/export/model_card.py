@@ -32,7 +32,6 @@ SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
 DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
 _TEMPLATE = Path(__file__).with_name("model_card_template.md")
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,6 @@ def build_card(
         head,
         template_path=str(_TEMPLATE),
         marker=MARKER,
-        title=repo_id.split("/")[-1],
-        variant_name=name,
         record=record,
         experts=[expert for expert in variant.experts if expert.name and expert.subfolder in parts],
         lora_settings=(recipe or {}).get("lora"),
@@ -150,15 +147,13 @@ def build_card(
         strips_file=STRIPS_FILE if (directory / STRIPS_FILE).is_file() else "",
         recipe=recipe and yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True),
         repo_id=repo_id,
-        base=base_id or last_part(base) or "the base model",
         source="base" if loras else "repo",
         loras=loras,
         class_name=class_name,
         images=images,
         with_clip=bool(images) and "clip" in variant.conditions,
-        takes_first_frame="first_frame" in variant.conditions,
-        dtype=_DTYPES.get(str(record.get("dtype")), "bfloat16"),
-        fps=variant.fps,
+        dtype="float32" if record.get("dtype") == "fp32" else "bfloat16",
+        variant=variant,
     )
     return redact(f"{card}\n")
 

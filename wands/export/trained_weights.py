@@ -26,8 +26,8 @@ def write_transformer(
     weights: Mapping[str, Tensor],
     config: Mapping[str, Any],
     folder: Path,
-    dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = 5 * 10**9,
+    dtype: torch.dtype,
+    max_shard_bytes: int,
 ) -> None:
     """Write one DiT as a diffusers folder, and check the folder.
 

@@ -84,9 +84,8 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         )
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
-        root = Path(source)
-        if not root.is_file():
-            root = fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
+        is_file = Path(source).is_file()
+        root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
         loras = find_loras(root)
         if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"

@@ -164,13 +164,12 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
     Raises:
         CheckpointError: if the VAE has no downsampling layer, so that it is not a Wan VAE.
     """
-    names = list(names)
-    nested = any(".downsampler." in name or ".downsamples.0.downsamples." in name for name in names)
+    text = "\n".join(names)
+    nested = ".downsampler." in text or ".downsamples.0.downsamples." in text
     # The first resampling layer follows the residual blocks of its level.
-    pattern = r"encoder\.down(?:sample|_block)s\.(?:0\.downsamples\.)?(\d+)\.resample\."
-    resamplers = [int(match[1]) for name in names if (match := re.match(pattern, name))]
-    pattern = r"encoder\.down_blocks\.0\.resnets\.(\d+)\."
-    resnets = {match[1] for name in names if (match := re.match(pattern, name))}
+    pattern = r"(?m)^encoder\.down(?:sample|_block)s\.(?:0\.downsamples\.)?(\d+)\.resample\."
+    resamplers = [int(number) for number in re.findall(pattern, text)]
+    resnets = set(re.findall(r"(?m)^encoder\.down_blocks\.0\.resnets\.(\d+)\.", text))
     if not resamplers and not resnets:
         raise CheckpointError(
             f"{where} is not a Wan VAE, because it has no downsampling layer. Use the VAE of Wan 2.1 or 2.2."
