@@ -92,10 +92,8 @@ def export(options: ExportOptions) -> Path:
         write_hashes(partial)
         run, kind = read_run(step_dir.parent.parent), "ema" if options.ema else "raw"
         record = _record(step_dir, state, base, options)
-        measured = [
-            row for row in run["evaluations"][kind] if row["step"] <= state.step and "held_out" in row
-        ]
-        record["held_out"] = [(row["step"], row["held_out"]) for row in measured]
+        past = (row for row in run["evaluations"][kind] if row["step"] <= state.step and "held_out" in row)
+        record["held_out"] = [(row["step"], row["held_out"]) for row in past]
         if strips := sample_strips(run, kind, state.step):
             rows = [SheetRow(label, [frames]) for label, frames in strips.items()]
             save_contact_sheet(partial / STRIPS_FILE, rows, frames_per_row=6)

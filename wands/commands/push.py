@@ -41,15 +41,9 @@ from wands.texts import hide_secrets, is_local, without_paths
 log = logging.getLogger(__name__)
 
 _UPLOADED = (
-    *(
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "model_index.json",
-        "*config.json",
-        model_card.RECORD_FILE,
-    ),
+    *("*.safetensors", "*.safetensors.index.json", "model_index.json", "*config.json"),
     *("*.model", "tokenizer.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("README.md", "README.txt", "LICENSE*", "NOTICE*", model_card.SAMPLES_FILE),
+    *("README.md", "README.txt", "LICENSE*", "NOTICE*", model_card.SAMPLES_FILE, model_card.RECORD_FILE),
     *("*.mp4", "*.webm", "*.gif", "*.png", "*.jpg", "*.jpeg", "*.webp"),
 )
 """Patterns for the names of the files that are uploaded."""

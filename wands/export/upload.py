@@ -69,7 +69,8 @@ class Hub:
             cause: BaseException = error
             while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
                 cause = cause.__cause__  # the Hub client wraps the error of a file upload
-            status, text = _status(cause), self._text(cause)
+            status = _status(cause)
+            text = self._text(cause, status)
             is_network = isinstance(cause, network_errors)
             transient = status in (408, 429) or status >= 500 if status else is_network
             if not waits or not transient:
@@ -79,11 +80,10 @@ class Hub:
         time.sleep(waits[0])
         return self.call(action, request, waits[1:])
 
-    def _text(self, error: BaseException) -> str:
+    def _text(self, error: BaseException, status: int | None) -> str:
         """Return an error as one short line. If the error contains the token, stars replace the token."""
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)
-        status = _status(error)
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"
 
     def _explain(self, action: str, text: str, status: int | None, is_network: bool) -> str:

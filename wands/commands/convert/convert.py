@@ -1,4 +1,4 @@
-"""`wands convert`: write a model in the file layout of another program, and compare the result with the source.
+"""`wands convert`: write a model or a LoRA in the file layout of another program, and compare the result with the source.
 
 All tensors of the result and the source must be equal bit for bit. The DiTs of the result and the source must also
 give equal outputs in a forward pass.
@@ -16,27 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wands.commands.convert.convert_result import (
-    ComponentSummary,
-    ConvertResult,
-    compare_forwards,
-    stock_names,
-)
-from wands.commands.convert.lora_layouts import convert_lora, find_loras
+from wands.commands.convert.convert_result import ConvertResult, compare_forwards, stock_names
 from wands.commands.convert.old_checkpoint import convert_run
 from wands.commands.convert.pipeline_folder import build_stock, copy_path, write_pipeline, write_stock_config
 from wands.commands.convert.source_components import SourceComponent, find_components, map_component
 from wands.config.options import ConvertOptions
 from wands.encoders.components import WEIGHT_STEMS
-from wands.errors import ConfigError
+from wands.errors import CheckpointError, ConfigError
 from wands.export.base_pipeline import check_base
 from wands.files import atomic_folder
-from wands.model.files import official
+from wands.model.files import lora_files, official
 from wands.model.files.hashes import write_hashes
 from wands.model.files.hub import fetch_model
-from wands.model.files.lora_files import EXPERT_NAMES
-from wands.model.files.name_maps import EXPERTS
-from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors, write_sharded
+from wands.model.files.name_maps import EXPERTS, shorten
+from wands.model.files.tensor_files import (
+    LazyTensor,
+    TensorFiles,
+    check_written,
+    write_safetensors,
+    write_sharded,
+)
 from wands.model.weight_dtypes import stock_dtype
 from wands.variants import Variant, variant_of
 
@@ -86,14 +85,14 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
     with atomic_folder(result.out) as unfinished:
         is_file = Path(source).is_file()
         root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
-        loras = find_loras(root)
+        loras = _find_loras(root)
         if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"
             raise ConfigError(
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
         for expert, path in loras.items():
-            convert_lora(path, unfinished, result, options.to, _DTYPES[options.dtype], expert)
+            _convert_lora(path, unfinished, result, options.to, _DTYPES[options.dtype], expert)
         if not loras and options.to == "musubi":
             raise ConfigError(
                 f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
@@ -103,6 +102,105 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
             ModelConversion(options, options.to, root, unfinished, rest, result).run()
         write_hashes(unfinished)
     return result
+
+
+# ---- LoRAs
+
+
+def _find_loras(root: Path) -> dict[str | None, Path]:
+    """Find the LoRA files in the source of a conversion.
+
+    Args:
+        root: file or folder that the user wants to convert.
+
+    Returns:
+        {None: file} for a single LoRA. {expert: file} for a folder that contains a LoRA for each expert, where the
+        expert is "transformer" or "transformer_2". {} if the source is not a LoRA.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+        ConfigError: if a folder has several files that could be the LoRA of an expert, or has LoRAs of experts and
+            further safetensors files.
+    """
+    names = (lora_files.LORA_FILE, lora_files.PEFT_FILE)
+    usual = [root] if root.is_file() else [root / name for name in names]
+    files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
+    if not files and not (root / "model_index.json").is_file():
+        experts = lora_files.experts_in(root)
+        files = {expert: lora_files.find_lora_file(root, "SOURCE", expert) for expert in experts}
+    for path in files.values():
+        if not lora_files.is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
+            return {}
+    others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
+    if files and others:
+        raise ConfigError(
+            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which belongs to no expert. Move "
+            f"{others[0].name} out of the folder, or set SOURCE to a single file."
+        )
+    return files
+
+
+def _convert_lora(
+    source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
+) -> None:
+    """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
+
+    If the file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
+
+    Args:
+        source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
+        out: existing folder for the new files.
+        result: receives a summary of each new file, and notes for the user.
+        to: "diffusers", "official", "comfyui" or "musubi".
+        dtype: dtype of the new files; None keeps the dtype of the source.
+        expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
+
+    Raises:
+        CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or contains full (not
+            low-rank) changes of parameters, which the layout `to` cannot store. Also if values read back from a
+            written file differ from the values in `source`.
+    """
+    files = TensorFiles([source], f"SOURCE {source}")
+    loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
+    if expert is not None:
+        update = lora_files.update_of(loras, expert)
+        if update is None:
+            raise CheckpointError(
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
+                f"to a LoRA for {expert}. Set SOURCE to {source}; wands then ignores the names of file and folder."
+            )
+        loras = {expert: update}
+    several = expert is not None or len(loras) > 1
+    for name, update in loras.items():
+        pairs, differences = update.pairs, update.differences
+        if differences and to not in ("official", "comfyui"):
+            raise CheckpointError(
+                f"SOURCE {source} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
+                f"which a LoRA file of --to {to} cannot contain. Use --to comfyui."
+            )
+        state = sorted(lora_files.lora_tensors(pairs, to, differences).items())
+        # alpha stays fp32
+        tensors = [LazyTensor.of(key, value, dtype if value.ndim else None) for key, value in state]
+        file_name = lora_files.LORA_FILE if to == "diffusers" else f"{source.stem}.safetensors"
+        is_marked = not several or lora_files.EXPERT_NAMES[name] in file_name
+        path = out / (file_name if is_marked else f"{lora_files.EXPERT_NAMES[name]}_{file_name}")
+        write_safetensors(path, tensors)
+        check_written(tensors, [path], "convert")
+        num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
+        if num_folded and to != "musubi":
+            result.notes.append(
+                f"{path.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
+            )
+        if several and name == EXPERTS[1] and to == "diffusers":
+            result.notes.append(
+                f"load {path.name} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
+            )
+        num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
+        num_renamed = sum(tensor.name not in old_names for tensor in tensors)
+        result.add_summary(path.name, num_read, tensors, num_renamed)
+
+
+# ---- models
 
 
 @dataclass
@@ -168,8 +266,8 @@ class ModelConversion:
         check_written(tensors, paths, "convert")
         forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
         renamed = sum(source.name != name for name, source in sources.items())
-        counts = (len(mapping.stored), len(tensors), renamed, sum(tensor.num_bytes for tensor in tensors))
-        self.result.summaries.append(ComponentSummary(component.name, *counts, mapping.unused, forward))
+        details = {"unused": mapping.unused, "forward": forward}
+        self.result.add_summary(component.name, len(mapping.stored), tensors, renamed, **details)
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
         index: dict[str, Any] = {}
@@ -192,7 +290,7 @@ class ModelConversion:
         if name in EXPERTS and self.to == "official":
             return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
-            suffix = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
+            suffix = f"_{lora_files.EXPERT_NAMES[name]}" if self.two_experts else ""
             return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
         has_vae_22 = config.get("z_dim") == len(official.LATENTS_22["latents_mean"])
         files = {

@@ -67,6 +67,21 @@ class ConvertResult:
     summaries: list[ComponentSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def add_summary(
+        self, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **details: Any
+    ) -> None:
+        """Add the summary of a component or LoRA file.
+
+        Args:
+            name: name of the component or file.
+            read: number of tensors in the source.
+            tensors: the written tensors.
+            renamed: number of written tensors whose name differs from the name in the source.
+            details: further fields of `ComponentSummary`.
+        """
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        self.summaries.append(ComponentSummary(name, read, len(tensors), renamed, num_bytes, **details))
+
     def __str__(self) -> str:
         notes = (f"note: {note}" for note in self.notes)
         return "\n".join([*map(str, self.summaries), *notes, str(self.out)])

@@ -205,10 +205,8 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
     by_stock_name = {new: sources[old] for new, old in stock_names.items()}
     by_official_name = {new: by_stock_name[old] for new, old in official_names.items()}
     has_config = given.get("_class_name") == official.DIFFUSERS_CLASS if is_dit else not is_official
-    config = dict(given)
-    if not has_config:
-        whole = stored if is_official else by_official_name
-        config = kind.config({name: value.shape for name, value in whole.items()}, given, where)
+    shapes = {name: value.shape for name, value in (stored if is_official else by_official_name).items()}
+    config = given if has_config else kind.config(shapes, given, where)
     parameters = build_stock(component.name, config).named_parameters()
     # Some releases of transformers put a prefix in front of CLIP's names. Every release reads both kinds of names.
     found, expected = (

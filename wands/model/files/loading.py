@@ -38,6 +38,7 @@ from wands.variants import VARIANTS, Variant
 logger = logging.getLogger(__name__)
 WEIGHTS_NAME = f"{official.DIT_STEM}.safetensors"
 _MODEL_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
+_Make = Callable[[str, tuple[int, ...]], Tensor]
 
 
 def load_config(
@@ -143,14 +144,9 @@ def load_transformer(
     config = _read_config(where, folder) if folder else load_config(path, subfolder, key=key)
     model = build_empty(config)
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    fill = partial(_fill, model, merge, storage, zero_init_context)
+    make = _open_weights(where, folder, model) if folder else partial(_initial_value, seed=seed)
     with _freed_is_returned():
-        if folder is None:
-            fill(lambda name, shape: _initial_value(name, shape, seed))
-        else:
-            read = _open_weights(where, folder, model)
-            # Cast to fp32 before merging, because bf16 would lose a small update.
-            fill(lambda name, _: read(name).to(torch.float32))
+        _fill(model, make, merge, storage, zero_init_context)
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 
@@ -256,7 +252,7 @@ def _freed_is_returned() -> Iterator[None]:
         mallopt(trim_threshold, 64 * kib * kib)
 
 
-def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Callable[[str], Tensor]:
+def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Make:
     """Find the weights of a DiT and check that their names and shapes fit the model.
 
     Args:
@@ -265,7 +261,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Call
         model: the DiT.
 
     Returns:
-        A function that takes a diffusers parameter name, and reads and returns its tensor.
+        A function that takes a diffusers parameter name and a shape, ignores the shape, and reads the tensor of the parameter.
+        It returns fp32, because a later merge in bf16 would lose a small update.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.
@@ -283,24 +280,24 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> Call
     stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_fit(stored, expected, where)
-    return lambda name: files.read(stored_names[name])
+    return lambda name, _: files.read(stored_names[name]).to(torch.float32)
 
 
 def _fill(
     model: PackedWanTransformer,
+    make: _Make,
     merge: Callable[[str, Tensor], Tensor],
     storage: WeightDtypePolicy,
     zero_init_context: Any,
-    make: Callable[[str, tuple[int, ...]], Tensor],
 ) -> None:
     """Give each parameter of a DiT its values. Under ZeRO-3, partition each parameter as soon as it has values.
 
     Args:
         model: DiT on the meta device.
+        make: function that gets a parameter's name and shape, and returns the value that is passed to `merge`.
         merge: function that gets a parameter's name and value, and returns the value to store.
         storage: policy that chooses the dtype in which each parameter is stored.
         zero_init_context: `deepspeed.zero.Init(...)`. With None, no parameter is partitioned.
-        make: function that gets a parameter's name and shape, and returns the value that is passed to `merge`.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
