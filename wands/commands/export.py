@@ -113,18 +113,19 @@ def _bytes_of(size: str) -> int:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of a run can be found, if the user gives no --base.
+    """Check that the base model of an older checkpoint can be found. Newer checkpoints need no check.
 
-    Older checkpoints store `model.path` as the user typed it. A relative path then works only in the folder in which
-    the training was started.
+    Older checkpoints store `model.path` as the user typed it, so a relative path is valid only in the folder in which the
+    training was started.
 
     Raises:
-        ConfigError: if an older checkpoint names a base model that is not a folder on this machine.
+        ConfigError: if the stored path is not a folder on this machine. It may be a Hub id, but older checkpoints do not record
+            this.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
-            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here, and this older checkpoint does "
-            "not record whether it is a Hub id; set --base to the folder or Hub id of the base model."
+            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here, and may be a relative path or a "
+            "Hub id, because this older checkpoint does not record which; set --base to the folder or Hub id of the base model."
         )
 
 

@@ -16,7 +16,7 @@ from wands.files import read_json_object
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that the pipeline given as --base belongs to the same model as a DiT.
+    """Check that a DiT can replace the DiT of the pipeline --base: the configs and the numbers of experts must be equal.
 
     The new pipeline consists of the DiT and the frozen models of --base. Config keys that start with "_" and keys that
     a config of --base lacks are not compared.

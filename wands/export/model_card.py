@@ -31,8 +31,6 @@ STRIPS_FILE = "samples_during_training.png"  # written by `wands export`
 SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
 DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
-_TEMPLATE = Path(__file__).with_name("model_card_template.md")
-
 
 @dataclass(frozen=True)
 class LoraFile:
@@ -40,8 +38,9 @@ class LoraFile:
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: one pair (prefix, DiT) for each DiT that has keys in the file. prefix is the first word of the DiT's keys in
-            the file. DiT is "transformer" or "transformer_2", the part of the pipeline that loads these keys.
+        targets: one pair (prefix, part) for each DiT that the file has a LoRA for. Keys that start with prefix and a dot, such
+            as "transformer.", are for this DiT. part is the component of the pipeline that loads these keys: "transformer" or
+            "transformer_2".
     """
 
     name: str
@@ -133,7 +132,7 @@ def build_card(
     recipe = record.get("recipe")
     card = ModelCard.from_template(
         head,
-        template_path=str(_TEMPLATE),
+        template_path=str(Path(__file__).with_name("model_card_template.md")),
         marker=MARKER,
         record=record,
         experts=[expert for expert in variant.experts if expert.name and expert.subfolder in parts],

@@ -105,7 +105,8 @@ def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
 def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write the LoRA of one DiT to two files, one with the keys of diffusers and one with the keys of ComfyUI.
 
-    Both files are read back and compared with the LoRA. The written lora_B contains the scale alpha / rank.
+    Both files are read back and compared with the LoRA. The written lora_B is multiplied by the scale
+    alpha / rank, so a program that loads a file needs no alpha.
 
     Args:
         pairs: maps a diffusers module name to the LoRA of the module. All LoRAs have the same rank.

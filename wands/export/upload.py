@@ -34,7 +34,6 @@ the Hub is reported soon.
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
 _AGAIN = "run the same command again: files that were uploaded are not sent twice"
-_XET_STATUS = re.compile(r"HTTP status (?:client|server) error \((\d{3})")
 
 
 @dataclass(frozen=True)
@@ -180,5 +179,5 @@ def _status(error: BaseException) -> int | None:
     if response is not None:
         return response.status_code
     # The errors of a Xet transfer contain the status only in their text.
-    match = _XET_STATUS.search(str(error))
+    match = re.search(r"HTTP status (?:client|server) error \((\d{3})", str(error))
     return int(match[1]) if match else None

@@ -166,8 +166,8 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs "
-                f"to a LoRA for {expert}. Set SOURCE to {source}; wands then ignores the names of file and folder."
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs to "
+                f"a LoRA for {expert}. To ignore these names, set SOURCE to the file {source} instead of its folder."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -350,9 +350,9 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Copy the tokenizer, and the files of the official layout that the conversion did not write, to the result.
+        """Complete a result in the official layout: copy the tokenizer and the model files that the conversion did not write.
 
-        The tokenizer comes from the source `root`. A file that `root` lacks comes from the base model `rest`.
+        They are copied from the source `root`. Files that `root` lacks are copied from the base model `rest`.
         """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)

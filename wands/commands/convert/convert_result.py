@@ -126,7 +126,16 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     old_names = stock_names(source.name for source in mapping.sources.values())
     before = {old_names[source.name]: source for source in mapping.sources.values()}
     after = {new_names[name]: tensor for name, tensor in TensorFiles(files, "convert").tensors.items()}
-    first, second = (_forward(mapping.config, dtypes, stored) for stored in (before, after))
+
+    def forward(stored: Mapping[str, LazyTensor]) -> Tensor:
+        with init_empty_weights(include_buffers=False):
+            model = WanTransformer3DModel.from_config(mapping.config).eval()
+        # Allocate new tensors, because the alignment of a tensor in memory can change the summation order of a kernel.
+        state = {name: stored[name].read().to(dtypes[name]) for name, _ in model.named_parameters()}
+        model.load_state_dict(state, assign=True)
+        return stock_forward(model, dtypes["patch_embedding.weight"])
+
+    first, second = forward(before), forward(after)
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
             "convert: the output of the converted DiT differs from the output of SOURCE's DiT. Report this error with the "
@@ -135,14 +144,3 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     if not torch.isfinite(first).all():
         return "the DiT's output in a forward pass is unchanged, but not finite: the model has diverged"
     return "the DiT's output in a forward pass of diffusers is unchanged"
-
-
-def _forward(
-    config: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], stored: Mapping[str, LazyTensor]
-) -> Tensor:
-    with init_empty_weights(include_buffers=False):
-        model = WanTransformer3DModel.from_config(config).eval()
-    # Allocate new tensors, because the alignment of a tensor in memory can change the summation order of a kernel.
-    state = {name: stored[name].read().to(dtypes[name]) for name, _ in model.named_parameters()}
-    model.load_state_dict(state, assign=True)
-    return stock_forward(model, dtypes["patch_embedding.weight"])

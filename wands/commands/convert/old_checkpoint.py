@@ -106,9 +106,8 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
     stage = state.zero_stage
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
     model = _load(folder, f"{prefix}mp_rank_00_model_states.pt")
-    zero = {}
-    if stage:
-        zero = _load(folder, f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    optim_states = f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    zero = _load(folder, optim_states)["optimizer_state_dict"] if stage else {}
     module = model["module"] if stage != 3 else {}
     model_config = ModelConfig.model_validate(state.recipe["model"])
     trains = partial(is_trained, trainable=model_config.trainable, frozen=model_config.freeze)
@@ -137,12 +136,11 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         if stage >= 2:
             stored, shapes = model["frozen_param_fragments"], model["frozen_param_shapes"]
         else:
-            stored = {name: value for name, value in module.items() if not trains(name)}
-            shapes = {name: value.shape for name, value in stored.items()}
+            stored, shapes = {name: value for name, value in module.items() if not trains(name)}, {}
         for name, value in stored.items():
-            start = value.numel() * rank if stage == 3 else 0
-            numel = max(min(value.numel(), math.prod(shapes[name]) - start), 0)
-            frozen.append(Fragment(name, start, numel, list(shapes[name]), value))
+            start, shape = value.numel() * rank if stage == 3 else 0, list(shapes.get(name, value.shape))
+            numel = max(min(value.numel(), math.prod(shape) - start), 0)
+            frozen.append(Fragment(name, start, numel, shape, value))
     if stage in (1, 2) and not (state.ds_config and offloads_optimizer(state.ds_config)):
         for number, group in enumerate(optimizer["param_groups"]):
             values, own = optimizer["state"].get(number, {}), [f for f in fragments if f.flat == number]
@@ -169,7 +167,7 @@ def _partitions(
 
     Args:
         shapes: for each parameter group, the shapes of its parameters by name.
-        flats: flat tensors with this rank's values of all parameters, in the order of `shapes`.
+        flats: flat tensors that together contain this rank's values of all parameters, in the order of `shapes`.
         rank: rank whose fragments are returned.
         world_size: number of ranks.
     """

@@ -29,9 +29,9 @@ class ComponentKind:
         signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
             have). wands recognises a file by these names.
         names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
-            all tensors, and a name of the files for error messages.
+            all tensors, and a text that names the files in error messages.
         config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
-            the official config, and a name of the files for error messages.
+            the official config, and a text that names the files in error messages.
         official_files: glob pattern of the file in an official repository, without suffix; "" if the repository has a
             folder instead.
         unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.

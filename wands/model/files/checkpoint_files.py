@@ -65,8 +65,8 @@ class TrainState:
             Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
             of `base`, so that wands does not search for the folder on the Hub.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
-        base_fingerprint: digest of a part of a LoRA run's base weights and a part of each LoRA in `model.merge_loras`. None
-            for a full finetune, for random base weights, and in older checkpoints.
+        base_fingerprint: digest of some values of a LoRA run's base weights and of each LoRA in `model.merge_loras`. None for a
+            full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
@@ -74,8 +74,8 @@ class TrainState:
             if clips were added or removed during the run.
         attention: attention kernel that `attention.backend=auto` chose, and the GPU and software that it was measured with.
             None without a measurement, and in older checkpoints.
-        bad_steps: steps whose update was skipped. Also the losses and gradient norms of the last updates, with which the
-            next updates are compared to find spikes. None in older checkpoints.
+        bad_steps: record from which spikes of the loss are found: the steps whose update was skipped, and the losses and
+            gradient norms of the last updates. None in older checkpoints.
     """
 
     step: int
@@ -197,7 +197,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError("the contents do not match the hash in the file")
+            raise ValueError("its values do not match the hash that is stored with them")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -309,8 +309,8 @@ class FragmentFiles:
 
     Attributes:
         headers: maps the path of each file to its JSON object. The entry "fragments" of the object maps a parameter name to
-            a list that starts with [start, shape]. start is the index of the fragment's first value in the flattened
-            parameter. shape is the shape of the whole parameter.
+            a list. Item 0 of the list is the index of the fragment's first value in the flattened parameter. Item 1 is the
+            shape of the whole parameter.
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
@@ -335,7 +335,7 @@ class FragmentFiles:
                         self.dtypes[name] = file.get_slice(name)[:0].dtype
 
     def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
-        """Join the fragments (slices of flattened parameters) that the ranks wrote to whole parameters.
+        """Build whole parameters from the fragments (slices of flattened parameters) that the ranks wrote.
 
         Args:
             section: entry of the headers with the fragments to join: "fragments" for trained parameters, "frozen" for frozen

@@ -17,7 +17,6 @@ from wands.model.files.tensor_files import hash_file
 
 HASH_FILE = ".wands_hashes.json"
 """Name of the file with the hashes of a model's files. `wands export` and `wands convert` write it into the model's folder."""
-_SHA256 = re.compile(r"^[0-9a-f]{64}$", re.MULTILINE)
 
 
 def write_hashes(folder: Path) -> None:
@@ -101,5 +100,5 @@ def _hub_sha256(folder: Path, path: Path) -> str | None:
     """Return the SHA-256 that the Hub client stored for a large file, or None if the client stored no SHA-256."""
     blob, record = path.resolve(), folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
     text = record.read_text(encoding="utf-8") if record.is_file() else ""
-    match = _SHA256.search(blob.name if blob.parent.name == "blobs" else text)
+    match = re.search(r"(?m)^[0-9a-f]{64}$", blob.name if blob.parent.name == "blobs" else text)
     return match[0] if match else None

@@ -70,7 +70,7 @@ def _published(path: str | Path) -> Variant | None:
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Return the contents of a pipeline's `model_index.json`, or a dict with its entries about experts.
+    """Return the contents of a pipeline's `model_index.json`. For other models, return only entries about experts.
 
     Experts are the two DiTs of one model, for high and low noise. Only a diffusers pipeline has a `model_index.json`.
 

@@ -247,7 +247,8 @@ def parse_lora(
     - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
     A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
-    (bias) or `.diff_m` (modulation table). A LoRA of a convolution and the bias of lora_B also become full differences.
+    (bias) or `.diff_m` (modulation table). Two kinds of LoRA tensors also become full differences: the
+    two matrices of a convolution, which are multiplied, and the bias of lora_B.
 
     Args:
         state: maps a key of the file to its tensor.
@@ -418,7 +419,7 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that PEFT stores with a LoRA for each expert, such as the alpha of a LoRA without alpha tensors.
+    """Return the settings that PEFT stores with a LoRA for each expert, such as alpha, which files of PEFT store nowhere else.
 
     diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
     `adapter_model.safetensors`.
@@ -432,7 +433,7 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
         the metadata nor `adapter_config.json` contains settings.
 
     Raises:
-        CheckpointError: if the metadata or `adapter_config.json` is damaged, or names DoRA.
+        CheckpointError: if the metadata or `adapter_config.json` is damaged, or says that the file is a DoRA.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
@@ -467,8 +468,8 @@ def lora_tensors(
     """Return the contents of a LoRA file as a dict of tensors by key.
 
     In all layouts except "musubi", the scale alpha / rank is multiplied into lora_B and the dict has no alpha keys, because
-    diffusers rejects an alpha key outside the transformer blocks. Loaders expect the same keys for both experts. A model with two
-    experts therefore needs one file for each expert.
+    diffusers rejects an alpha key outside the transformer blocks. The keys do not contain the name of an expert, because
+    loaders expect the same keys for both experts. Write one file for each expert.
 
     Args:
         pairs: maps a diffusers module name of one DiT to its LoRA.
