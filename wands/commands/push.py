@@ -342,9 +342,8 @@ def _without_origin(entries: dict[str, Any]) -> dict[str, Any]:
 
     diffusers and transformers store this path in a component's config under "_name_or_path" or "name_or_path".
     """
-    origins = ("_name_or_path", "name_or_path")
     return {
         key: value
         for key, value in entries.items()
-        if not (key in origins and isinstance(value, str) and is_local(value))
+        if not (key in ("_name_or_path", "name_or_path") and isinstance(value, str) and is_local(value))
     }

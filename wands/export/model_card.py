@@ -73,8 +73,7 @@ def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
 
     Return [] if fewer than two pairs remain.
     """
-    points = [(int(step), float(loss)) for step, loss in record.get("loss") or []]
-    points = [(step, loss) for step, loss in points if math.isfinite(loss)]
+    points = [(int(step), float(loss)) for step, loss in record.get("loss") or [] if math.isfinite(loss)]
     return points if len(points) > 1 else []
 
 

@@ -148,8 +148,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
     """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository. Return [] for other folders."""
     components = []
     for expert in EXPERTS:
-        folder = official.find_expert(source, expert)
-        if folder is None:
+        if (folder := official.find_expert(source, expert)) is None:
             continue
         config = _read_config(folder)
         class_name = config.get("_class_name", official.OFFICIAL_CLASS)

@@ -438,10 +438,10 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
             average.
     """
     checkpoint = find_checkpoint(where)
-    folder, average = checkpoint.folder / part, dict[str, Tensor]()
+    average: dict[str, Tensor] = {}
     if ema:
         checkpoint.check_average()
-        average = load_average(folder)
+        average = load_average(checkpoint.folder / part)
     files = checkpoint.open_state(part)
     return average | files.join("fragments", "/master", average) | files.join("frozen", "/frozen", average)
 

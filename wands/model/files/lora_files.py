@@ -81,8 +81,6 @@ class LoraPair:
         A LoRA file with scale 1 needs no alpha, so every loader can read it. The multiplication is exact if the scale is a
         power of two.
         """
-        if self.scale == 1.0:
-            return self
         return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
 
     def delta(self) -> Tensor:
