@@ -187,9 +187,9 @@ def _exit_with_error(error: WandsError) -> None:
 def _exit_rank(code: int = 0) -> None:
     """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
 
-    A process with a process group exits without the shutdown of the Python interpreter. During this shutdown, threads of the
-    communication library gloo can abort a process that has finished its work. After an error, the other ranks may wait in a
-    collective, so the process group cannot be destroyed.
+    A process with a process group exits at once. It does not shut down the Python interpreter, because threads of the
+    communication library gloo can abort the process during the shutdown. It does not destroy the process group, because that
+    would wait for other ranks, which may be in a collective after an error.
     """
     if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
         logging.shutdown()

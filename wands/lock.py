@@ -43,7 +43,8 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         path: the lock file. It exists while a process holds the lock, and remains if this process is killed.
         has_leftovers: whether an earlier process was killed while it held the lock, so that its temporary files may be
             deleted.
-        is_kept: whether `release` leaves the lock file in place. The next process then deletes the temporary files.
+        is_kept: whether `release` leaves the lock file in place. The next process that takes the lock then has
+            `has_leftovers`, as after a kill.
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:

@@ -71,7 +71,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def encode(self, images: Sequence[np.ndarray]) -> Tensor:
-        """Return the hidden states that CLIP's last layer gets as input, for all images, concatenated along the token axis.
+        """Return the input of CLIP's last layer: the hidden states of all images, concatenated along the token axis.
 
         Args:
             images: images, each uint8 [rows, columns, 3].

@@ -57,9 +57,10 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Return the result of `rank_slices` with noise: for each trained DiT, the data of each micro step.
+    """Read the data of a step as `rank_slices` does, and add noise. Return for each trained DiT the data of each micro step.
 
-    Noise and noise levels are functions of (seed, sample, repeat, epoch), independent of the rank and the bin.
+    The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
+    the sample in the epoch. They do not depend on the rank and the bin.
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
@@ -79,8 +80,8 @@ def read_rows_of_bin(
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
 
-    Only the latent frames that contain tokens of the rank are read. The other frames are zero, and the rank's part does not
-    contain them.
+    Only the latent frames that contain tokens of the rank are read. The other frames are filled with zeros before the samples
+    are packed, and are then cut away with the parts of the other ranks.
 
     Args:
         collator: collator that packs the samples.
@@ -124,13 +125,13 @@ def prefetched(
 ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
     """Yield (packing plan, result of `noisy_batches` on this rank) for each step from `start_step` on.
 
-    A thread reads and draws noise for `data.prefetch` steps ahead, so that the device does not wait for the disk or the host.
+    A thread reads the samples and draws the noise of the next `data.prefetch` steps while the device computes.
 
     Args:
         run: the checked training run.
         grid: parallel dimensions of the rank.
         start_step: number of optimizer steps that the run has made.
-        pins: whether to pin the memory of the data, which a GPU copies from while it computes.
+        pins: whether to store the data in pinned memory. A GPU can copy from pinned memory while it computes.
     """
     plans = run.sampler.iterate(start_step)
 

@@ -30,9 +30,9 @@ class TensorFile(NamedTuple):
 
 
 class HostBuffers:
-    """Copies in host memory of the files of a checkpoint, for `checkpoint.asynchronous`.
+    """Host memory for a copy of a checkpoint's tensors, from which `checkpoint.asynchronous` writes the files.
 
-    The memory is allocated with the first copy, and used again if no size has changed.
+    The first copy allocates the memory. Later copies use the same memory if all tensors have the same sizes.
     """
 
     def __init__(self) -> None:

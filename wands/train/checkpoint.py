@@ -219,7 +219,7 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. Continue an ended run with --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. If the run has ended, add --resume.",
                 agreed=True,
             )
         return target
@@ -312,10 +312,10 @@ class BackgroundPush:
             self.add(mark.parent)
 
     def add(self, step: Path | None) -> None:
-        """Start to push a checkpoint, if its step is a multiple of `hub.every` or the last step of the run.
+        """Start to push a checkpoint, if its training step is a multiple of `hub.every` or the last step of the run.
 
         Args:
-            step: folder of the complete checkpoint; None does nothing.
+            step: folder of the complete checkpoint. If it is None, nothing is pushed.
         """
         hub, last = self._trainer.run.recipe.hub, self._trainer.run.sampler.total_steps
         if step is None or self._trainer.rank:

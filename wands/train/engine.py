@@ -136,7 +136,7 @@ def build_model(
 
     Args:
         run: the checked training run.
-        groups: process groups of this rank's context-parallel group. The attention communicates in these groups.
+        groups: process groups in which the attention of this rank communicates with other ranks.
         device: device of this rank.
         expert: DiT to load; None loads the first trained DiT.
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
@@ -225,10 +225,10 @@ def build_engine(
 
 
 def _share_masters(optimizer: Any) -> None:
-    """Let ZeRO-3's fp32 weights share memory with the optimizer's fp32 master weights, which have the same values.
+    """Let fp32 weights share memory with the optimizer's fp32 master weights at ZeRO-3, where both have the same values.
 
-    The sharing saves one fp32 copy of each rank's partition. DeepSpeed has code for this purpose, but the code never
-    runs: it compares a device with the name of a device (stage3.py of 0.19.8).
+    The sharing saves one fp32 copy of each rank's partition of the model. stage3.py of DeepSpeed 0.19.8 has code for this
+    purpose, but the code never runs, because it compares a torch.device with a string.
     """
     partitions = zip(
         optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, strict=True

@@ -264,7 +264,7 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Cut Muon's momentum in the optimizer states of a flat tensor to the values that this rank owns.
+    """Return the optimizer states of a flat tensor with only those values of Muon's momentum that this rank owns.
 
     At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. In the
     result, the momentum has the shape of the flat tensor. The other states are unchanged.
@@ -282,17 +282,17 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Read the optimizer states that belong to a whole flat tensor, such as a step count, from a checkpoint.
+    """Read from a checkpoint the optimizer states that a flat tensor has only once, such as a step count.
 
     Args:
-        fragment: a fragment of this rank. The result is for the flat tensor (a tensor that the optimizer updates) that
+        fragment: a fragment of this rank. The states are read from the flat tensor (a tensor that the optimizer updates) that
             contained this fragment when the checkpoint was written.
         layout: this rank's (fragments, flat sizes), in the format of the keys "fragments" and "flat_sizes" of
             `engine_tensors`.
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the layout has changed, and a state has more than one value.
+        CheckpointError: if the checkpoint has another layout, and one of these states has more than one value.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
@@ -315,7 +315,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Yield the torch optimizer that an engine's optimizer wraps. At ZeRO-3, it has parameters only inside the block."""
+    """Yield the torch optimizer that an engine's optimizer wraps. At ZeRO-3, it has parameters only in the `with` block."""
     optimizer = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:

@@ -1,4 +1,4 @@
-"""Train the bins of an epoch as a file contains them, instead of planning the epoch.
+"""Read the plan of an epoch (the samples of each step and bin) from a file, instead of planning the epoch.
 
 `wands pack` writes such a file for `packing.plan`. The file `epoch.json` of a checkpoint is used if clips were added to the
 data of a run or removed since the checkpoint, or if this version of wands plans the epoch in another way than the version
@@ -87,17 +87,17 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
 
 
 def follow_data(run: TrainingRun) -> TrainingRun:
-    """Let a resumed run finish the current epoch with the plan in its checkpoint, if the data or the planning has changed.
+    """Let a resumed run finish its epoch with the plan in the checkpoint, if the data or the planning has changed.
 
-    The planning changes with a version of wands that packs clips in another way. Such a change, and clips that were added,
-    take effect with the next epoch. Clips that were removed are left out at once.
+    Added clips take effect with the next epoch. So does another way of packing, if this version of wands packs clips in
+    another way than the version that wrote the checkpoint. Removed clips are left out at once.
 
     Args:
         run: the checked training run, whose steps are planned for the data as it is now.
 
     Returns:
-        The run with the checkpoint's plan for the current epoch. `run` itself if data and planning have never changed, or
-        if the checkpoint contains no plan.
+        The run with the checkpoint's plan for the current epoch. `run` itself if neither the data nor the planning has
+        changed since the run began, or if the checkpoint contains no plan.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.

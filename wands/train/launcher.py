@@ -34,7 +34,7 @@ class Ancestor(NamedTuple):
     name: str
 
     def is_gone(self) -> bool:
-        """Return whether the ancestor has ended. A new process with the process id of the ancestor does not count."""
+        """Return whether the ancestor has ended. The result is also True if a newer process has the ancestor's process id."""
         # A process that was killed stays in the list until its parent asks for its exit code.
         with suppress(psutil.NoSuchProcess):
             ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -130,8 +130,8 @@ def prepare_run(
         encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
             with the fingerprint in a cache.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
-        is_dry_run: whether the run will not be started. A new run of a published model that is not downloaded is then
-            checked without the files of the model.
+        is_dry_run: True if the run is only checked and not started. A new run is then checked without the files of its model,
+            if the model is a published model that is not downloaded.
         problems: problems that were found before this call, with the names of the recipe sections and files that
             failed. Checks that need a failed section or file are skipped.
 

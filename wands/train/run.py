@@ -155,7 +155,7 @@ class TrainingRun:
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """Digest of a small part of the base weights and of the merged LoRAs, which `sample_digest` chooses.
+        """Digest of some values of the base weights and of the merged LoRAs. `sample_digest` chooses the values.
 
         A resumed LoRA run compares it with the digest in its checkpoint, to detect that the base weights have changed.
         The digest is None for random base weights, and for a full finetune, because its checkpoints contain all weights.

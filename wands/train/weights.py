@@ -72,7 +72,7 @@ def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 def list_weights(
     recipe: Recipe, config: dict[str, Any], experts: Sequence[Expert], is_new: bool = True
 ) -> tuple[Weight, ...]:
-    """Return the name, shape and storage size of each parameter of a trained DiT, including the LoRA's in a LoRA run.
+    """Return the name, shape and storage size of each parameter of a trained DiT, and in a LoRA run also of the LoRA.
 
     Args:
         recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.
