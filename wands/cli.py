@@ -99,12 +99,6 @@ def _train(options: opts.TrainOptions) -> None:
     run_train(options, _echo, launcher)
 
 
-def _profile(options: opts.ProfileOptions) -> None:
-    from wands.commands.profile import train_options
-
-    _train(train_options(options))
-
-
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
@@ -219,7 +213,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",
-    opts.ProfileOptions: _profile,
+    opts.ProfileOptions: lambda options: _train(options.train_options()),
     opts.InferOptions: _infer,
     opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",

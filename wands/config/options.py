@@ -467,6 +467,14 @@ class ProfileOptions(LauncherOptions):
     out: Annotated[Path, Spelling(metavar="DIR")] = Path("runs/profile")
     """Run folder to write. The folder must not contain checkpoints."""
 
+    def train_options(self) -> TrainOptions:
+        """Return the options of `wands train` for a run without checkpoints that ends after the profiled steps."""
+        defaults = ("profile.start=6", "profile.steps=5", "train.max_steps=11")
+        off = ("checkpoint={every: 0}", "logging.trackers=[]", "eval=null", "sample=null", "hub=null")
+        fixed = ("profile.stop=true", f"output_dir={self.out}", *off)
+        shared = self.model_dump(exclude={"out", "overrides"})
+        return TrainOptions(**shared, overrides=(*defaults, *self.overrides, *fixed))
+
 
 class InferOptions(Options):
     """Sample videos from prompts and images.

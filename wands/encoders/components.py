@@ -17,8 +17,6 @@ from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import find_weights
 from wands.variants import Variant, variant_of
 
-logger = logging.getLogger(__name__)
-
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 WEIGHT_STEMS = {"vae": DIT_STEM, "text_encoder": "model", "image_encoder": "model"}
@@ -113,7 +111,7 @@ def quiet_loading() -> Iterator[None]:
             if part.is_progress_bar_enabled() and not sys.stderr.isatty():
                 part.disable_progress_bar()
                 stack.callback(part.enable_progress_bar)
-        if not logger.isEnabledFor(logging.DEBUG):
+        if not logging.getLogger(__name__).isEnabledFor(logging.DEBUG):
             # Not removeFilter, because `quiet_loading` may be nested.
             stack.callback(setattr, reports, "filters", list(reports.filters))
             reports.addFilter(_is_important)

@@ -53,10 +53,10 @@ class HostBuffers:
             self._buffers = []  # the memory is free before new memory is allocated
             texts = ("checkpoint.asynchronous=true", "set checkpoint.asynchronous=false")
             self._buffers = allocate(sizes, torch.device("cpu"), on_gpu, *texts)
-        pairs = zip(self._buffers, values, strict=True)
-        copies = [buffer.view(value.dtype).view(value.shape) for buffer, value in pairs]
-        for copy, value in zip(copies, values, strict=True):
-            copy.copy_(value, non_blocking=True)
+        copies = [
+            buffer.view(value.dtype).view(value.shape).copy_(value, non_blocking=True)
+            for buffer, value in zip(self._buffers, values, strict=True)
+        ]
         if on_gpu:
             torch.cuda.synchronize()
         rest = iter(copies)

@@ -181,17 +181,7 @@ class CheckpointSaver:
             for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
                 shutil.rmtree(stale)
         dist.barrier()
-        files = self._own_files()
-        _check_space(folder, files)
-        if self._buffers is not None:
-            files = self._buffers.copy_files(files)
-        texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
-        partial = folder / f"{step_name(state.step)}.tmp"
-        work = self._thread.submit(_write_files, partial, files, texts)
-        self._pending = copy.deepcopy(state), is_best, work
-
-    def _own_files(self) -> list[TensorFile]:
-        rank, files = dist.get_rank(), []
+        files = []
         for part, engine in self._engines.items():
             if rank == 0 or self._run.zero_stage:
                 tensors, values = engine_tensors(engine, self._config.weights_only)
@@ -199,7 +189,13 @@ class CheckpointSaver:
                 files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
             if part in self._averages:
                 files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
-        return files
+        _check_space(folder, files)
+        if self._buffers is not None:
+            files = self._buffers.copy_files(files)
+        texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
+        partial = folder / f"{step_name(state.step)}.tmp"
+        work = self._thread.submit(_write_files, partial, files, texts)
+        self._pending = copy.deepcopy(state), is_best, work
 
     def _complete(self, state: TrainState, is_best: bool, own_hashes: dict[str, str] | str) -> Path:
         folder = self._run.output_dir / "checkpoints"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -29,12 +30,10 @@ from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
 from wands.model.weight_dtypes import WeightDtypePolicy
-from wands.train.engine_state import fragments_by_flat
+from wands.train.engine_state import trained_fragments
 from wands.train.optimizers import build_optimizer, split_by_decay, split_by_dtype
 from wands.train.run import TrainingRun
 from wands.variants import Expert
-
-logger = logging.getLogger(__name__)
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -111,7 +110,7 @@ def use_compile(setting: bool | str, device: torch.device) -> bool:
         reason = f"torch.compile does not work on this machine ({one_line(error, 300)})"
         if setting != "auto":
             raise ConfigError(f"model.compile=true: {reason}. Set model.compile=false.") from error
-        logger.warning(
+        logging.getLogger(__name__).warning(
             f"{reason}. The norms of the blocks run as plain PyTorch, and a step takes longer. Install a C++ compiler "
             "and the headers of Python, or set model.compile=false to turn off this warning."
         )
@@ -220,7 +219,9 @@ def build_engine(
     if int(zero.get("stage", 0)) == 3:
         _share_masters(engine.optimizer)
     if kind_of(ds_config["optimizer"]["type"]) == "adamw8bit":
-        optimizer.fragments = fragments_by_flat(engine)
+        optimizer.fragments = defaultdict(list)
+        for fragment in trained_fragments(engine):
+            optimizer.fragments[fragment.tensor].append(fragment)
     return engine
 
 

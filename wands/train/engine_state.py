@@ -70,13 +70,6 @@ def trained_fragments(engine: Any) -> list[Fragment]:
     return [fragment for fragment in found if fragment is not None and fragment.numel]
 
 
-def fragments_by_flat(engine: Any) -> dict[Tensor, list[Fragment]]:
-    """Return a dict that maps each flat tensor (a tensor that the optimizer updates) to its fragments of parameters."""
-    fragments = trained_fragments(engine)
-    with _base_optimizer(engine) as base:
-        return {flat: [f for f in fragments if f.flat == number] for number, flat in enumerate(_flats(base))}
-
-
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 

@@ -13,7 +13,6 @@ import torch
 
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import zero
-from wands.commands.profile import train_options
 from wands.config.options import ProfileOptions
 from wands.train import profiler
 from wands.variants import TEXT_LEN
@@ -134,7 +133,7 @@ def test_the_command_ends_without_a_checkpoint(tiny_pipeline: Path, tmp_path: Pa
         "checkpoint.every=1",
         "profile.ranks=[1]",
     )
-    overrides = train_options(ProfileOptions(overrides=given, out=tmp_path / "run")).overrides
+    overrides = ProfileOptions(overrides=given, out=tmp_path / "run").train_options().overrides
     (rows, tables, _), (_, others, _) = run_world(2, profiled, tiny_pipeline, tmp_path / "run", overrides)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert (len(tables), len(others)) == (0, 1)
