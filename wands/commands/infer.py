@@ -306,12 +306,8 @@ def check_ranks(
     _, _, device = init_process_group()
     model = {**origin, "config": public_config(source.config)}
     model |= {part: f"{dit.folder}/{dit.subfolder}" for part, dit in source.dits.items()}
-    command: dict[str, Any] = {
-        "number of prompts": len(requests),
-        "dtype": model.pop("dtype"),
-        "ulysses_degree": dims.ulysses_degree,
-        "ring_degree": dims.ring_degree,
-    }
+    degrees = {"ulysses_degree": dims.ulysses_degree, "ring_degree": dims.ring_degree}
+    command: dict[str, Any] = {"number of prompts": len(requests), "dtype": model.pop("dtype"), **degrees}
     for i, (request, given) in enumerate(zip(requests, images, strict=True), start=1):
         command[f"prompt {i}"] = request.model_dump() | {
             f"contents of {key}": hashlib.sha256(image.tobytes()).hexdigest()[:16]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from transformers import AutoTokenizer
 
 from wands.encoders.components import CONFIG_FILES, WEIGHT_STEMS, find_part, loading_part, read_config
 from wands.errors import ConfigError, one_line
+from wands.model.files.hashes import hub_sha256
 from wands.model.files.loading import load_index
+from wands.model.files.tensor_files import find_weights, hash_file
 
 # fmt: off
 _CONFIG_KEYS = {
@@ -95,29 +97,24 @@ def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
 
 
 def _weights_sha256(model: str, folder: Path) -> str:
-    single = f"{WEIGHT_STEMS[folder.name]}.safetensors"
-    index = folder / f"{single}.index.json"
-    names = sorted(set(read_config(index)["weight_map"].values())) if index.is_file() else [single]
+    stem = WEIGHT_STEMS[folder.name]
+    paths = find_weights(folder, stem) or [folder / f"{stem}.safetensors"]
     with ThreadPoolExecutor(4) as pool:  # hashlib releases the GIL, so threads hash files in parallel
-        hashes = list(pool.map(lambda name: _file_sha256(model, folder, name), names))
+        hashes = list(pool.map(partial(_file_sha256, model), paths))
     return hashes[0] if len(hashes) == 1 else _sha256(hashes)
 
 
-def _file_sha256(model: str, folder: Path, name: str) -> str:
-    path = folder / name
+def _file_sha256(model: str, path: Path) -> str:
+    name = f"{path.parent.name}/{path.name}"
     if path.is_file():
-        blob = path.resolve()
-        if blob.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", blob.name):
-            return blob.name  # the Hub's cache names large files by their SHA-256
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hub_sha256(path.parent, path) or hash_file(path, "sha256")
     if Path(model).is_dir():
-        raise ConfigError(f"model={model} has no {folder.name}/{name}. Restore the file from the Hub.")
+        raise ConfigError(f"model={model} has no {name}. Restore the file from the Hub.")
     try:
-        etag = get_hf_file_metadata(hf_hub_url(model, f"{folder.name}/{name}")).etag
+        etag = get_hf_file_metadata(hf_hub_url(model, name)).etag
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise ConfigError(
-            f"model={model}: the Hub gives no SHA-256 of {folder.name}/{name} ({one_line(error)}). Check the network and your "
+            f"model={model}: the Hub gives no SHA-256 of {name} ({one_line(error)}). Check the network and your "
             "access to the model."
         ) from None
     return str(etag)

@@ -53,7 +53,7 @@ def find_changed_files(
         expected = {
             path.relative_to(folder).as_posix(): value
             for path in folder.rglob("*.safetensors")
-            if (value := _hub_sha256(folder, path))
+            if (value := hub_sha256(folder, path))
         }
     hashes = {name: value for name, value in expected.items() if parts is None or name.split("/")[0] in parts}
     damaged = find_damaged_files(folder, hashes, share, "its hash is not the stored hash")
@@ -96,7 +96,7 @@ def check_files(folder: Path, label: str, *, parts: Collection[str] | None = Non
         )
 
 
-def _hub_sha256(folder: Path, path: Path) -> str | None:
+def hub_sha256(folder: Path, path: Path) -> str | None:
     """Return the SHA-256 that the Hub client stored for a large file, or None if the client stored no SHA-256."""
     blob, record = path.resolve(), folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
     text = record.read_text(encoding="utf-8") if record.is_file() else ""
