@@ -99,6 +99,10 @@ def _train(options: opts.TrainOptions) -> None:
     run_train(options, _echo, launcher)
 
 
+def _profile(options: opts.ProfileOptions) -> None:
+    _train(options.train_options())
+
+
 def _infer(options: opts.InferOptions) -> None:
     from wands.commands.infer import infer
 
@@ -213,7 +217,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.PlanOptions: "wands.commands.plan:plan",
     opts.TrainOptions: _train,
     opts.ReportOptions: "wands.report.page:report",
-    opts.ProfileOptions: lambda options: _train(options.train_options()),
+    opts.ProfileOptions: _profile,
     opts.InferOptions: _infer,
     opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",
