@@ -59,8 +59,8 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
         more: other keyword arguments of `load_source`, such as ``log``.
 
     Returns:
-        A pair: the records of the usable clips (one for each caption, with the trigger word of --trigger), and the rejections
-        of the unusable clips. A clip that does not meet --where is among the records. The attribute `unmet` of its record
+        (records, rejections). A usable clip has one record for each of its captions. If --trigger is set, the captions contain
+        its word. An unusable clip has a rejection. A clip that does not meet --where has a record, whose attribute `unmet`
         contains the reason.
 
     Raises:
@@ -93,7 +93,10 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 
 
 def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
-    """Return (seconds of a clip that its samples use, seconds of the clip, seconds that samples of --clip-mode slide would use).
+    """Return how much of a clip becomes samples, as three lengths in seconds.
+
+    The lengths are the part of the clip that its samples use, the whole clip, and the part that the samples would use with
+    --clip-mode slide, which divides the whole clip into samples.
 
     Args:
         spec: rate, size and length of the samples.

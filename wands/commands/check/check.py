@@ -261,9 +261,10 @@ def _decode_all(
 
 
 def _is_clip(path: str) -> bool:
-    """Return whether `path`, from a rejected entry of the source, is the absolute path of an existing video or image.
+    """Return whether a path is absolute and belongs to an existing video or image.
 
-    For example, an entry without a caption is rejected, but its file can be decoded for the report.
+    `check` calls this function for rejected entries of the source. If only the caption of an entry is wrong, for example, its
+    file can still be decoded for the report.
     """
     return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
 
@@ -325,9 +326,9 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: the last window (range of frames) that was decoded from the file.
+        clip: decoded last window (range of frames) of the file. It contains the properties of the file.
         longest: number of frames of the longest sample from the file.
-        spec: rate, size and length of the samples.
+        spec: frame rate, size and length of the samples.
     """
     source, is_image = clip.source, path.lower().endswith(IMAGE_EXTENSIONS)
     is_slow = source.fps < 0.95 * spec.fps and not is_image
@@ -376,9 +377,7 @@ def _cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
     return total
 
 
-def _forecast(
-    options: CheckOptions, clips: Sequence[CheckedClip], variant: Variant
-) -> PackingForecast | None:
+def _forecast(options: CheckOptions, clips: list[CheckedClip], variant: Variant) -> PackingForecast | None:
     samples = [sample for clip in clips for sample in clip.samples]
     if not samples:
         return None

@@ -71,8 +71,9 @@ class CheckedClip:
         source: properties of the file; None if the file cannot be read or was not decoded.
         samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
-        footage: (seconds that the samples use, seconds of the clip, seconds that samples of --clip-mode slide would use). Three
-            zeros for an image and for a clip that cannot be decoded.
+        footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
+            samples would use with --clip-mode slide, which divides the whole clip into samples. Three zeros for an image and
+            for a clip that cannot be decoded.
         columns: maps column names to the cells of the clip's row in the table: numbers of numeric columns, and texts of the
             columns duplicate_of, license and source. Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
@@ -135,7 +136,8 @@ class CheckReport:
         seconds: duration of the check.
         num_skipped: number of clips of the source that were not decoded, because `check` was called with `max_clips`.
         columns: maps the name of each numeric column of the source's table to the sorted numbers in this column.
-        thresholds: (column, number) for each comparison in --where that every clip must meet, such as ("motion", 0.2).
+        thresholds: (column, number) for each comparison of a column with a number in --where, such as ("motion", 0.2).
+            Comparisons inside `or` and `not` are left out.
         notes: messages for the user: the number of clips with a mask and, if the source is a dataset configuration of another
             trainer, the settings that are not applied.
     """
@@ -168,9 +170,8 @@ class CheckReport:
 
         A problem is a warning or the reason of a rejection, without the numbers and names that differ between clips.
         """
-        return count_problems(
-            (clip.path, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text
-        )
+        texts = ((clip.path, text) for clip in self.clips for text in (clip.reason, *clip.warnings) if text)
+        return count_problems(texts)
 
     def totals(self) -> dict[str, Any]:
         """Return a dictionary of totals over all clips. The keys are "clips", "fine", "warned", "rejected", "samples", "frames",
@@ -194,8 +195,7 @@ class CheckReport:
         video that samples of --clip-mode slide would use. A clip with several captions counts once.
         """
         seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
-        sums: list[float] = np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
-        return sums
+        return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
 
     def column_texts(self) -> dict[str, str]:
         """Return a dictionary that maps the name of each numeric column of the table to a text with the column's minimum,
@@ -346,7 +346,7 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
 def render_page(report: CheckReport) -> str:
     """Return the text of an HTML page with the report and its thumbnails.
 
-    File names and captions are escaped, so that they cannot contain HTML. In paths, the name of the user is removed.
+    File names and captions are escaped, so that they cannot contain HTML. User names are removed from paths of home folders.
     """
     from markupsafe import Markup
     from rich import filesize
@@ -376,15 +376,15 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the histogram of a numeric column of the clips' table.
+    """Return the histogram of a numeric column of the clips' table, and marks for the thresholds of --where.
 
     Args:
         report: report that contains the column.
         name: name of the column.
 
     Returns:
-        A pair. The first list contains the height of each bar, from 0 to 1. The second list contains the horizontal position,
-        from 0 to `NUM_BARS`, of each number in `report.thresholds` for this column. The second list may be empty.
+        (heights of the bars, from 0 to 1; horizontal positions of the column's thresholds in `report.thresholds`, from 0 to
+        `NUM_BARS`). The second list is empty if the column has no threshold.
     """
     values = report.columns[name]
     marks = [number for column, number in report.thresholds if column == name]

@@ -40,8 +40,8 @@ def is_tar(path: Path) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a member, which refuses names and attributes larger than `MAX_CAPTION_BYTES`. `tarfile` itself has no limit,
-    so a damaged archive could fill the memory.
+    """Header of a file in a tar archive. Reading the header fails if a name or an attribute in it is larger than
+    `MAX_CAPTION_BYTES`. `tarfile` itself has no limit, so a damaged archive could fill the memory.
     """
 
     @classmethod

@@ -62,9 +62,8 @@ def check_caption(value: Any, place: str) -> str:
     if value is None or value != value:
         raise DataError(f"missing caption; write a caption in {place}, or run wands caption")
     if not isinstance(value, str):
-        raise DataError(
-            f"caption has the type {type(value).__name__}, but it must be text; write text in {place}"
-        )
+        kind = type(value).__name__
+        raise DataError(f"caption has the type {kind}, but it must be text; write text in {place}")
     if not value.strip():
         raise DataError(f"empty caption; write a caption in {place}, or run wands caption")
     if len(value) > MAX_CHARACTERS:

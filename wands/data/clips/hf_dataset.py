@@ -119,9 +119,8 @@ def _load(source: Source, name: str) -> Any:
         return data
     if source.split in data:
         return data[source.split]
-    raise DataError(
-        f"SOURCE={name} has no split {source.split}; set --split to one of {', '.join(sorted(data))}"
-    )
+    splits = ", ".join(sorted(data))
+    raise DataError(f"SOURCE={name} has no split {source.split}; set --split to one of {splits}")
 
 
 def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:

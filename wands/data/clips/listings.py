@@ -64,7 +64,8 @@ class Listing:
         clips: paths of the listed clips that exist.
         other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
             files are not reported as unlisted.
-        is_complete: whether the folder was already searched for clips that the file does not list.
+        is_complete: whether the listed clips and their rejections already include all clips of the folder, so that the folder
+            need not be searched for unlisted clips.
     """
 
     file: Path
@@ -248,7 +249,9 @@ def _files_in_other_columns(row: dict[str, Any], video: object, folders: tuple[P
 
 
 def _scan_merged(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of FastVideo's merge.txt. Each line contains a folder of clips, a comma, and a table of captions."""
+    """Yield the clips that FastVideo's merge.txt lists. A line contains two paths, separated by a comma: a folder of clips, and
+    a table with the captions of these clips.
+    """
     file = listing.file
     for number, line in enumerate(read_lines(file), start=1):
         if not line:

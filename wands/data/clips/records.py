@@ -247,9 +247,8 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     Args:
         video: path as the table writes it.
         folders: folders to which a relative path may be relative.
-        root: folder of the source. The returned name is relative to `root`, or, if `root` is None or does not contain the
-            clip, relative to the first of `folders`. If neither folder contains the clip, the name is the absolute path
-            without the first "/".
+        root: folder of the source, or None. The returned name is relative to `root` if `root` contains the clip, else relative
+            to `folders[0]` if `folders[0]` contains the clip. Otherwise the name is the absolute path without the first "/".
 
     Raises:
         DataError: if the path is a URL, or the file does not exist.

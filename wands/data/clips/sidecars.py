@@ -123,9 +123,7 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                 yield reject(clip_key(name), path, error)
 
 
-def walk(
-    folder: Path, unreadable: list[Rejection], recursive: bool = True
-) -> Iterator[tuple[Path, list[str]]]:
+def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator[tuple[Path, list[str]]]:
     """Yield `folder` and, if `recursive`, each folder below it, with the sorted names of the visible files in the yielded folder.
 
     For each folder that cannot be read, a rejection is appended to `unreadable`. Each real folder is visited once, so that
@@ -147,9 +145,8 @@ def walk(
         problem = f"folder cannot be read ({error.strerror}); fix the permissions of the folder"
         unreadable.append(reject(os.path.relpath(error.filename, folder), error.filename, problem))
     if num_hidden:
-        log.warning(
-            "%s: %d clips or archives are skipped, because their names begin with a dot", folder, num_hidden
-        )
+        reason = "their names begin with a dot"
+        log.warning("%s: %d clips or archives are skipped, because %s", folder, num_hidden, reason)
 
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
@@ -276,8 +273,9 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
         if kind in (".json", ".jsonl"):
             value = json.loads(value.strip().split("\n")[0] if kind == ".jsonl" else value)
             if not isinstance(value, dict):
+                found = type(value).__name__
                 raise DataError(
-                    f"{name} contains a {type(value).__name__}, not a JSON object; write an object with a caption"
+                    f"{name} contains a {found}, not a JSON object; write an object with a caption"
                 )
             row = lower_names(value)
             value = source.pick_caption(row)
@@ -289,8 +287,8 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
     """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
 
-    The two names may differ in how accents are stored (composed or decomposed characters). A name that belongs to
-    another file is never returned.
+    The two names may differ in how accents are stored (composed or decomposed characters). If another file in the folder has
+    exactly the name in captions.json, the captions belong to that file, and the name is not returned.
 
     Args:
         name: name of the clip.

@@ -23,6 +23,7 @@ from wands.data.clips.source import CAPTION_COLUMNS, VIDEO_COLUMNS
 from wands.errors import ConfigError, DataError
 from wands.files import atomic_path
 
+_FIX_QUOTES = 'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
 NumberedRow = tuple[int, dict[str, Any] | str]
 """(number, row). The number is the line or item, from 1. The row is a dictionary with lower-case column names. For an
 unreadable row it is a string with the reason."""
@@ -138,10 +139,7 @@ def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | 
     try:
         (cells,) = csv.reader(row, delimiter=separator, strict=True)
     except (csv.Error, ValueError):
-        quotes = (
-            'close the double quotes, write "" for a double quote inside a cell, use commas between cells'
-        )
-        fix = quotes if '"' in row[0] else "correct the row"
+        fix = _FIX_QUOTES if '"' in row[0] else "correct the row"
         return f"unreadable row ({problem}); {fix}", begin + 1
     return cells, end
 

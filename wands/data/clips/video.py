@@ -23,14 +23,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
-from wands.data.clips.video_file import (
-    ENCODE_AGAIN,
-    LONGEST_HOLD,
-    VideoFrame,
-    VideoInfo,
-    VideoReader,
-    open_video,
-)
+from wands.data.clips.video_file import LONGEST_HOLD, RECODE, VideoFrame, VideoInfo, VideoReader, open_video
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -86,7 +79,7 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
     for time in chain([start], times):
         while following is not None and following.time <= time + TIME_SLACK:
             if following.time < current.time - TIME_SLACK:
-                raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", ENCODE_AGAIN)
+                raise reader.error(f"has timestamps that run backwards at {current.time:.3f} s", RECODE)
             current, following = following, next(frames, None)
         past_current = time >= current.end - TIME_SLACK
         if following is None and past_current:
@@ -158,10 +151,9 @@ class _Renderer:
         image = self._crop(image) if self._crop else image
         stored = self._scaled[::-1] if self._turns % 2 else self._scaled
         grows = stored[0] > image.width or stored[1] > image.height
+        method = "BICUBIC" if grows else "AREA"
         # threads=1: swscale's threads are slower (0.5 ms against 4 ms for a 720p frame).
-        rgb = self._reformatter.reformat(
-            image, *stored, "rgb24", interpolation="BICUBIC" if grows else "AREA", threads=1
-        )
+        rgb = self._reformatter.reformat(image, *stored, "rgb24", interpolation=method, threads=1)
         upright = np.rot90(rgb.to_ndarray(), self._turns)
         if info.mirrored:
             upright = upright[:, ::-1]

@@ -33,7 +33,7 @@ BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 # FFmpeg estimates durations of these formats from the file's size or last timestamp, which is wrong for a truncated file.
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
-ENCODE_AGAIN = "re-encode the video (ffmpeg -i IN OUT)"
+RECODE = "re-encode the video (ffmpeg -i IN OUT)"
 # Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
 # Transfer functions of HDR: read as SDR, the images look grey and flat.
@@ -213,7 +213,7 @@ class VideoReader:
     def _describe(self) -> VideoInfo:
         image = self.first.image
         if image.rotation % 90:
-            raise self.error(f"is rotated by {image.rotation} degrees", ENCODE_AGAIN)
+            raise self.error(f"is rotated by {image.rotation} degrees, not by a multiple of 90", RECODE)
         rotation, mirrored = _orientation(self.path, image)
         return VideoInfo(
             container=self._container.format.name,
