@@ -55,12 +55,10 @@ class Segments:
             lens_k: number of rows of k in each segment. None means the numbers in `lens_q`.
             device: device of `cu_seqlens_q` and `cu_seqlens_k`.
         """
-        queries = tuple(lens_q)
-        keys = queries if lens_k is None else tuple(lens_k)
+        queries, keys = tuple(lens_q), tuple(lens_q if lens_k is None else lens_k)
         assert len(queries) == len(keys), f"{len(queries)} segments of q, but {len(keys)} segments of k"
-        cu_q = torch.tensor([0, *accumulate(queries)], dtype=torch.int32)
-        cu_k = torch.tensor([0, *accumulate(keys)], dtype=torch.int32)
-        return to_device(cls(queries, keys, cu_q, cu_k), device)
+        sums = (torch.tensor([0, *accumulate(lens)], dtype=torch.int32) for lens in (queries, keys))
+        return to_device(cls(queries, keys, *sums), device)
 
     @property
     def max_seqlen_q(self) -> int:

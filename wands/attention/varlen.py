@@ -68,11 +68,9 @@ class PaddedSegments:
             device: device of q, k and v.
         """
         assert max(lens_k) <= padded_len, f"a segment of {max(lens_k)} keys is longer than {padded_len=}"
-        num_rows = sum(lens_q)
         log_num_pads = torch.tensor([padded_len - length for length in lens_k], dtype=torch.float64).log()
-        repeats, log_num_pads = (to_device(x, device) for x in (torch.tensor(lens_q), log_num_pads))
-        log_num_pads = log_num_pads.repeat_interleave(repeats, output_size=num_rows)
-        return cls(Segments.build(lens_q, lens_k, device), log_num_pads)
+        rows = log_num_pads.repeat_interleave(torch.tensor(lens_q))
+        return to_device(cls(Segments.build(lens_q, lens_k), rows), device)
 
 
 def padded_attention(

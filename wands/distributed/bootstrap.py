@@ -108,8 +108,7 @@ def start_together() -> Iterator[None]:
         Exception: on a rank whose block raised an exception that is not a WandsError. The other ranks raise a
             RankError that names this exception.
     """
-    has_launcher = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
-    if not has_launcher:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield
         return
     check_gpus()  # a rank without a GPU cannot join the exchange

@@ -92,13 +92,8 @@ def add_noise(
         num_timesteps = torch.tensor(num_cond_tokens).gt(0).int() + 1
         index = num_timesteps.cumsum(0) - 1  # index of each sample's last timestep, 1000 * sigma
         timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index, timesteps)
-    return NoisyBatch(
-        tokens=(1.0 - token_sigmas) * clean + token_sigmas * noise,
-        target=noise - clean,
-        sigmas=sigmas,
-        timesteps=timesteps,
-        trained=trained,
-    )
+    noisy = (1.0 - token_sigmas) * clean + token_sigmas * noise
+    return NoisyBatch(noisy, noise - clean, sigmas, timesteps, trained)
 
 
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
@@ -132,11 +127,8 @@ def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, chan
     The noise is drawn for all tokens of a sample, and then the local tokens are selected. Ranks that share a sample
     therefore use parts of one draw. A host generator gives the same bits on every machine; a GPU generator does not.
     """
-    whole = np.empty((sum(layout.seq_lens), channels), dtype=np.float32)
-    start = 0
-    for key, length in zip(keys, layout.seq_lens, strict=True):
-        rng(seed, key, "noise").standard_normal(dtype=np.float32, out=whole[start : start + length])
-        start += length
+    whole = torch.empty(sum(layout.seq_lens), channels, dtype=torch.float32, device="cpu")
+    for key, rows in zip(keys, whole.split(layout.seq_lens), strict=True):
+        rng(seed, key, "noise").standard_normal(dtype=np.float32, out=rows.numpy())
     index = layout.token_index.cpu()
-    local = torch.from_numpy(whole)[index.clamp(min=0)]
-    return local.masked_fill_((index < 0).unsqueeze(1), 0.0)
+    return whole[index.clamp(min=0)].masked_fill_((index < 0).unsqueeze(1), 0.0)

@@ -245,10 +245,8 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        ctx.timesteps = _timestep_rows(lens, hidden.device)
-        total, normed, mean, rstd = _ADD_NORM(
-            hidden, update, gate, factor, shift, ctx.timesteps[0], eps, dtype
-        )
+        timesteps = ctx.timesteps = _timestep_rows(lens, hidden.device)
+        total, normed, mean, rstd = _ADD_NORM(hidden, update, gate, factor, shift, timesteps[0], eps, dtype)
         total = hidden if update is None else total
         ctx.save_for_backward(total, mean, rstd, _kept(update, ctx.needs_input_grad[2]), gate, factor)
         ctx.set_materialize_grads(False)

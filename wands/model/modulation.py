@@ -10,7 +10,7 @@ Letters: L tokens, M timesteps, D width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,29 +63,23 @@ class _ScaledAdd(torch.autograd.Function):
         ctx.base_dtype, ctx.x_dtype = base.dtype, x.dtype
         dtype = torch.promote_types(torch.promote_types(base.dtype, x.dtype), factor.dtype)
         out = x.new_empty(x.shape, dtype=dtype)
-        for i, rows in _slices(lens, x):
-            torch.addcmul(base[i if base_per_timestep else rows], x[rows], factor[i], out=out[rows])
+        bases = base if base_per_timestep else base.split(lens)
+        for b, rows, row, out_rows in zip(bases, x.split(lens), factor, out.split(lens), strict=True):
+            torch.addcmul(b, rows, row, out=out_rows)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, factor = ctx.saved_tensors
-        dx = torch.empty_like(dout, dtype=ctx.x_dtype)
-        sums_base = ctx.base_per_timestep and ctx.needs_input_grad[0]
-        dbase = torch.empty_like(factor) if sums_base else None
-        dfactor = torch.empty_like(factor) if x is not None else None
-        for i, rows in _slices(ctx.lens, dout):
-            torch.mul(dout[rows], factor[i], out=dx[rows])
-            if dbase is not None:
-                torch.sum(dout[rows], 0, out=dbase[i])
-            if dfactor is not None:
-                torch.sum(dout[rows] * x[rows], 0, out=dfactor[i])
-        return dbase if ctx.base_per_timestep else dout.to(ctx.base_dtype), dx, dfactor, None, None
-
-
-def _slices(lens: tuple[int, ...], x: Tensor) -> Iterator[tuple[int, slice]]:
-    assert sum(lens) == x.shape[0], f"the timesteps have {sum(lens)} tokens, but the tensor has {x.shape[0]}"
-    start = 0
-    for i, length in enumerate(lens):
-        yield i, slice(start, start + length)
-        start += length
+        parts, dx = dout.split(ctx.lens), torch.empty_like(dout, dtype=ctx.x_dtype)
+        for rows, row, dx_rows in zip(parts, factor, dx.split(ctx.lens), strict=True):
+            torch.mul(rows, row, out=dx_rows)
+        dbase, dfactor = None, None
+        if not ctx.base_per_timestep:
+            dbase = dout.to(ctx.base_dtype)
+        elif ctx.needs_input_grad[0]:
+            dbase = torch.stack([rows.sum(0, dtype=factor.dtype) for rows in parts])
+        if x is not None:
+            pairs = zip(parts, x.split(ctx.lens), strict=True)
+            dfactor = torch.stack([(rows * x_rows).sum(0, dtype=factor.dtype) for rows, x_rows in pairs])
+        return dbase, dx, dfactor, None, None

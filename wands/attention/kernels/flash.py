@@ -60,13 +60,13 @@ class FlashBackend(Backend):
         min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
         max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
         package: pip package that contains the kernel; None if PyTorch contains the kernel.
-        install: sentence for error messages that explains how to install the package.
+        install: sentence for error messages that explains how to install the package, with the kernel's name as {name}.
     """
 
     min_major: int
     max_major: int | None = None
     package: str | None = None
-    install: str = ""
+    install: str = "Run pip install -e '.[{name}]' in the folder of wands"
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """Return whether a GPU with this (major, minor) compute capability runs the kernel's forward pass and backward pass."""
@@ -259,24 +259,10 @@ FLASH_BACKENDS = (
         package="flash-attn-3",
         install="Run pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130 (or another CUDA version)",
     ),
-    FlashBackend(
-        "flash4",
-        _flash4_forward,
-        _flash4_backward,
-        min_major=9,  # on 8.x, the package has a forward pass but no backward pass
-        max_major=12,
-        package="flash-attn-4",
-        install="Run pip install -e '.[flash4]' in the folder of wands",
-    ),
+    # On 8.x, the package has a forward pass but no backward pass.
+    FlashBackend("flash4", _flash4_forward, _flash4_backward, 9, max_major=12, package="flash-attn-4"),
     replace(cudnn_backend(1024, _TORCH), name="cudnn"),
-    FlashBackend(
-        "flash2",
-        _flash2_forward,
-        _flash2_backward,
-        min_major=8,
-        package="flash-attn",
-        install="Run pip install -e '.[flash2]' in the folder of wands",
-    ),
+    FlashBackend("flash2", _flash2_forward, _flash2_backward, min_major=8, package="flash-attn"),
     _TORCH,
 )
 """Kernels for CUDA. `attention.backend=auto` tries them in this order, except in bf16 training, which measures them.

@@ -66,12 +66,9 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
         return get_backend(chosen)
     error = f"attention.backend={name} cannot run on {target}"
     if unmet := _unmet_requirement(name, device, dtype):
-        reason, fix = unmet
-        raise ConfigError(f"{error}: {reason}. {fix}.")
+        raise ConfigError(f"{error}: {unmet}.")
     if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
-        raise ConfigError(
-            f"{error}: the results of the kernel are wrong ({fault}). Use attention.backend=auto."
-        )
+        raise ConfigError(f"{error}: the kernel's results are wrong ({fault}). Use attention.backend=auto.")
     _log_once(logging.INFO, f"attention.backend={name} ({target})")
     return get_backend(name)
 
@@ -90,21 +87,22 @@ def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
             yield name
 
 
-def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Return (reason, fix) if the kernel cannot run on the device in the dtype; None if the kernel can run."""
+def _unmet_requirement(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the reason why the kernel cannot run on the device in the dtype, and the fix; None if the kernel can run."""
     backend, use_auto = get_backend(name), "Use attention.backend=auto"
     if name == "cpu" and device.type != "cpu":
-        return "the kernel is for CPUs", use_auto
+        return f"the kernel is for CPUs. {use_auto}"
     if not isinstance(backend, FlashBackend):
         return None
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return "the kernel needs CUDA and bf16 or fp16", use_auto
+        return f"the kernel needs CUDA and bf16 or fp16. {use_auto}"
     capability = torch.cuda.get_device_capability(device)
     if not backend.runs_on(capability):
         found = ".".join(map(str, capability))
-        return f"the GPU has compute capability {found}, the kernel needs {backend.capability}", use_auto
+        return f"the GPU has compute capability {found}, the kernel needs {backend.capability}. {use_auto}"
     if backend.package and not _installed(backend.package):
-        return f"{backend.package} is not installed", f"{backend.install}, or use attention.backend=auto"
+        install = backend.install.format(name=name)
+        return f"{backend.package} is not installed. {install}, or use attention.backend=auto"
     return None
 
 

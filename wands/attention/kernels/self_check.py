@@ -128,13 +128,13 @@ class _Comparer:
         dtype = torch.promote_types(self.dtype, torch.float32) if is_lse else self.dtype
         if result.shape != exact.shape or result.dtype != dtype:
             raise KernelError(
-                f"the kernel's {name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
+                f"{name} is {result.dtype} {list(result.shape)}, but must be {dtype} {list(exact.shape)}"
             )
         result, exact = result.double().cpu(), exact.double()
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
-            raise KernelError(f"the kernel's {name} must be {value} in rows that have no key or no query")
+            raise KernelError(f"{name} must be {value} in rows that have no key or no query")
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
@@ -142,9 +142,7 @@ class _Comparer:
         allowed = (LSE_TOLERANCE if is_lse else TOLERANCE)[self.dtype]
         if not error <= allowed:  # also true for nan
             kind = "absolute" if is_lse else "relative"
-            raise KernelError(
-                f"the kernel's {name} is off by {error:.2g} ({kind} error), but at most {allowed:g} is allowed"
-            )
+            raise KernelError(f"{name} is off by {error:.2g} ({kind} error), at most {allowed:g} is allowed")
         self.worst = max(self.worst, error)
 
 

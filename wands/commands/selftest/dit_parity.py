@@ -31,7 +31,7 @@ from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.distributed.layout import ContextLayout
 from wands.errors import CheckpointError, ConfigError
-from wands.flow.noise import add_noise, draw_noise
+from wands.flow.noise import add_noise, draw_noise, draw_sigma
 from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
 from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.name_maps import DIT, rename_all
@@ -154,9 +154,8 @@ class PackedSamples:
         mock = MockConfig(num_samples=len(GRIDS), shapes=shapes, text_lens=TEXT_LENS)
         data = MockDataset(mock, self.shape, SEED)
         self.samples = [data.read(i) for i in range(len(GRIDS))]
-        collator = PackingCollator(
-            self.shape, self.flow, SEED, data.null_text_embeds, setup.variant.conditions
-        )
+        conditions = setup.variant.conditions
+        collator = PackingCollator(self.shape, self.flow, SEED, data.null_text_embeds, conditions)
         self.batch = collator(self.samples, [0] * len(GRIDS), 0)
         self.whole = ContextLayout.build(self.batch.seq_lens)
         generator = torch.Generator().manual_seed(SEED)
@@ -177,14 +176,14 @@ class PackedSamples:
             Velocities and gradients, equal on all ranks that share the bin.
         """
         device, mine = self.setup.device, layout or self.whole
-        shard = self.batch.rank_slice(mine)
+        part = self.batch.rank_slice(mine)
         noisy = add_noise(
-            shard.tokens, mine, shard.keys, self.flow, SEED, shard.num_cond_tokens, self.sigma_range
+            part.tokens, mine, part.keys, self.flow, SEED, part.num_cond_tokens, self.sigma_range
         )
-        shard, noisy = to_device((shard, noisy), device)
+        part, noisy = to_device((part, noisy), device)
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            tokens = shard.model_input(noisy.tokens)
-            out = model(tokens, shard.meta, noisy.timesteps, shard.text_embeds, shard.image_embeds)
+            tokens = part.model_input(noisy.tokens)
+            out = model(tokens, part.meta, noisy.timesteps, part.text_embeds, part.image_embeds)
         out, index = out[: mine.num_valid].float(), mine.token_index[: mine.num_valid]
         (out * self.directions[index].to(device)).sum().backward()
         outputs = torch.zeros(self.directions.shape, device=device)
@@ -207,18 +206,16 @@ class PackedSamples:
         """
         batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
         has = self.setup.has
-        sigmas = add_noise(
-            batch.tokens, self.whole, batch.keys, self.flow, SEED, sigma_range=self.sigma_range
-        ).sigmas
         noises = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)
         directions = self.directions.to(device).split(batch.seq_lens)
         velocities = []
         for i, sample in enumerate(self.samples):
-            clean, sigma = sample.latents.float(), sigmas[i]
+            clean = sample.latents.float()
+            sigma = draw_sigma(SEED, batch.keys[i], self.flow, self.sigma_range)
             noise = unpatchify(noises[i], GRIDS[i], self.shape.out_channels, patch)
             latents, timesteps = add_conditions(
                 (1 - sigma) * clean + sigma * noise,
-                sigma * NUM_TRAIN_TIMESTEPS,
+                torch.tensor(sigma * NUM_TRAIN_TIMESTEPS),
                 first_frame=clean[:, :1] if self.flow.i2v_ratio and has("first_frame") else None,
                 image_latents=sample.image_latents,
                 last_image=has("last_image"),

@@ -67,11 +67,9 @@ class VaePart:
 
         If the model takes a last image, the pipeline also gets the last frame of the clip.
         """
-        pipeline = WanImageToVideoPipeline(
-            **self.parts, scheduler=None, expand_timesteps=self.setup.has("first_frame")
-        )
+        expand_timesteps, device = self.setup.has("first_frame"), self.setup.device
+        pipeline = WanImageToVideoPipeline(**self.parts, scheduler=None, expand_timesteps=expand_timesteps)
         _, num_frames, height, width = self.pixels.shape
-        device = self.setup.device
         pixels = self.pixels[None].to(device)
         condition: Tensor = pipeline.prepare_latents(
             pixels[:, :, 0],
@@ -287,6 +285,5 @@ def check_length(part: TextPart) -> Result:
     short, long = (len(part.encode(caption)) for caption in captions)
     embeds = check_embeds(part, captions)
     passed = embeds.status == "pass" and 226 < short < long == OFFICIAL_TEXT_LEN
-    return Result.of(
-        passed, f"long captions keep {short} and {long} tokens, {embeds.text}", "226 < n < 512 and 512"
-    )
+    number = f"long captions keep {short} and {long} tokens, {embeds.text}"
+    return Result.of(passed, number, "226 < n < 512 and 512")
