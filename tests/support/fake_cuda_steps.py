@@ -170,7 +170,7 @@ def run_step(
         run = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
         if mistake is not None:
             step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
-        step.new_copy_stream = lambda device: CopyStream()
+        step._copy_stream = lambda device: CopyStream()
         try:
             with look_inside(torch.ops.wands) if cp else nullcontext():
                 batches = [(shard, noisy)] * 2

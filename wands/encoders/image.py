@@ -36,8 +36,11 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
-    video, kept = torch.zeros_like(pixels), [0, -1] if last_image else [0]
-    video[..., kept, :, :] = pixels[..., kept, :, :]
+    video = torch.zeros_like(pixels)
+    for i in (
+        [0, -1] if last_image else [0]
+    ):  # a list as index would be copied to the GPU, and the host would wait
+        video[..., i, :, :] = pixels[..., i, :, :]
     return video
 
 
