@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_461
+TOTAL = 20_420
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,15 +18,15 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 743,
-    "attention": 839,
-    "commands": 4148,
+    "attention": 816,
+    "commands": 4142,
     "config": 1195,
     "data": 4230,
-    "distributed": 379,
-    "encoders": 314,
+    "distributed": 378,
+    "encoders": 317,
     "export": 358,
-    "flow": 208,
-    "model": 2333,
+    "flow": 200,
+    "model": 2327,
     "planning": 683,
     "recipes": 0,
     "report": 264,
