@@ -376,11 +376,7 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the histogram of a numeric column of the clips' table, and marks for the thresholds of --where.
-
-    Args:
-        report: report that contains the column.
-        name: name of the column.
+    """Return the histogram of the numeric column `name` of the clips' table, and marks for the thresholds of --where.
 
     Returns:
         (heights of the bars, from 0 to 1; horizontal positions of the column's thresholds in `report.thresholds`, from 0 to

@@ -26,10 +26,12 @@ _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in it
 
 
 def explain_no_file(path: Path) -> str:
-    """Return why a path is not a regular file, and the fix, such as "does not exist; restore the file, or remove its name"."""
+    """Return why a path is not a regular file, and the fix, as one text, such as "is a folder, not a file; put the file itself in
+    its place".
+    """
     if not os.path.exists(path):
         problem = "is a link to itself or to a missing file" if path.is_symlink() else "does not exist"
-        return f"{problem}; restore the file, or remove its name"
+        return f"{problem}; restore the file, or remove the link or row that names it"
     kind = "a folder" if path.is_dir() else "a named pipe" if path.is_fifo() else "a device or a socket"
     return f"is {kind}, not a file; put the file itself in its place"
 

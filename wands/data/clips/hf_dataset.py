@@ -25,7 +25,7 @@ from wands.errors import DataError, one_line
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Layout: a dataset on the Hub. Return its clips, or None if the name of the source does not have the form owner/name.
 
-    None is also returned if a local folder "owner" exists, because the name is then probably a mistyped path.
+    None is also returned if a local folder "owner" exists. The name is then probably a local path with a typing error.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)

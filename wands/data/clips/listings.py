@@ -193,7 +193,7 @@ def _composed(path: str | Path) -> str:
 
 
 def _node(path: Path) -> tuple[int, int] | None:
-    """Return (device, inode), which identifies a file independently of its name. Return None for a broken link."""
+    """Return (device, inode), which is equal for two names of the same file. Return None for a broken link."""
     try:
         status = path.stat()
     except OSError:

@@ -200,7 +200,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
     full_keys = Counter(safe_name(record.name) + record.suffix for record in unique.values())
     records = []
     for record in unique.values():
-        key, full_key = (function(record.name) + record.suffix for function in (clip_key, safe_name))
+        key, full_key = clip_key(record.name) + record.suffix, safe_name(record.name) + record.suffix
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:

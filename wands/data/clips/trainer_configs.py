@@ -176,12 +176,7 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes of another trainer.
-
-    Args:
-        key: name of the setting, such as "resolution".
-        value: value of the setting.
-    """
+    """Return options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes, such as "resolution"."""
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
     sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]
