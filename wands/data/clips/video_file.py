@@ -33,6 +33,7 @@ BROKEN = (av.FFmpegError, IndexError, OSError, ValueError)
 _SEEKABLE = {"mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"}
 # FFmpeg estimates durations of these formats from the file's size or last timestamp, which is wrong for a truncated file.
 _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
+# Fix for a video with wrong timestamps, or with a rotation that is not a multiple of 90 degrees.
 RECODE = "re-encode the video (ffmpeg -i IN OUT)"
 # Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
