@@ -160,7 +160,7 @@ def plan_epoch(
         lens, window_costs = seq_lens[names], [costs[i] for i in names]
         bins = pack_bins(lens, cost_array[names], max_tokens, *key)
         bins = [bins[i] for i in permutation(len(bins), *key, "bins")]
-        rest, bins = _separate_rest(bins, bins_per_step, cost_array[names])
+        rest, bins = _separate_rest(bins, bins_per_step, window_costs)
         planned = group_into_steps(bins, bins_per_step, level_bins, window_costs, lens, key)
         for i in permutation(len(planned), *key, "steps"):
             steps.append(tuple(_rename(planned[i], names)))
@@ -306,7 +306,7 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 
 
 def _separate_rest(
-    bins: Sequence[Bin], bins_per_step: int, sample_costs: np.ndarray
+    bins: Sequence[Bin], bins_per_step: int, costs: Sequence[float]
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed batches) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
@@ -318,7 +318,6 @@ def _separate_rest(
         The chosen bins, and the bins of all full steps.
     """
     num_rest = len(bins) % bins_per_step
-    costs = sample_costs.tolist()
     share = num_rest / bins_per_step * sum(costs) / len(bins)
     costliest = [max(share, *[costs[i] for i in bin]) for bin in bins]
     chosen = sorted(range(len(bins)), key=costliest.__getitem__)[:num_rest]

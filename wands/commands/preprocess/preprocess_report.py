@@ -39,8 +39,8 @@ class PreprocessReport:
         num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name of the
             clip is new.
         num_workers: number of worker processes that encoded.
-        waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if nothing was
-            encoded.
+        waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if there was no clip to
+            encode.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
         footage: maps the key of each video clip in the index to three lengths in seconds: the length that its samples
             use, the whole length, and the length that they would use with --clip-mode slide, which cuts a clip into windows.

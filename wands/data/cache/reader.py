@@ -185,7 +185,12 @@ class LatentCache(SampleFacts):
         """
         ours, theirs = self.manifest["variant"], variant_contract(variant)
         differing = [name for name in MUST_AGREE if ours.get(name) != theirs[name]]
-        differing += _missing_conditions(ours, theirs)
+        has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
+        # Latents of the first frame alone differ from latents of the first and last frame.
+        if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
+            differing.append("conditions")
+        elif "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"]:
+            differing.append("image_embeds")
         if differing:
             cached, model = (
                 ", ".join(f"{name}={side.get(name)}" for name in differing) for side in (ours, theirs)
@@ -287,25 +292,6 @@ class LatentCache(SampleFacts):
             f"cache={self.path} is damaged: sample {self.index.keys[i]} in {shard} {what}; delete {shard} "
             "and run the same wands preprocess command again, which encodes the missing samples."
         )
-
-
-def _missing_conditions(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Check whether the cache contains the arrays that the model needs. Return the name of the property that differs.
-
-    Args:
-        ours: properties of the cache's variant (see `variant_contract`).
-        theirs: properties of the model's variant (see `variant_contract`).
-
-    Returns:
-        List with at most one name, for the error message. ["conditions"] if the cache lacks an array, or if an array in the
-        cache was made from other conditioning frames than the model needs. ["image_embeds"] if the CLIP states of the cache
-        and of the model have different shapes. [] if the cache contains everything that the model needs.
-    """
-    has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
-    # Latents of the first frame alone differ from latents of the first and last frame.
-    if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
-        return ["conditions"]
-    return ["image_embeds"] if "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"] else []
 
 
 def _read_array(
