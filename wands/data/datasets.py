@@ -222,21 +222,16 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
         CacheError: if a cache cannot be used. The error message names the cache.
     """
     configs = _configured_sources(section)
-    opened: list[Data] = (
-        [MockDataset(section.mock, variant.dit, seed)]
-        if section.mock is not None
-        else _open_caches(section, configs, variant, fingerprint())
-    )
+    opened = _open_sources(section, variant, seed, fingerprint)
     sides = _choose_sides(section, opened)
     wanted = HELD_OUT if section.split == "holdout" else TRAIN
     chosen = [np.flatnonzero(side == wanted) for side in sides]
+    numbers, weights = [len(rows) for rows in chosen], [source.weight or 0 for source in configs]
     repeats = [exact(source.repeat or 1) for source in configs]
-    if any(source.weight for source in configs):
-        repeats = repeats_of_weights(
-            [len(positions) for positions in chosen], [source.weight or 0 for source in configs]
-        )
+    if any(weights):
+        repeats = repeats_of_weights(numbers, weights)
     is_plain = [*repeats, configs[0].loss_weight, configs[0].caption_dropout] == [1, 1.0, None]
-    if is_plain and len(chosen[0]) == len(opened[0].keys):
+    if is_plain and numbers[0] == len(opened[0].keys):
         return opened[0]
     kinds = dict(zip(LEFT_OUT, (HELD_OUT + TRAIN - wanted, GAP, DUPLICATE), strict=True))
     left_out = [{name: int((side == kind).sum()) for name, kind in kinds.items()} for side in sides]
@@ -352,15 +347,15 @@ def _configured_sources(section: DataConfig) -> list[SourceConfig]:
     return [SourceConfig(path=section.cache)]
 
 
-def _open_caches(
-    section: DataConfig, configs: Sequence[SourceConfig], variant: Variant, fingerprint: Mapping[str, Any]
-) -> list[Data]:
-    caches: list[LatentCache] = []
-    for number, source in enumerate(configs):
+def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> list[Data]:
+    if section.mock is not None:
+        return [MockDataset(section.mock, variant.dit, seed)]
+    encoders, caches = fingerprint(), list[LatentCache]()
+    for number, source in enumerate(_configured_sources(section)):
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"
         try:
             cache = LatentCache(source.path, verify=section.verify)
-            cache.check_fits(variant, fingerprint)
+            cache.check_fits(variant, encoders)
             cache.serve(variant)
         except CacheError as error:
             raise error if section.sources is None else CacheError(f"{name}: {error}") from None
@@ -372,7 +367,7 @@ def _open_caches(
         if difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant)):
             key, first, this = difference
             raise CacheError(
-                f"{name}={source.path} was encoded with {key}={this}, but {configs[0].path} with {key}={first}; run wands "
+                f"{name}={source.path} was encoded with {key}={this}, but {caches[0].path} with {key}={first}; run wands "
                 "preprocess again for both, with --model set to the model that you train."
             )
     return [*caches]

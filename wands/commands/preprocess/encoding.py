@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -62,8 +62,7 @@ class Done(NamedTuple):
     rejected: ClipEnd | None = None
 
 
-@dataclass
-class WorkerTimes:
+class WorkerTimes(NamedTuple):
     """Statistics of one worker after all clips of this worker are finished.
 
     Attributes:
@@ -71,8 +70,8 @@ class WorkerTimes:
         worked: seconds in which the worker loaded the encoders, encoded and stored.
     """
 
-    waited: float = 0.0
-    worked: float = 0.0
+    waited: float
+    worked: float
 
 
 def encode_captions(
@@ -143,13 +142,12 @@ class _ClipEncoder:
         self.in_encoder = settings.work / f"encoding-{slot}"
         self.spool = TextSpool(sorted(settings.work.glob("text-*.journal")))
         self.encoder: WindowEncoder | None = None
-        self.times = WorkerTimes()
         # Maps the digest of a clip with a window that cannot be stored to the reason.
         self.failed: dict[str, str] = {}
         self.samples = WriteAheadLog(settings.work / f"samples-{slot}.journal")
 
     def run(self, clips: Sequence[Clip]) -> Iterator[Done | WorkerTimes]:
-        began = time.monotonic()
+        began, waited = time.monotonic(), 0.0
         batch: list[Window | ClipEnd] = []
         with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
@@ -162,7 +160,7 @@ class _ClipEncoder:
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
-                self.times.waited += time.monotonic() - ready
+                waited += time.monotonic() - ready
                 if piece is not None:
                     batch.append(piece)
                     num_windows = sum(isinstance(item, Window) and item.frames is not None for item in batch)
@@ -175,8 +173,7 @@ class _ClipEncoder:
         self._write(self._move_to_shard)
         while self.writes:
             self.writes.popleft().result()
-        self.times.worked = time.monotonic() - began - self.times.waited
-        yield self.times
+        yield WorkerTimes(waited, time.monotonic() - began - waited)
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
         """Encode and store the windows (ranges of frames) in `pieces`, and yield a `Done` event for each `ClipEnd` in
