@@ -267,10 +267,8 @@ class PackingCollator:
         """
         if not samples:
             samples, repeat_indices = [self._padding], [0]
-        keys = tuple(
-            SampleKey(sample.sample_id, repeat_index, epoch)
-            for sample, repeat_index in zip(samples, repeat_indices, strict=True)
-        )
+        pairs = zip(samples, repeat_indices, strict=True)
+        keys = tuple(SampleKey(sample.sample_id, repeat_index, epoch) for sample, repeat_index in pairs)
         for sample in samples:
             self._check(sample, f"sample={sample.sample_id}")
         has_last, patch_size = "last_image" in self.conditions, self.shape.patch_size

@@ -115,12 +115,8 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
         fingerprint: fingerprint of encoders and settings, as nested JSON values.
     """
     contract = variant_contract(variant) if isinstance(variant, Variant) else variant
-    manifest = {
-        "format": FORMAT,
-        "schema_version": SCHEMA_VERSION,
-        "variant": contract,
-        "fingerprint": fingerprint,
-    }
+    manifest: dict[str, Any] = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
+    manifest |= {"variant": contract, "fingerprint": fingerprint}
     return json.loads(json.dumps(manifest | {"digest": digest(manifest)}))
 
 
