@@ -75,9 +75,8 @@ class PreprocessReport:
         lines = [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
         if len(self.rejected) > SHOWN_REJECTIONS:
             lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
-        lines.append(
-            f"{len(self.rejected):,} rejected" + (f", listed in {REJECTS_NAME}:" if self.rejected else "")
-        )
+        listed = f", listed in {REJECTS_NAME}:" if self.rejected else ""
+        lines.append(f"{len(self.rejected):,} rejected{listed}")
         kinds = count_problems((item.path, item.reason) for item in self.rejected)
         lines += [printable(f"  {count:7,}  {kind}") for kind, count in kinds[:SHOWN_KINDS]]
         reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
