@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_420
+TOTAL = 20_403
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,9 +19,9 @@ CORE_FILES = (
 FOLDERS = {
     ".": 743,
     "attention": 816,
-    "commands": 4142,
+    "commands": 4138,
     "config": 1195,
-    "data": 4230,
+    "data": 4217,
     "distributed": 378,
     "encoders": 317,
     "export": 358,
