@@ -58,9 +58,10 @@ class _CommandGroup(click.Group):
             _exit_with_error(error)
 
 
-@click.group(
-    cls=_CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+@click.group(cls=_CommandGroup, context_settings=_SETTINGS)
 @click.version_option(__version__, prog_name="wands")
 @click.option("--local_rank", "--local-rank", type=int, default=None, hidden=True, help="Rank on this node.")
 @click.option("-v", "--verbose", is_flag=True, help="Print debug messages, and warnings of other packages.")

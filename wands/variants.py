@@ -25,10 +25,8 @@ MASK_CHANNELS = 4
 such as the first frame in image-to-video models, and 0 for other frames.
 """
 _EQUAL_KEYS = ("patch_size", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
-_CONFIG_KEYS = {name: name for name in _EQUAL_KEYS} | {
-    "num_heads": "num_attention_heads",
-    "head_dim": "attention_head_dim",
-}
+_CONFIG_KEYS = {name: name for name in _EQUAL_KEYS}
+_CONFIG_KEYS |= {"num_heads": "num_attention_heads", "head_dim": "attention_head_dim"}
 """Maps a field of DiTShape to the key of this field in diffusers' config."""
 
 

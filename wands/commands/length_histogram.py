@@ -10,16 +10,15 @@ BAR_WIDTH = 40
 NUM_BARS = 10
 
 
-def count_lengths(tokens: Sequence[int] | np.ndarray) -> list[tuple[str, int]]:
+def count_lengths(lengths: np.ndarray) -> list[tuple[str, int]]:
     """Count the samples of each length. If there are more than ten different lengths, count the samples in ten ranges or fewer.
 
     Args:
-        tokens: number of video tokens of every sample; at least one sample.
+        lengths: number of video tokens of every sample, int64; at least one sample.
 
     Returns:
         Tuples (length or range as text, number of samples), shortest length first.
     """
-    lengths = np.asarray(tokens, np.int64)
     distinct = np.unique(lengths).tolist()
     if len(distinct) <= NUM_BARS:
         return [(f"{length:,}", int((lengths == length).sum())) for length in distinct]
