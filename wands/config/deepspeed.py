@@ -78,13 +78,12 @@ def build_ds_config(
     problems = ds_rules.check_json(config, names[0])
     zero = config.get("zero_optimization", {})
     problems += _fill_batch(config, recipe, world_size, names)
-    hpz, on_cpu = int(zero.get("zero_hpz_partition_size", 1)), device_type == "cpu"
+    hpz, quantizes = int(zero.get("zero_hpz_partition_size", 1)), any(map(zero.get, ds_rules.QUANTIZED_KEYS))
     rules: dict[str, object] = {
         f"{names[0]}: zero_optimization.zero_hpz_partition_size={hpz} must divide the number of processes ({world_size}); use "
         "the number of GPUs in a node.": hpz > 1 and world_size % min(hpz, world_size),
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
-        "DeepSpeed quantises with a CUDA kernel; remove the keys.": on_cpu
-        and any(map(zero.get, ds_rules.QUANTIZED_KEYS)),
+        "DeepSpeed quantises with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
     }
     problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
@@ -235,6 +234,5 @@ def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     lr = float(config["optimizer"]["params"]["lr"])
     if "scheduler" in config:
         return lr
-    optim = recipe.optim
-    ratio = recipe.train.bins_per_step / optim.scale_lr_base
-    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.scale_lr]
+    ratio = recipe.train.bins_per_step / recipe.optim.scale_lr_base
+    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[recipe.optim.scale_lr]

@@ -216,12 +216,11 @@ def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, obj
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"
     narrow = key if bf16 else f"lora.quantize={quantize}" if quantize != "none" else ""
-    requantizes = zero.get("zero_quantized_weights") or zero.get("zero_quantized_nontrainable_weights")
+    requantizes = quantize != "none" and any(map(zero.get, QUANTIZED_KEYS))
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32
     return {
-        f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; remove "
-        "zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights, or set "
-        "lora.quantize=none.": quantize != "none" and requantizes,
+        f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; set lora.quantize=none, or "
+        "remove zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights.": requantizes,
         f"{narrow} weights cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
         "zero_optimization.offload_param.device=cpu, or remove "
         "offload_param.": narrow and offload_device(zero, "offload_param") == "nvme",
