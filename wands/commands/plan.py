@@ -91,7 +91,7 @@ def plan(options: PlanOptions) -> str:
 
 
 def what_fits(
-    memories: Sequence[str] = ("rtx4090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
+    names: Sequence[str] = ("rtx4090", "l40s", "h100", "h200"), counts: Sequence[int] = (1, 8, 64)
 ) -> str:
     """Return Markdown tables of the settings with which published models can be trained on common machines.
 
@@ -99,12 +99,12 @@ def what_fits(
     with 81 frames, and one clip in each bin (packed sequence).
 
     Args:
-        memories: names of machines in `MACHINES`. Each name is a column.
+        names: names of GPU types in `MACHINES`, such as h100. Each GPU type gives a column.
         counts: numbers of GPUs. Each number gives a table.
     """
     tables = []
     for gpus in counts:
-        machines = [MACHINES[name] for name in memories]
+        machines = [MACHINES[name] for name in names]
         header = [f"{gpus} GPU{'s' * (gpus > 1)} of", *(f"{m.memory / 1e9:.0f} GB" for m in machines)]
         rows = [header, ["---"] * len(header)]
         for name in ("wan2.1-t2v-1.3b", "wan2.2-ti2v-5b", "wan2.1-t2v-14b", "wan2.2-t2v-a14b"):

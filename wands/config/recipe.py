@@ -262,7 +262,7 @@ def _read_keys(value: Any) -> Any:
     try:
         text = Path(value).read_text("utf-8", "surrogateescape") if isinstance(value, str) else ""
     except OSError as error:
-        raise ValueError(f"the file cannot be read ({error.strerror})") from None
+        raise ValueError(f"the file {value} cannot be read ({error.strerror}); correct the path") from None
     return list(filter(str.strip, text.splitlines())) if isinstance(value, str) else value
 
 
