@@ -126,19 +126,15 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
         f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
     }
-    problems = failed_rules(rules)
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
     if saved.recipe.get("lora"):
         keys = _BASE_KEYS[: 1 if knows_base else None]
         fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in keys]
     for name, reason in fixed_keys:
         value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
-        if value != saved_value:
-            problems.append(
-                f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run} "
-                "(for a LoRA, set lora.init_from)."
-            )
-    if problems:
+        rule = f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run}"
+        rules[f"{rule} (for a LoRA, set lora.init_from)."] = value != saved_value
+    if problems := failed_rules(rules):
         raise CheckpointError([f"{label}: {problem}" for problem in problems])
 
 
