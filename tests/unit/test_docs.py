@@ -23,6 +23,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES += [ROOT / folder / "README.md" for folder in ("data_tools", "ds_configs", "scripts", "tests", "wands")]
 README_BYTES = 10_000
 FOLDERS = "docs|scripts|tests|wands|ds_configs|data_tools"
+FOREIGN_FILES = {"numpy.py", "generate.py"}
+"""Files of other projects, or of a test, that pages name."""
 
 
 def page_name(page: Path) -> str:
@@ -60,6 +62,8 @@ def test_links_and_files_exist(page: Path):
         assert (ROOT / name).exists(), name
     for name in set(re.findall(rf"(?:bash|python|sbatch) ((?:{FOLDERS})/[\w./-]+)", text)):
         assert (ROOT / name).exists(), name
+    for name in set(re.findall(r"`(?:[\w/]*/)?(\w+\.(?:py|sh))`", text)) - FOREIGN_FILES:
+        assert any(any((ROOT / folder).rglob(name)) for folder in FOLDERS.split("|")), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
