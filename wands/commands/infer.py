@@ -275,8 +275,9 @@ def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str)
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)
-    if source.loras:
-        origin["loras"] = [lora.record() for lora in source.loras]
+    for lora in source.loras:
+        entry = {"path": lora.path, "part": lora.subfolder, "scale": lora.scale}
+        origin.setdefault("loras", []).append(entry)
     return origin
 
 

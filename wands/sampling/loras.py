@@ -57,10 +57,6 @@ class Lora:
         """Flag and value that name the LoRA in error messages."""
         return f"{self.flag}={self.path}"
 
-    def record(self) -> dict[str, Any]:
-        """Return the LoRA's entry in `samples.jsonl`. The entry contains nothing that depends on the machine."""
-        return {"path": self.path, "part": self.subfolder, "scale": self.scale}
-
 
 def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
     """Find the files of LoRAs. Download a LoRA that is given as a Hub id. Do not read any tensor.

@@ -59,7 +59,7 @@ class BadSteps:
         The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update, with
         the same result on all ranks. If the plan contains no samples, because `data.exclude` names them all, every function
         returns True. In all other steps, `train.on_bad_step=stop` makes every element of the list None: no update is skipped, and
-        `check` ends the run.
+        `check` ends the run after a loss or a gradient norm that is not finite.
 
         Args:
             plan: packing plan of the step.

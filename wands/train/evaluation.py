@@ -286,7 +286,9 @@ def summarize(
     buckets = defaultdict[tuple[str, str], list[tuple[EvaluationSample, float]]](list)
     for sample, loss in sorted(zip(samples, losses, strict=True), key=lambda pair: pair[0].num_tokens):
         level = f"{sample.expert.name} {plan.quantiles[sample.quantile]:.2g}".strip()
-        names = level, sample.expert.name or "all", sample.kind, plan.clips[sample.clip].length_class
+        shortest = 1 << (sample.num_tokens.bit_length() - 1)  # such as 4,096 of 4,096 to 8,191
+        length = f"{shortest:,} to {2 * shortest - 1:,} tokens"
+        names = level, sample.expert.name or "all", sample.kind, length
         for bucket in zip(("sigma", "expert", "kind", "length"), names, strict=True):
             buckets[bucket].append((sample, loss))
     by = defaultdict[str, list[Row]](list)

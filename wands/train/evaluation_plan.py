@@ -43,12 +43,6 @@ class EvaluationClip(StrictModel):
     num_tokens: int
     sigmas: dict[str, list[float]]
 
-    @property
-    def length_class(self) -> str:
-        """Range of lengths that contains this clip's number of tokens, as text, such as "4,096 to 8,191 tokens"."""
-        low = 1 << (self.num_tokens.bit_length() - 1)
-        return f"{low:,} to {2 * low - 1:,} tokens"
-
 
 class EvaluationSample(NamedTuple):
     """A clip to evaluate at one noise level, with one DiT and one condition.
