@@ -8,14 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from wands import __version__
 from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
 from wands.export.model_card import RECORD_FILE, STRIPS_FILE
-from wands.export.trained_weights import write_lora, write_transformer
+from wands.export.trained_weights import DTYPES, write_lora, write_transformer
 from wands.files import atomic_folder, write_text
 from wands.model.files.checkpoint_files import TrainState, find_checkpoint, load_full_weights, load_lora_of
 from wands.model.files.hashes import check_files, write_hashes
@@ -26,9 +24,6 @@ from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
 from wands.train.append_log import marked_steps
 
 log = logging.getLogger(__name__)
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def export(options: ExportOptions) -> Path:
@@ -52,9 +47,9 @@ def export(options: ExportOptions) -> Path:
             `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
-    max_shard_bytes = _bytes_of(options.max_shard_size)
+    _check_size(options.max_shard_size)
     step_dir, state = checkpoint = find_checkpoint(options.checkpoint, verify=True)
-    out, dtype = options.out.resolve(), _DTYPES[options.dtype]
+    out, dtype = options.out.resolve(), DTYPES[options.dtype]
     is_lora = state.lora is not None
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.link):
@@ -80,7 +75,8 @@ def export(options: ExportOptions) -> Path:
             copy_base(base_dir, partial, state.parts, link=options.link)
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
-                write_transformer(weights, state.transformer_config, partial / part, dtype, max_shard_bytes)
+                folder, size = partial / part, options.max_shard_size
+                write_transformer(weights, state.transformer_config, folder, dtype, size)
         else:
             for part in state.parts:
                 folder = partial / EXPERT_NAMES[part] if state.has_experts else partial
@@ -102,14 +98,12 @@ def export(options: ExportOptions) -> Path:
     return out
 
 
-def _bytes_of(size: str) -> int:
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)\s*([KMGT]B)", size.strip(), re.IGNORECASE)
-    num_bytes = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
-    if num_bytes < 1:
+def _check_size(size: str) -> None:
+    # The lookahead (?=...) refuses a size of 0.
+    if not re.fullmatch(r"(?=.*[1-9])\d{1,12}(\.\d+)?\s*[KMGT]B", size.strip(), re.IGNORECASE):
         raise ConfigError(
             f"--max-shard-size {size} must be a number above 0 and a unit of KB, MB, GB or TB; write for example 5GB."
         )
-    return num_bytes
 
 
 def _check_own_base(state: TrainState) -> None:

@@ -129,9 +129,7 @@ def _check_contents(directory: Path) -> FolderContents:
             )
         return FolderContents(loras=loras, folders=(*EXPERT_NAMES.values(), "samples"))
     index = _read_object(index_path)
-    parts = [
-        name for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2 and entry[1]
-    ]
+    parts = [name for name, entry in index.items() if isinstance(entry, list) and entry and all(entry)]
     missing = [name for name in parts if not (directory / name).is_dir()]
     if missing:
         raise WandsError(
@@ -178,8 +176,8 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
 
         step_dir, state = find_checkpoint(training)
         record = {key: getattr(state, key) for key in ("base", "step", "variant", "recipe", "loss")}
-        record["data"] = {**state.data_summary, "fingerprint": state.data_fingerprint}
-        record["checkpoint"] = step_dir.name
+        data = {**state.data_summary, "fingerprint": state.data_fingerprint}
+        record |= {"data": data, "checkpoint": step_dir.name}
     path = directory / model_card.RECORD_FILE
     return record | (_read_object(path) if path.is_file() else {})
 

@@ -20,6 +20,8 @@ from wands.model.files.tensor_files import LazyTensor, check_written, write_safe
 from wands.model.weight_dtypes import stock_dtype
 
 COMFYUI_FILE = "comfyui.safetensors"
+DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Maps a value of the option --dtype to the dtype of the written weights. None, the option's absence, is no key."""
 
 
 def write_transformer(
@@ -27,7 +29,7 @@ def write_transformer(
     config: Mapping[str, Any],
     folder: Path,
     dtype: torch.dtype,
-    max_shard_bytes: int,
+    max_shard_size: str,
 ) -> None:
     """Write one DiT as a diffusers folder, and check the folder.
 
@@ -38,7 +40,7 @@ def write_transformer(
         config: diffusers config of the DiT.
         folder: folder to create.
         dtype: dtype of the written weights. Layers that diffusers keeps in fp32 stay fp32.
-        max_shard_bytes: largest size of a safetensors file in bytes.
+        max_shard_size: largest size of a safetensors file, such as "5GB".
 
     Raises:
         CheckpointError: if the weights do not fit the config, the written weights differ from `weights`, or the output
@@ -52,7 +54,7 @@ def write_transformer(
     folder.mkdir()
     model.save_config(folder)
     # save_pretrained is not used, because it ignores the umask and makes files that only their owner can read.
-    write_sharded(folder, DIT_STEM, tensors, max_shard_bytes)
+    write_sharded(folder, DIT_STEM, tensors, max_shard_size)
     _verify(weights, folder, dtype)
 
 

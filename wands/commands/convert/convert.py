@@ -24,6 +24,7 @@ from wands.config.options import ConvertOptions
 from wands.encoders.components import WEIGHT_STEMS
 from wands.errors import CheckpointError, ConfigError
 from wands.export.base_pipeline import check_base
+from wands.export.trained_weights import DTYPES
 from wands.files import atomic_folder
 from wands.model.files import lora_files, official
 from wands.model.files.hashes import write_hashes
@@ -39,7 +40,6 @@ from wands.model.files.tensor_files import (
 from wands.model.weight_dtypes import stock_dtype
 from wands.variants import Variant, variant_of
 
-_DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 _TOKENIZER = "google/umt5-xxl"
 _SOURCE_FILES = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
 # Files of an official repository that are copied if they are not converted.
@@ -92,7 +92,7 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
         for expert, path in loras.items():
-            _convert_lora(path, unfinished, result, options.to, _DTYPES[options.dtype], expert)
+            _convert_lora(path, unfinished, result, options.to, DTYPES.get(options.dtype), expert)
         if not loras and options.to == "musubi":
             raise ConfigError(
                 f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
@@ -197,7 +197,7 @@ def _convert_lora(
             )
         num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
         num_renamed = sum(tensor.name not in old_names for tensor in tensors)
-        result.add_summary(path.name, num_read, tensors, num_renamed)
+        result.add(path.name, num_read, tensors, num_renamed)
 
 
 # ---- models
@@ -243,7 +243,6 @@ class ModelConversion:
             self._complete_official()
 
     def _reason_to_skip(self, component: SourceComponent) -> str | None:
-        """Return the reason why a component cannot be written in the new layout. Return None if it can be written."""
         config = component.config or {"_class_name": official.OFFICIAL_CLASS}
         is_official = config.get("_class_name") == official.OFFICIAL_CLASS
         if self.to == "official" and is_official:
@@ -256,7 +255,7 @@ class ModelConversion:
         is_dit, mapping = component.name in EXPERTS, map_component(component, self.to)
         if is_dit and not self.dit_config:
             self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-        sources, dtype = mapping.sources, _DTYPES[self.options.dtype] if is_dit else None
+        sources, dtype = mapping.sources, DTYPES.get(self.options.dtype) if is_dit else None
         stock = stock_names(sources) if dtype else {}
         tensors = []
         for name, source in sorted(sources.items()):
@@ -267,7 +266,7 @@ class ModelConversion:
         forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
         renamed = sum(source.name != name for name, source in sources.items())
         details = {"unused": mapping.unused, "forward": forward}
-        self.result.add_summary(component.name, len(mapping.stored), tensors, renamed, **details)
+        self.result.add(component.name, len(mapping.stored), tensors, renamed, **details)
 
     def _find_variant(self, config: Mapping[str, Any]) -> Variant:
         index: dict[str, Any] = {}

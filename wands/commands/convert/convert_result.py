@@ -67,9 +67,7 @@ class ConvertResult:
     summaries: list[ComponentSummary] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def add_summary(
-        self, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **details: Any
-    ) -> None:
+    def add(self, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **details: Any) -> None:
         """Add the summary of a component or LoRA file.
 
         Args:

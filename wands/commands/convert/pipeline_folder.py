@@ -91,7 +91,4 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
 def copy_path(source: Path, target: Path) -> None:
     """Copy a file or folder to a new path. Create the missing parent folders of the new path."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.is_dir():
-        shutil.copytree(source, target)
-    else:
-        shutil.copy2(source, target)
+    (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)

@@ -217,7 +217,7 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
 
 
 def write_sharded(
-    folder: Path, stem: str, tensors: Sequence[LazyTensor], max_shard_bytes: int = 5 * 10**9
+    folder: Path, stem: str, tensors: Sequence[LazyTensor], max_shard_size: int | str = "5GB"
 ) -> list[Path]:
     """Write tensors to safetensors files of limited size. If there are several files, also write an index.
 
@@ -226,7 +226,8 @@ def write_sharded(
         stem: file name without suffix: "diffusion_pytorch_model" for a diffusers model, "model" for a transformers
             model.
         tensors: tensors to write. The files are filled with the tensors in this order.
-        max_shard_bytes: largest total size of the tensors in a file, in bytes. A larger tensor gets a separate file.
+        max_shard_size: largest total size of the tensors in a file: a number of bytes, or a text such as "5GB". A larger tensor
+            gets a separate file.
 
     Returns:
         The paths of the written safetensors files.
@@ -236,7 +237,7 @@ def write_sharded(
         by_name,
         get_storage_size=lambda tensor: tensor.num_bytes,
         filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=max_shard_bytes,
+        max_shard_size=max_shard_size,
     )
     for file_name, names in split.filename_to_tensors.items():
         write_safetensors(folder / file_name, [by_name[name] for name in names])

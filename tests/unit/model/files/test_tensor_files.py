@@ -35,7 +35,7 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
 def test_shards_hold_no_more_than_they_may(tmp_path: Path):
     values = {f"w{i}": torch.full((10,), float(i)) for i in range(7)}
     entries = [LazyTensor(n, (10,), torch.float32, lambda value=v: value) for n, v in values.items()]
-    paths = write_sharded(tmp_path, "model", entries, max_shard_bytes=100)
+    paths = write_sharded(tmp_path, "model", entries, max_shard_size=100)
     assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
     assert find_weights(tmp_path, "model") == paths
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
