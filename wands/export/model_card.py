@@ -29,7 +29,6 @@ RECORD_FILE = "wands_export.json"
 LOSS_FILE = "loss.png"
 STRIPS_FILE = "samples_during_training.png"  # written by `wands export`
 SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
-DEFAULT_LICENSE = "apache-2.0"  # the licence of every Wan release
 
 
 @dataclass(frozen=True)
