@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_389
+TOTAL = 20_377
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 740,
     "attention": 816,
-    "commands": 4138,
+    "commands": 4126,
     "config": 1192,
     "data": 4217,
     "distributed": 378,
