@@ -131,12 +131,9 @@ class PackedMeta:
     dropout_keys: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert sum(self.timestep_lens or self.local_seq_lens) == sum(self.local_seq_lens), (
-            f"the timesteps have {sum(self.timestep_lens)} tokens, but the samples have {sum(self.local_seq_lens)}"
-        )
-        assert len(self.local_seq_lens) == len(self.text_lens), (
-            f"{len(self.local_seq_lens)} samples, but {len(self.text_lens)} texts"
-        )
+        lens, text_lens = self.local_seq_lens, self.text_lens
+        assert sum(self.timestep_lens or lens) == sum(lens), (self.timestep_lens, lens)
+        assert len(lens) == len(text_lens), f"{len(lens)} samples, but {len(text_lens)} texts"
         assert self.positions.shape == (len(self.segment_ids), 3), tuple(self.positions.shape)
 
     @property

@@ -89,11 +89,10 @@ class SelectiveCheckpoint:
         for block, name in product(blocks, kept & PROJECTIONS.keys()):
             linear = block.get_submodule(PROJECTIONS[name])
             linear = getattr(linear, "base_layer", linear)  # of a layer with a LoRA
-            self._hooks.append(linear.register_forward_pre_hook(partial(self._set_projection, name)))
+            enter, leave = (partial(self._set_projection, projection) for projection in (name, None))
+            self._hooks.append(linear.register_forward_pre_hook(enter))
             # An exception ends the second run early.
-            self._hooks.append(
-                linear.register_forward_hook(partial(self._set_projection, None), always_call=True)
-            )
+            self._hooks.append(linear.register_forward_hook(leave, always_call=True))
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
         """Run a block under activation checkpointing, and return the block's result.
@@ -133,7 +132,7 @@ class SelectiveCheckpoint:
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        kept: deque[tuple[OpOverload, Any]] = deque()
+        kept: deque[Any] = deque()
         return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
 
     def _kept_name(self, op: OpOverload) -> str | None:
@@ -169,9 +168,7 @@ class _Run(TorchDispatchMode):
     The second run is in the backward pass. It takes the kept results from the queue, and computes all other results again.
     """
 
-    def __init__(
-        self, selection: SelectiveCheckpoint, kept: deque[tuple[OpOverload, Any]], is_first: bool
-    ) -> None:
+    def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:
         super().__init__()
         self._selection, self._kept, self._is_first = selection, kept, is_first
 

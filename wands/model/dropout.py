@@ -71,10 +71,8 @@ class KeyedDropout(nn.Module):
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
         super().__init__()
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self.p = p
-        self.side = side_of(name)
+        self.p, self.side, self._keys = p, side_of(name), keys
         self._salt = int.from_bytes(digest, "little", signed=True)
-        self._keys = keys
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop values in training: map x [..., C] to a tensor of the same shape.

@@ -219,7 +219,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         """
         embedder = self.condition_embedder.image_embedder
         assert (embedder is None) == (image_embeds is None), (
-            "image_embeds are required for models with CLIP, and not allowed for other models"
+            "models with CLIP, and only these, need image_embeds"
         )
         if embedder is None or image_embeds is None:
             return None
@@ -444,7 +444,7 @@ def rotations_of(rope: WanRotaryPosEmbed, positions: Tensor) -> Tensor:
         positions: int64 [L, 3], (frame, row, column) of each of L tokens.
 
     Returns:
-        complex [L, 1, D/2] for head dim D, to pass to `rotate`.
+        complex [L, 1, d/2] for head dim d, to pass to `rotate`.
     """
     widths = [rope.t_dim, rope.h_dim, rope.w_dim]
 
@@ -460,11 +460,11 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Rotate each pair of adjacent channels by the angles of the token.
 
     Args:
-        x: fp32 or fp64 [L, H, D], for L tokens, H heads and head dim D.
-        rotation: complex [L, 1, D/2], from `rotations_of`.
+        x: fp32 or fp64 [L, H, d], for L tokens, H heads and head dim d.
+        rotation: complex [L, 1, d/2], from `rotations_of`.
 
     Returns:
-        [L, H, D].
+        [L, H, d].
     """
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * rotation).flatten(-2)

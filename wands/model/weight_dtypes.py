@@ -1,8 +1,8 @@
 """Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in diffusers.
 
 A quantized weight belongs to a frozen linear layer. It consists of 8-bit or 4-bit codes (small integers) and of scales,
-and is decoded only while the layer computes. Both are ordinary parameters, so ZeRO-3 partitions and gathers them.
-bitsandbytes encodes and decodes the weights.
+and is decoded only while the layer computes. Codes and scales are ordinary parameters, so ZeRO-3 partitions and gathers
+them. bitsandbytes encodes and decodes the weights.
 
 Letters: O out features, I in features.
 """
@@ -104,8 +104,7 @@ class Int8:
         Returns:
             (codes, scales): int8 [O, I] and fp32 [O].
         """
-        codes, scales, _ = load_library().int8_vectorwise_quant(weight)
-        return codes, scales
+        return load_library().int8_vectorwise_quant(weight)[:2]
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
