@@ -37,7 +37,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backen
     Returns:
         [Tq, H, D] in q's dtype. Rows of q that attend to no key are 0.
     """
-    return _VarlenAttention.apply(segments, None, backend, False, q, k, v)
+    return _VarlenAttention.apply((segments, None, backend, False), q, k, v)
 
 
 @dataclass(frozen=True)
@@ -103,24 +103,22 @@ def padded_attention(
         [Tq, H, D] in q's dtype.
     """
     options = padded.segments, padded.log_num_pads, backend, compiled
-    return _VarlenAttention.apply(*options, q, k, v, pad_k, pad_v)
+    return _VarlenAttention.apply(options, q, k, v, pad_k, pad_v)
+
+
+_Options = tuple[Segments, Tensor | None, Backend, bool]
 
 
 class _VarlenAttention(torch.autograd.Function):
     """Autograd function of `varlen_attention` and `padded_attention`.
 
-    `tensors` are q, k and v; for `padded_attention`, they are q, k, v, pad_k and pad_v.
+    `options` are (segments, `PaddedSegments.log_num_pads`, attention kernel, whether to use torch.compile). `tensors` are q, k
+    and v; for `padded_attention`, they are q, k, v, pad_k and pad_v.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        segments: Segments,
-        log_num_pads: Tensor | None,
-        backend: Backend,
-        compiled: bool,
-        *tensors: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, options: _Options, *tensors: Tensor) -> Tensor:
+        segments, log_num_pads, backend, compiled = ctx.options = options
         q, k, v, *pads = tensors
         scale = q.shape[-1] ** -0.5
         out, lse = backend.forward(q, k, v, segments, scale)
@@ -128,7 +126,6 @@ class _VarlenAttention(torch.autograd.Function):
             merge: Callable[..., Any] = _MERGE_PADS if compiled else merge_pads
             out, lse = merge(out, lse, q, *pads, log_num_pads, scale)
         ctx.save_for_backward(out, lse, *tensors)
-        ctx.options = segments, log_num_pads, backend, compiled
         return out
 
     @staticmethod
@@ -150,7 +147,7 @@ class _VarlenAttention(torch.autograd.Function):
             merge: Callable[..., Any] = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
             dq, *pad_grads = merge(dout, dq, q, *pads, out, lse, log_num_pads, scale)
             grads += pad_grads
-        return *(None for _ in ctx.options), dq, *grads
+        return None, dq, *grads
 
 
 def merge_pads(

@@ -76,10 +76,8 @@ def add_noise(
     assert len(keys) == len(layout.seq_lens)
     assert len(tokens) == len(layout.token_index)
     pairs = zip(keys, layout.seq_lens, strict=True)
-    host_sigmas = given_sigmas or [
-        draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs
-    ]
-    sigmas = torch.tensor(host_sigmas, dtype=torch.float32)
+    drawn = (draw_sigma(seed, key, with_clip_shift(flow, n), sigma_range) for key, n in pairs)
+    sigmas = torch.tensor(given_sigmas or [*drawn], dtype=torch.float32)
     noise = draw_noise(layout, keys, seed, tokens.shape[1])
     clean = tokens.to(torch.float32)
     token_sigmas = sigmas[layout.segment_ids].unsqueeze(1)

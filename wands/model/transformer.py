@@ -181,8 +181,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         )
         for number, block in enumerate(self.blocks):
             args = (hidden, text, image, table, rotation, meta, cross_segments, compute_dtype)
-            checkpoints = self.gradient_checkpointing and number < self.num_recomputed
-            if torch.is_grad_enabled() and checkpoints:
+            if torch.is_grad_enabled() and self.gradient_checkpointing and number < self.num_recomputed:
                 hidden = self._gradient_checkpointing_func(block, *args)
             else:
                 hidden = block(*args)
