@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from wands.attention.packed import PackedMeta, segment_ids_of
 from wands.distributed.layout import ContextLayout, ContextPlan, ring_rounds, split_over_ring
+from wands.transfer import to_device
 
 PACKS = st.lists(st.one_of(st.integers(1, 8), st.integers(1, 400)), min_size=1, max_size=12)
 DEGREES = st.integers(1, 5)
@@ -163,7 +164,7 @@ def test_rows_behind_the_last_sample_count_as_its_rows():
 
 
 def test_meta_keeps_its_parts_when_moved():
-    moved = make_meta((3, 2), 5).to("meta")
+    moved = to_device(make_meta((3, 2), 5), "meta")
     assert moved.positions.device.type == moved.segment_ids.device.type == "meta"
     assert (moved.local_seq_lens, moved.text_lens, moved.chunk_lens) == ((3, 2), (1, 1), ((3, 2),))
 
