@@ -67,7 +67,7 @@ class ContextPlan:
             ulysses_degree: number of ranks that divide the attention heads among themselves.
             ring_degree: number of ranks in a ring.
         """
-        assert min(seq_lens, default=0) > 0, f"every sample needs a token; the lengths are {list(seq_lens)}"
+        assert min(seq_lens, default=0) > 0, f"each sample needs a token, but the lengths are {[*seq_lens]}"
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
         row_len = -(-longest // ulysses_degree) * ulysses_degree
