@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_377
+TOTAL = 20_357
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,15 +18,15 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 740,
-    "attention": 816,
+    "attention": 807,
     "commands": 4126,
     "config": 1192,
     "data": 4217,
-    "distributed": 378,
+    "distributed": 376,
     "encoders": 317,
     "export": 358,
-    "flow": 200,
-    "model": 2327,
+    "flow": 198,
+    "model": 2320,
     "planning": 683,
     "recipes": 0,
     "report": 264,
