@@ -199,10 +199,18 @@ def find_source(options: InferOptions) -> PipelineSource:
             subfolder = part if (folder / part).is_dir() else ""
             dits[part] = DiTSource(str(folder), subfolder, f"--{part.replace('_', '-')}={folder}")
     if options.checkpoint is not None:
-        for part, dit in _find_trained(options.checkpoint, str(options.model), options.ema).items():
+        step, state = found = find_checkpoint(options.checkpoint, verify=True)
+        if options.ema:
+            found.check_average()
+        # The checkpoint of a LoRA run does not contain the base weights. They come from the pipeline, unless the run
+        # initialised them at random.
+        base = None if state.recipe.get("model", {}).get("init") == "random" else str(options.model)
+        label = f"--checkpoint={options.checkpoint}"
+        for part in state.parts:
             if part in dits:
-                raise ConfigError(f"{dits[part].label} and {dit.label} replace the same DiT; leave one out.")
-            dits[part] = dit
+                raise ConfigError(f"{dits[part].label} and {label} replace the same DiT; leave one out.")
+            load = partial(load_full_weights, step, part, base, options.ema, "--model")
+            dits[part] = DiTSource(str(step), part, label, state.transformer_config, load)
     elif options.ema:
         raise ConfigError(
             "--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from wands export --ema."
@@ -211,33 +219,6 @@ def find_source(options: InferOptions) -> PipelineSource:
     if Path(options.model).is_dir():
         check_files(Path(options.model), f"--model={options.model}")
     return source
-
-
-def _find_trained(checkpoint: Path, model: str, ema: bool) -> dict[str, DiTSource]:
-    """Return the source of each trained DiT in a checkpoint, by the name of the DiT ("transformer" or "transformer_2").
-
-    Args:
-        checkpoint: step folder or run folder.
-        model: folder or Hub id of the pipeline. The base weights of a LoRA run are read from this pipeline, unless the
-            run initialised the base weights at random.
-        ema: whether to use the moving average of the weights.
-    """
-    step, state = found = find_checkpoint(checkpoint, verify=True)
-    if ema:
-        found.check_average()
-    # The checkpoint of a LoRA run does not contain the base weights. They come from `model`, unless the run initialised them
-    # at random.
-    base = None if state.recipe.get("model", {}).get("init") == "random" else model
-    return {
-        part: DiTSource(
-            str(step),
-            part,
-            f"--checkpoint={checkpoint}",
-            state.transformer_config,
-            partial(load_full_weights, step, part, base, ema, "--model"),
-        )
-        for part in state.parts
-    }
 
 
 def _option_problems(options: InferOptions, device: str, dims: ParallelDims) -> list[str]:

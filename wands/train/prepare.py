@@ -257,7 +257,6 @@ def _check_fp32(data: Dataset, variant: Variant) -> None:
 def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
     """Return (sampler that plans the bins of all steps, collator that packs samples into batches)."""
     shape = variant.dit
-    limits = recipe.packing.model_dump(include={"max_tokens", "level_bins", "buffer_size"})
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),
         data.keys,
@@ -265,7 +264,7 @@ def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler,
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         places=data.places,
         excluded=frozenset(recipe.data.exclude),
-        **limits,
+        **recipe.packing.model_dump(include={"max_tokens", "level_bins", "buffer_size"}),
         **recipe.train.model_dump(include={"bins_per_step", "seed", "epochs", "max_steps"}),
     )
     options = (recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout)
