@@ -65,7 +65,13 @@ class DiTShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiTShape:
-        """Return the shape of a DiT from the config of a diffusers ``WanTransformer3DModel``."""
+        """Return the shape of a DiT from the config of a diffusers ``WanTransformer3DModel``.
+
+        Raises:
+            ValueError: if the config lacks a key.
+        """
+        if missing := [key for key in _CONFIG_KEYS.values() if key not in config]:
+            raise ValueError(f"the transformer's config has no {', '.join(missing)}")
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}
         sizes["patch_size"] = tuple(config["patch_size"])
@@ -334,7 +340,7 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
             T2V from Wan 2.1 T2V, whose DiTs have the same shape. The index can also set a different `boundary_ratio`.
 
     Raises:
-        ValueError: if the config matches no supported family of variants.
+        ValueError: if the config lacks a key or matches no supported family of variants.
     """
     shape, index = DiTShape.from_config(config), index or {}
     family = _family(shape, index)

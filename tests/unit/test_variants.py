@@ -105,6 +105,8 @@ def test_a_boundary_of_the_pipeline_is_kept():
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="in_channels=32"):
         variant_of({**CONFIG, "in_channels": 32})
+    with pytest.raises(ValueError, match="config has no patch_size, num_layers$"):
+        variant_of({key: value for key, value in CONFIG.items() if key not in ("patch_size", "num_layers")})
 
 
 def test_the_pictures_of_a_variant():

@@ -68,7 +68,7 @@ def read_variant(model: str | Path) -> Variant:
     config = read_config(find_part(model, "transformer", CONFIG_FILES) / "config.json")
     try:
         return variant_of(config, load_index(model, key="--model"))
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"--model={model}: {error}. Use a pipeline of Wan 2.1 or 2.2.") from None
 
 

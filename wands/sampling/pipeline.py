@@ -129,7 +129,7 @@ def find_pipeline(
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
         variant = variant_of(config, index)
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ConfigError(f"{origin}: {error}. Use a transformer of Wan 2.1 or 2.2.") from None
     if keys := [key for key in config if key[0] != "_" and key in other and other[key] != config[key]]:
         raise ConfigError(
