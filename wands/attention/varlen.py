@@ -190,8 +190,9 @@ def merge_pads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
-    `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The argument `dq` is the gradient of
-    q from the other keys. The returned gradient of q is `dq` plus the gradient from the copies of the padding key.
+    `merge_pads` adds the copies of one padding key to the attention to all other keys. `out` and `lse` are its results, and
+    `dout` is the gradient of `out`. The argument `dq` is the gradient of q from the keys that are not padding. The returned
+    gradient of q is `dq` plus the gradient from the copies of the padding key.
     """
     dtype = q.dtype
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))

@@ -580,7 +580,8 @@ class InferOptions(Options):
     If a launcher starts an even number of processes and all prompts use guidance, auto computes each prediction on half
     of the processes. Otherwise, auto means sequential."""
     scheduler: Literal["model", "euler"] = "model"
-    """Scheduler of the denoising steps. model uses the scheduler of --model. Use euler for LoRAs that sample in 4 steps."""
+    """Scheduler of the denoising steps. The value "model" selects the scheduler of the pipeline in --model. Use "euler"
+    for LoRAs that sample in 4 steps."""
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
     vae_tiling: bool = False

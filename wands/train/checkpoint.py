@@ -215,7 +215,8 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. If the run has ended, add --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, repeat its "
+                "command with --resume.",
                 agreed=True,
             )
         return target

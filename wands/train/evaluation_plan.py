@@ -146,10 +146,10 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 
 
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
-    """Return the number of forward passes of each clip at one noise level, in all evaluations of a run.
+    """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
 
-    The number includes the evaluations of the moving average. The moving average is not evaluated before the first step,
-    because it then equals the weights.
+    Each evaluation makes a forward pass with the weights of each DiT and, except before the first step, with their moving
+    average, which equals the weights before the first step. `num_experts` is the number of DiTs that are trained.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))

@@ -170,11 +170,11 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the brightness of a mask in each token, once for each time in `times`. The iterator never ends: after the last time,
-    and after the end of the mask, the last frame of the mask is repeated.
+    """Yield, for each time in `times`, the brightness of a mask in each token. Afterwards, yield the last result forever.
 
-    Each yielded dictionary maps the suffix of a sample's key to a float array [token rows, token columns]. The array contains
-    the mean brightness of the mask in each token, from 0 (black) to 1 (white).
+    A clip has one sample for each frame size. Each yielded dictionary maps the suffix of a sample's key to a float array
+    [token rows, token columns]: the mean brightness of the mask in each token, from 0 (black) to 1 (white). If the mask ends
+    before the clip, its last frame is used for the rest of the clip.
 
     Args:
         mask: image or video. An image is the mask of every frame.
