@@ -214,7 +214,7 @@ def test_steps_keep_about_the_order_of_nothing():
 
 
 def test_the_plan_is_pinned():
-    # Resuming on another machine must find the same plan; a change here breaks running jobs.
+    # Every machine must make the same plan. CONTRIBUTING.md says what a change of the plan needs.
     lens = length_mix(*MIXES["A"], num_samples=500)
     found = plan(lens, 75_600, 8, seed=3, epoch=2, cost=SHAPE.forward_flops)
     assert hashlib.sha256(repr(found.steps).encode()).hexdigest()[:16] == "a288ba1a34005073"
