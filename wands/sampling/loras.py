@@ -155,8 +155,8 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
         model, name = getattr(pipeline, part), f"lora_{number}"
         if not update.pairs:
             continue
-        tensors = lora_tensors({key: _promote(pair, model.dtype) for key, pair in update.pairs.items()})
         try:
+            tensors = lora_tensors({key: _promote(pair, model.dtype) for key, pair in update.pairs.items()})
             pipeline.load_lora_into_transformer(tensors, model, adapter_name=name, low_cpu_mem_usage=True)
         except (RuntimeError, ValueError, TypeError) as error:
             raise ConfigError(

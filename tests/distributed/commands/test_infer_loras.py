@@ -271,6 +271,9 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
     high = trained.state("transformer", "transformer.")
     state = {key: value[:, :1].repeat(1, 7) if "lora_A" in key else value for key, value in high.items()}
     save_file(state, tmp_path / "wide.safetensors")
+    save_file(
+        {key: value.to(torch.float8_e4m3fn) for key, value in high.items()}, tmp_path / "fp8.safetensors"
+    )
 
     def said(folder: Path, **options: list) -> str:
         with pytest.raises(ConfigError) as caught:
@@ -288,6 +291,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "missing there, such as blocks.99.attn1.to_q.weight.",
         "no_lora.safetensors": "--lora=/no_lora.safetensors is not a LoRA of Wan. Unknown keys: ",
         "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a blocks.0.attn1.to_q.weight of shape [48, 7], but",
+        "fp8.safetensors": "--lora=/fp8.safetensors does not fit the transformer (",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(
