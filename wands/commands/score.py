@@ -33,8 +33,8 @@ def score(options: ScoreOptions) -> str:
     """
     records, rejections = load_source(options.reference)
     clips: dict[str | None, Any] = {}
-    # A clip without a caption is rejected, but its file name is known.
-    for clip in list[Any]([*records, *rejections]):
+    items: list[Any] = [*records, *rejections]
+    for clip in items:  # a clip without a caption is rejected, but its file name is known
         clips.setdefault(Path(clip.path).stem, clip)
         clips.setdefault(getattr(clip, "caption", clip.path), clip)
     videos = [path for path in sorted(options.samples.rglob("*")) if path.suffix.lower() in VIDEO_EXTENSIONS]

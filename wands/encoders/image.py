@@ -37,9 +37,8 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
     Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
     """
     video = torch.zeros_like(pixels)
-    for i in (
-        [0, -1] if last_image else [0]
-    ):  # a list as index would be copied to the GPU, and the host would wait
+    # A list as index would be copied to the GPU, and the host would wait.
+    for i in (0, -1) if last_image else (0,):
         video[..., i, :, :] = pixels[..., i, :, :]
     return video
 
