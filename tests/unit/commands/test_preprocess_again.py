@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from PIL import Image
 from tests.launch.test_preprocess import CAPTIONS, SMALL, Counter, contents
 from tests.support.commands import check, preprocess, record_decoded
 from wands.commands.preprocess import decoding
+from wands.commands.preprocess.preprocess import QUARANTINE_NAME, PreprocessRun
 from wands.commands.preprocess.preprocess_report import PreprocessReport
-from wands.data.cache.reader import LatentCache
+from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
@@ -24,6 +26,7 @@ from wands.data.clips.video_file import open_video
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, DataError
+from wands.variants import VARIANTS
 
 WINDOWS = SMALL | {"clip_mode": "slide"}
 
@@ -256,3 +259,23 @@ def test_a_limit_encodes_the_first_clips_and_the_next_run_the_others(
     assert (second.num_accepted, second.num_reused) == (2, 1)
     run(source, tmp_path / "whole", tiny_pipeline, SMALL)
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+
+
+def test_edited_lines_of_the_quarantine_are_skipped(tmp_path: Path) -> None:
+    lines = [
+        '{"video": "a", "reason": "x"}',
+        '{"video',
+        "7",
+        '{"reason": "y"}',
+        "",
+        '{"video": "b", "reason": "z"}',
+    ]
+    settings: Any = SimpleNamespace(work=tmp_path / "cache" / "work")
+    pool: Any = None
+    with CacheWriter(tmp_path / "cache", VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
+        run = PreprocessRun(writer, pool, settings)
+        run.prepare()
+        assert run.quarantine == {}
+        (writer.path / QUARANTINE_NAME).write_text("\n".join(lines))
+        run.prepare()
+    assert run.quarantine == {"a": "x", "b": "z"}

@@ -37,7 +37,6 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextSpool
 from wands.encoders.vae import TILE, TILE_STRIDE
 from wands.errors import CacheError, ConfigError, DataError, WandsError
-from wands.files import iter_rows
 from wands.sampling.pipeline import check_encoders
 from wands.variants import TEXT_LEN, Variant
 
@@ -153,7 +152,11 @@ class PreprocessRun:
         except OSError as error:
             raise disk_error(self.settings.work, 0, error, cache=self.writer.path) from None
         self._collect_samples()
-        self.quarantine = {row["video"]: row["reason"] for row in iter_rows(self.quarantine_path)}
+        with suppress(FileNotFoundError):
+            for line in self.quarantine_path.read_text().splitlines():
+                with suppress(ValueError, KeyError, TypeError):  # a line that the user has edited
+                    row = json.loads(line)
+                    self.quarantine[row["video"]] = row["reason"]
         with suppress(CacheError):  # the index does not exist yet or has an older version
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
