@@ -147,7 +147,7 @@ class CombinedDataset(SampleFacts):
         sources: the sources.
         keys: sample id of each row.
         licenses: array of texts, the licence of the sample of each row. "" if no licence is stated.
-        mask_sums: float64 [rows, 2], see `wands.data.cache.index.CacheIndex`.
+        mask_sums: float64 [rows, 2], see `wands.data.cache.shards.CacheIndex`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over

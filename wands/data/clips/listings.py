@@ -134,9 +134,9 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     elif file.name in VIDEO_LINES:
         captions = [path for path in map(file.with_name, CAPTION_LINES) if path.is_file()]
         if len(captions) != 1:
-            raise DataError(
-                f"SOURCE={file.parent} contains {len(captions)} caption files; write one of {', '.join(CAPTION_LINES)}"
-            )
+            found = f"contains {len(captions)} caption files for {file.name}"
+            fix = f"the folder must contain exactly one of {', '.join(CAPTION_LINES)}"
+            raise DataError(f"SOURCE={file.parent} {found}; {fix}")
         listing.source = replace(listing.source, video_column=None, caption_column=None)
         yield from _scan_rows(listing, file, read_pairs(file, captions[0]), file.parent)
     else:

@@ -133,10 +133,7 @@ def records_of_clip(
         DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or the mask
             does not exist.
     """
-    if name != printable(
-        name
-    ):  # caches cannot store invalid UTF-8, and a terminal executes control characters
-        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
+    _check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
     mask = _find_mask(path, row.get("mask"), folders or (path.parent,))
@@ -146,15 +143,22 @@ def records_of_clip(
         yield ClipRecord("", path, caption, start, end, name, index > 0, **facts)
 
 
+def _check_name(name: str) -> None:
+    # Caches and tables cannot store invalid UTF-8, and a terminal executes control characters.
+    if name != printable(name):
+        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
+
+
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
     """Return the mask that a row names, or else the mask next to the clip. Return None if there is none.
 
     Raises:
-        DataError: if the mask is not a file, or does not exist.
+        DataError: if the name of the mask cannot be stored or printed, or the mask is not a file or does not exist.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
         if text:
+            _check_name(text)
             return locate(text, folders)[1]
     except DataError as error:
         raise DataError(f"mask={text[:100]}: {error}") from None

@@ -137,16 +137,19 @@ def test_masks_are_found_and_are_no_clips(tmp_path: Path):
     for name in ("a.txt", "b.txt", "the.mask.txt", "the.mask.mp4"):
         (folder / name).unlink()
     (folder / "masks").mkdir()
-    (folder / "masks" / "m.webp").write_bytes(b"x")
+    for name in ("m.webp", "\x1b.png"):
+        (folder / "masks" / name).write_bytes(b"x")
     lines = [
         {"video": "a.mp4", "caption": "A.", "mask": "masks/m.webp"},
         {"video": "b.mp4", "caption": "B.", "mask": "masks/none.png"},
+        {"video": "b.mp4", "caption": "B.", "mask": "masks/\x1b.png"},
     ]
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
     rows, rejected = load_source(str(folder))
     assert [row.mask.name for row in rows] == ["m.webp"]
-    [item] = rejected  # not b.mask.mp4, which no row names
-    assert "none.png" in item.reason
+    missing, unprintable = rejected  # not b.mask.mp4, which no row names
+    assert "none.png" in missing.reason
+    assert "control characters" in unprintable.reason
     (folder / "metadata.jsonl").unlink()
     (folder / "captions.json").write_text(json.dumps({"a.mp4": "A.", "b.mp4": "B."}))
     rows, rejected = load_source(str(folder))
