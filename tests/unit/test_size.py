@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_353
+TOTAL = 20_354
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -27,7 +27,7 @@ FOLDERS = {
     "export": 358,
     "flow": 198,
     "model": 2320,
-    "planning": 683,
+    "planning": 684,
     "recipes": 0,
     "report": 264,
     "sampling": 905,

@@ -171,7 +171,7 @@ def norm_rotate_forward(
     Returns:
         (normalised and rotated tokens [L, D], 1 / root mean square of each token [L, 1]).
     """
-    # Not in the dtype of the weight, which is bf16 in a bf16 base of a LoRA.
+    # In fp32, also if x or the weight is bf16.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     rstd = (wide.square().mean(1, keepdim=True) + eps).rsqrt()
     return _rotate(wide * rstd * weight, rotation, 1.0).to(x.dtype, copy=True), rstd

@@ -109,6 +109,7 @@ _PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9
 # Fractions of the peak that the forward and the backward pass of attention kernels reach, before Hopper and from Hopper on.
 _EARLIER = {"torch": (0.6, 0.5)}
 _HOPPER = {"torch": (0.38, 0.3), "flash2": (0.38, 0.3), "cudnn": (0.62, 0.53), "flash3": (0.62, 0.53)}
+_BLACKWELL = {name: fractions for name, fractions in _HOPPER.items() if name != "flash3"}
 
 
 def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], **numbers: Any) -> Machine:
@@ -131,7 +132,7 @@ def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], *
 MACHINES = {
     "h100": _machine("H100", 80, 3350, _HOPPER),
     "h200": _machine("H200", 141, 4800, _HOPPER),
-    "b200": _machine("B200", 180, 8000, _HOPPER, node_bandwidth=600e9),
+    "b200": _machine("B200", 180, 8000, _BLACKWELL, node_bandwidth=600e9),
     "a100-80gb": _machine("A100", 80, 2039, _EARLIER, **_A100),
     "a100-40gb": _machine("A100", 40, 1555, _EARLIER, **_A100),
     "l40s": _machine("L40S", 48, 864, _EARLIER, **_PCIE),

@@ -105,6 +105,7 @@ def use_compile(setting: bool | str, device: torch.device) -> bool:
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False
     try:
+        # A small fp32 call on purpose: another implementation of this operator must support it, or fall back.
         fused.norm_rotate(torch.ones(2, 8, device=device), torch.ones(8, device=device), None, 1e-6)
     except Exception as error:  # missing compilers, headers and packages raise errors of many classes
         reason = f"torch.compile does not work on this machine ({one_line(error, 300)})"

@@ -295,7 +295,7 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("eager")
 def test_a_norm_of_bf16_tokens_is_as_accurate_as_the_plain_module(weight_dtype: torch.dtype):
-    """The base of a LoRA has bf16 norm weights. The norm is computed in fp32 even then."""
+    """The norm is computed in fp32, also with a bf16 weight."""
     x, rotation = normal(64, WIDTH), torch.polar(torch.ones(64, 1, HEAD_DIM // 2), normal(64, 1, 3).float())
 
     def run(dtype: torch.dtype, compiled: bool = False) -> list[Tensor]:

@@ -61,6 +61,8 @@ What the two functions receive:
 - In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
   has a finite `lse`. +inf must work too: such a row adds nothing to any gradient, because exp(score - inf) is 0. No code of
   wands passes +inf yet; self_check.py tests it.
+- The functions run on PyTorch's current CUDA stream (`torch.cuda.current_stream()`), so launch kernels there. Autocast to
+  bf16 can be on during the forward pass; turn it off around matmuls of PyTorch that need another dtype.
 - The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
   the kernels of PyTorch in its list `KERNELS`, on CUDA tensors without memory. Kernels in Triton and kernels of other
   packages need memory. Only the tests marked `gpu` run these kernels, and no test checks that they do not wait.
