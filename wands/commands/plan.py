@@ -214,7 +214,7 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
         raise ConfigError(f"--size {size} is neither 480p, 720p nor HEIGHTxWIDTH; write for example 480x832.")
     tokens = variant.num_tokens(options.frames, *map(int, sides.groups()))
     if tokens < 1:
-        raise ConfigError(f"--size {size} has fewer pixels than one video token; use for example 480p.")
+        raise ConfigError(f"--size {size} is smaller than one video token; use for example 480p.")
     return np.full(options.clips or 1000, tokens, np.int64)
 
 

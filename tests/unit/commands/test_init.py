@@ -215,12 +215,13 @@ def test_the_shell_and_the_folder_change_no_argument(
     """Relative paths of another folder, and names that a shell or a comment would read as commands."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(clips, "clips")
-    shutil.copytree(tiny_pipeline, "model")
-    out = "my 'own' $(touch a)\ntouch b; `touch c`"
+    name = "model \N{CLAPPER BOARD}"
+    shutil.copytree(tiny_pipeline, name)
+    out = "my 'own' $(touch a)\ntouch b; `touch c` \N{CLAPPER BOARD}"
     run(
         "clips",
         "--model",
-        "model",
+        name,
         "--gpu-memory",
         80,
         "--max-frames",
@@ -242,7 +243,7 @@ def test_the_shell_and_the_folder_change_no_argument(
     project, folder = str(tmp_path / out), str(tmp_path / "clips")
     assert words[:4] == ["check", folder, "--max-pixels=6144", "--max-frames=9"]
     first = words.index("preprocess")
-    model = ["--model", str(tmp_path / "model")]
+    model = ["--model", str(tmp_path / name)]
     assert words[first + 1 :] == [
         *(folder, "--max-pixels=6144", "--max-frames=9", *model, "--out", f"{project}/cache"),
         *("train", f"{project}/recipe.yaml", "--deepspeed", f"{project}/deepspeed.json"),
@@ -251,6 +252,7 @@ def test_the_shell_and_the_folder_change_no_argument(
     ]
     recipe = load_recipe(tmp_path / out / "recipe.yaml")
     assert (recipe.data.cache, recipe.output_dir) == (f"{project}/cache", f"{project}/run")
+    assert recipe.model.path == str(tmp_path / name)
 
 
 def test_images_only(clips_dir: Path, tmp_path: Path):

@@ -96,7 +96,7 @@ def init(options: InitOptions) -> str:
     tokens, usual_tokens = min(CLIPS_PER_STEP, samples) * mean, load_recipe(base).packing.max_tokens
     max_tokens = max(int(lens.max()), min(usual_tokens, round(tokens / machine.gpus)))
     bins = f"train.bins_per_step={math.ceil(tokens / max_tokens)}"
-    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={json.dumps(model)}"])
+    recipe = load_recipe(base, [bins, f"packing.max_tokens={max_tokens}", f"model.path={_to_yaml(model)}"])
     images = {key: str(clip.path) for key in ("image", "last_image") if key in variant.conditions}
     shape = {"height": sample.height, "width": sample.width, "num_frames": sample.num_frames}
     prompt = SampleRequest.model_validate({"prompt": clip.caption, **shape, **images})
@@ -126,13 +126,18 @@ def init(options: InitOptions) -> str:
     facts |= dict(best=best, base=base, epoch=epoch, steps=steps, num_samples=num_samples, has_room=has_room)
     facts |= dict(variant=variant, model=model, out=str(out), train=start_command(best, machine), rule=rule)
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True)
-    environment.filters |= {"json": json.dumps, "quote": shlex.quote, "gib": to_gib, "text": printable}
+    environment.filters |= {"json": _to_yaml, "quote": shlex.quote, "gib": to_gib, "text": printable}
     texts = [environment.get_template(name).render(facts, time=format_seconds) for name in FILES[:2]]
     ds_config = json.dumps(best.task.ds_configs[best.ds_name], indent=2)
     texts += [ds_config, prompt.model_dump_json(exclude_unset=True)]
     for file, text in zip(FILES, texts, strict=True):
         write_text(out / file, text + "\n")
     return texts[1]
+
+
+def _to_yaml(value: Any) -> str:
+    # YAML does not join the two \u codes with which json.dumps would write a character such as an emoji.
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _describe_machine(options: InitOptions) -> PlanOptions:
