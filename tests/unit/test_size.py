@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_354
+TOTAL = 20_356
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 742,
     "attention": 807,
-    "commands": 4121,
+    "commands": 4123,
     "config": 1192,
     "data": 4218,
     "distributed": 376,
