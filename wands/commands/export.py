@@ -118,8 +118,8 @@ def _check_own_base(state: TrainState) -> None:
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
-            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here, and may be a relative path or a "
-            "Hub id, because this older checkpoint does not record which; set --base to the folder or Hub id of the base model."
+            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here. It may be a relative path or "
+            "a Hub id; checkpoints of older versions do not record which. Set --base to the folder or Hub id of the base model."
         )
 
 

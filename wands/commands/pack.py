@@ -23,19 +23,19 @@ def pack(options: PackOptions) -> str:
     - sources: the data sources (see `list_sources`). split and holdout: the recipe keys `data.split` and `data.holdout`.
     - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
     - bins_per_step: number of bins in a step. max_tokens: most tokens in a bin. buffer_size: `packing.buffer_size`.
-    - fill: tokens of the bins divided by the token capacity of the bins. The last step may be incomplete, so it
-      counts only if it is the only step.
+    - fill: tokens of the bins divided by the token capacity of the bins. The last step may be incomplete.
+      It is left out, unless it is the only step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
-      distance (see `EpochPlan.length_bias`). length_bias_of_chance: this distance if the steps contained random samples.
+      distance (see `EpochPlan.length_bias`). length_bias_of_chance: length_bias if samples are assigned to steps at random.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
     bins. A bin has three lists with one entry per sample: `keys` (key of the sample), `indices` (its index in the data) and
-    `tokens` (its number of tokens). A bin also has the number `cost`, which is not the pair of the first line: it is the
-    FLOPs of the bin divided by the mean FLOPs of all bins of the epoch.
+    `tokens` (its number of tokens). A bin also has a number `cost`: the FLOPs of the bin divided by the mean FLOPs of
+    all bins of the epoch. (The `cost` of the first line is a pair.)
 
     Args:
         options: options of the command; they name the recipe, the epoch and the file.

@@ -149,15 +149,15 @@ Model = tuple[dict[str, Any], Variant, tuple[Expert, ...]]
 def build_task(
     recipe: Recipe, model: Model, lens: np.ndarray, options: PlanOptions, load: dict[str, Any]
 ) -> Task:
-    """Return the training run and the machine for which `search` looks for settings.
+    """Return a `Task`: the training run and the machine, for which `search` finds settings.
 
     Args:
         recipe: recipe of the run.
         model: result of `find_model`.
         lens: number of video tokens of each clip, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
-        load: fields of the run's `Workload` for the videos that the run samples during training, such as `video_tokens`; {} if
-            the run samples no videos.
+        load: arguments of `Workload` that describe the videos that the run generates during training, such as `video_tokens`;
+            {} if the run generates no videos.
 
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
@@ -268,7 +268,8 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
 
     Args:
         best: the settings.
-        options: options of `wands plan`. If `options.out` is set, the command reads the files in this folder.
+        options: options of `wands plan`. If `options.out` is set, the returned command uses the recipe and the
+            DeepSpeed JSON in this folder.
     """
     gpus, per_node = options.gpus, best.task.ranks_per_node
     if options.out is not None:

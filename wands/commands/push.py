@@ -141,9 +141,9 @@ def _check_contents(directory: Path) -> FolderContents:
 def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
-    Files without LoRA keys in diffusers' format are ignored. A key starts with the name of the DiT that the LoRA
-    changes: ``transformer`` or ``transformer_2``. If all keys of a file start with ``transformer``, the subfolder
-    decides to which DiT the LoRA belongs.
+    Files without LoRA keys in diffusers' format are ignored. A key starts with the DiT that the LoRA changes:
+    ``transformer.`` or ``transformer_2.``. In the subfolder of the low-noise expert, a file whose keys all start with
+    ``transformer.`` is a LoRA for ``transformer_2``.
     """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):

@@ -38,8 +38,8 @@ def verify(options: VerifyOptions) -> str:
         things, (number, problems) = "files", find_changed_files(path)
         if not number:
             raise ConfigError(
-                f"PATH={path} contains no checkpoint, no cache, and no file with a stored hash. wands export, wands convert and "
-                "the download from the Hub store hashes; write or download the model again."
+                f"PATH={path} contains no checkpoint, no cache, and no file with a stored hash. Hashes are stored by wands "
+                "export, by wands convert, and by a download from the Hub. Write or download the model again."
             )
     if problems:
         raise WandsError([*problems, f"{len(problems)} of {number} {things} in {path} are damaged"])

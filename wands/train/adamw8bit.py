@@ -97,9 +97,9 @@ class FragmentAdamW8bit(AdamW8bit):
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
         """Load a state dict, and convert each fragment's moments to the format in which this optimizer updates them.
 
-        fp32 moments of large parameters are quantized. 8-bit moments of small parameters are decoded to fp32. 8-bit moments
-        are decoded and quantized again if an earlier version of wands wrote them: its blocks of 256 values start at the
-        beginning of a flat tensor, not at the beginning of a parameter.
+        fp32 moments of large parameters are quantized. 8-bit moments of small parameters are decoded to fp32. In
+        states from earlier versions of wands, the blocks of 256 values start at the beginning of a flat tensor instead of a
+        parameter. Such 8-bit moments are decoded and quantized again with the new blocks.
         """
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():

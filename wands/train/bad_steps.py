@@ -56,10 +56,13 @@ class BadSteps:
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
         """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
 
-        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update, with
-        the same result on all ranks. If the plan contains no samples, because `data.exclude` names them all, every function
-        returns True. In all other steps, `train.on_bad_step=stop` makes every element of the list None: no update is skipped, and
-        `check` ends the run after a loss or a gradient norm that is not finite.
+        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update. The
+        result is the same on all ranks. There are three cases:
+
+        - The plan contains no samples, because `data.exclude` names them all: every function returns True.
+        - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
+          ends the run after a loss or a gradient norm that is not finite.
+        - Otherwise each function compares the update with past updates.
 
         Args:
             plan: packing plan of the step.

@@ -80,8 +80,8 @@ def read_rows_of_bin(
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
 
-    Only the latent frames that contain tokens of the rank are read. The other frames are filled with zeros before the samples
-    are packed, and are then cut away with the parts of the other ranks.
+    Only the latent frames that contain tokens of the rank are read. The other frames contain zeros in the packed sequence. They
+    are in the parts of other ranks, so the result does not contain them.
 
     Args:
         collator: collator that packs the samples.

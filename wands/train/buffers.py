@@ -30,7 +30,9 @@ class TensorFile(NamedTuple):
 
 
 class HostBuffers:
-    """Host memory for a copy of a checkpoint's tensors, from which `checkpoint.asynchronous` writes the files.
+    """Host memory for a copy of a checkpoint's tensors.
+
+    With `checkpoint.asynchronous=true`, a thread writes the files from this copy while the training continues.
 
     The first copy allocates the memory. Later copies use the same memory if all tensors have the same sizes.
     """
@@ -74,7 +76,7 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
     Args:
         sizes: size of each vector in bytes.
         device: device of the vectors.
-        pinned: whether to allocate pinned host memory, which a GPU copies from and to without waiting.
+        pinned: whether to allocate pinned host memory. Copies between pinned memory and a GPU can run while both compute.
         key: recipe key that needs the memory, for error messages, such as "ema.device=cpu".
         fix: the fix in error messages, such as "set ema.device=gpu".
 

@@ -215,8 +215,8 @@ class CheckpointSaver:
         if problem := next(filter(None, gather_objects(problem)), None):
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
             raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, repeat its "
-                "command with --resume.",
+                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, start the "
+                "run again with --resume.",
                 agreed=True,
             )
         return target
@@ -295,8 +295,8 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
 class BackgroundPush:
     """Pushes the checkpoints that the recipe's section `hub` selects, one at a time, while the training continues.
 
-    On rank 0, a thread runs `wands push` in a subprocess with low priority. The run does not delete a checkpoint that is marked
-    with the file `PUSH_MARK`.
+    On rank 0, a thread runs `wands push` in a subprocess with low priority. While a checkpoint waits for its push or is being
+    pushed, its folder contains the file `PUSH_MARK`, so that the run does not delete the checkpoint.
 
     A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
     and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose

@@ -275,7 +275,7 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 
 
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
-    """Read from a checkpoint the optimizer states that a flat tensor has only once, such as a step count.
+    """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
 
     Args:
         fragment: a fragment of this rank. The states are read from the flat tensor (a tensor that the optimizer updates) that
@@ -285,7 +285,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the checkpoint has another layout, and one of these states has more than one value.
+        CheckpointError: if the checkpoint has another layout, and one of these states is not a single number.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (

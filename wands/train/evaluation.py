@@ -56,7 +56,8 @@ class Verdict(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and the trackers' curves.
+    """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and curves in experiment
+    trackers.
 
     A resumed run appends to the `evaluations.jsonl` of its run folder.
 

@@ -132,8 +132,8 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     More noise levels are preferred to more clips.
 
     Args:
-        costs: for each clip (or each pair of a held-out clip and a training clip), its FLOPs at one noise level in all
-            evaluations of the run. The clips are used in this order.
+        costs: FLOPs of each item at a single noise level, summed over all evaluations of the run. An item is a clip, or a pair
+            of a held-out clip and a training clip if the run has both. Items are used in this order.
         budget: largest number of FLOPs for all evaluations of the run.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Write the metrics of a run: a line of text per step, curves of the trackers, and metrics.jsonl for plots and model cards."""
+"""Write the metrics of a run: a line of text per step, curves in experiment trackers, and metrics.jsonl for plots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_RECENT = 50
 
 
 class StepLog:
-    """Writer of the results of each step: `metrics.jsonl`, the trackers, lines on the terminal, and the loss of each sample.
+    """Writer of the results of each step: `metrics.jsonl`, curves in experiment trackers, terminal lines, and sample losses.
 
     Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
     group writes the losses of its samples. If the run resumes from a checkpoint, the rows of later steps are removed from

@@ -24,8 +24,8 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
         named: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
             may be partitioned.
         section: `optimizer` section of the result of `build_ds_config`.
-        fused: whether Muon's optimizer trains the parameters that are not matrices, such as biases, with torch's fused AdamW
-            kernel. The other optimizers ignore this argument.
+        fused: whether to use torch's fused AdamW kernel for the parameters that Muon does not update, such as biases. The
+            other optimizers ignore this argument.
 
     Returns:
         A torch optimizer, or None if DeepSpeed builds the optimizer from `section`.

@@ -101,8 +101,8 @@ def load_run(
         if checkpoint.state.step >= run.sampler.total_steps:
             raise ConfigError(
                 f"--resume {checkpoint.folder}: the checkpoint's step {checkpoint.state.step} is already the end of this run "
-                f"(train.max_steps or train.epochs gives {run.sampler.total_steps} steps); export or "
-                "sample it, or raise train.max_steps (or train.epochs) to continue."
+                f"(train.max_steps or train.epochs gives {run.sampler.total_steps} steps). Export the "
+                "checkpoint with wands export, or raise train.max_steps (or train.epochs) to continue."
             )
     return run
 

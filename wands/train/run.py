@@ -37,8 +37,8 @@ class TrainingRun:
 
     Attributes:
         recipe: recipe with all defaults filled in.
-        ds_config: complete config for `deepspeed.initialize`, except that `build_engine` still scales the learning
-            rate.
+        ds_config: config for `deepspeed.initialize`, complete except for the learning rate, which `build_engine`
+            multiplies by the factor of `optim.scale_lr`.
         transformer_config: diffusers config of the DiT.
         variant: variant of the model.
         experts: the trained DiTs. Each step updates these DiTs one after the other.

@@ -33,8 +33,9 @@ class StepResult:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. For the logged loss, the sum over all ranks is
             divided by `TrainingRun.count`: the number of samples or trained tokens of this step. For the gradient, it is
             divided by `TrainingRun.denominator`: the mean number of samples or trained tokens per step of the epoch.
-        clips: (key, noise level, weight) of each sample in the bins of this rank. The key identifies the sample and its use,
-            and selects its random numbers. A padding sample, which fills an empty bin, has the weight 0.
+        clips: (key, noise level, weight) of each sample in the bins of this rank. The key consists of the sample id, the
+            epoch and the number of the sample's earlier uses in the epoch. A padding sample, which fills an empty bin, has
+            the weight 0.
         errors: fp64, for each of `clips` the mean squared error over the trained tokens.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.

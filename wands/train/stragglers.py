@@ -60,7 +60,7 @@ class ComputeTimes:
     def end_step(self, step: int) -> list[float] | None:
         """Record the compute time of a step. After each `WINDOW` steps, compare the ranks and report slow ranks.
 
-        Every rank must call this method, after it has read a result of the step from its device.
+        Every rank must call this method after each step.
 
         Args:
             step: number of optimizer steps that the run has made.

@@ -43,8 +43,9 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
 
-    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, the tracker
-    gets a pause that is ten times as long as the call, and loses the values of the pause. Then the tracker is started again.
+    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, nothing is
+    sent to the tracker for ten times the duration of the call. Values of this time are lost for this tracker. Then the tracker
+    is started again.
 
     Args:
         run: the checked training run. If it resumes, the trackers continue the curves of the run.

@@ -127,7 +127,9 @@ class Watchdog:
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
-        """Limit the time of a step. Do not call this method for the first step, which the limit of the start covers.
+        """Limit the time of a step. Do not call this method for the first step.
+
+        The first step is part of the start of the run, which `watch_run` limits.
 
         Args:
             step: number of the step in messages.

@@ -261,11 +261,6 @@ def _decode_all(
 
 
 def _is_clip(path: str) -> bool:
-    """Return whether a path is absolute and belongs to an existing video or image.
-
-    `check` calls this function for rejected entries of the source. If only the caption of an entry is wrong, for example, its
-    file can still be decoded for the report.
-    """
     return os.path.isabs(path) and path.lower().endswith(CLIP_EXTENSIONS) and os.path.isfile(path)
 
 
@@ -326,7 +321,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: decoded last window (range of frames) of the file. It contains the properties of the file.
+        clip: the window (range of frames) of the file that was decoded last. Its properties cover all frames that were read.
         longest: number of frames of the longest sample from the file.
         spec: frame rate, size and length of the samples.
     """

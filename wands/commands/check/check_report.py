@@ -74,8 +74,8 @@ class CheckedClip:
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
             samples would use with --clip-mode slide, which divides the whole clip into samples. Three zeros for an image and
             for a clip that cannot be decoded.
-        columns: maps column names to the cells of the clip's row in the table: numbers of numeric columns, and texts of the
-            columns duplicate_of, license and source. Empty cells are left out.
+        columns: values of the clip in the source's table, by column name: a number for each numeric column, and a text for
+            each of the columns duplicate_of, license and source. Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -379,8 +379,8 @@ def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]
     """Return the histogram of the numeric column `name` of the clips' table, and marks for the thresholds of --where.
 
     Returns:
-        (heights of the bars, from 0 to 1; horizontal positions of the column's thresholds in `report.thresholds`, from 0 to
-        `NUM_BARS`). The second list is empty if the column has no threshold.
+        (heights, positions). heights: height of each bar, from 0 to 1. positions: horizontal position of each threshold of
+        the column, in bar widths from the left edge, from 0 to `NUM_BARS`; empty if the column has no threshold.
     """
     values = report.columns[name]
     marks = [number for column, number in report.thresholds if column == name]

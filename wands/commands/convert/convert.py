@@ -166,8 +166,8 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder belongs to "
-                f"a LoRA for {expert}. To ignore these names, set SOURCE to the file {source} instead of its folder."
+                f"{source} contains a LoRA for {', '.join(loras)}, but its file or folder name is a name for {expert}. "
+                "Rename the file or folder, or set SOURCE to this file; its name is then ignored."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1

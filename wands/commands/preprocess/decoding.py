@@ -66,8 +66,8 @@ class Window:
 
     Attributes:
         clip: clip that contains the window.
-        suffix: end of the keys of these samples, which names the window and the size.
-        meta: metadata that these samples have in common.
+        suffix: end of the key of each of these samples. It names the window and the size.
+        meta: metadata that is equal for all samples of the window.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
         arrays: maps array names, such as "latents", to the arrays to store. At first it contains only "token_weights" if the

@@ -43,7 +43,8 @@ class PreprocessReport:
             encode.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
         footage: maps the key of each video clip in the index to three lengths in seconds: the length that its samples
-            use, the whole length, and the length that they would use with --clip-mode slide, which cuts a clip into windows.
+            use, the whole length, and the length that they would use with --clip-mode slide, which divides the whole clip into
+            samples.
         still_clips: keys of the video clips whose sample has only one frame.
         losses: for each worker that ended early, a sentence with the reason.
         quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in

@@ -61,9 +61,8 @@ class Clip:
         part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: cached latents to reuse, as (shard name, number of the sample in the shard, suffix). The suffix names
-            the window (range of frames) and the size. Latents for which every caption already has a sample are left
-            out.
+        latents: cached latents to reuse for missing samples, as (shard name, number of the sample in the shard, suffix). The
+            suffix names the window (range of frames) and the size.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -176,7 +175,8 @@ class SourceScan:
         """Return the suffixes of all samples that a clip must have. A suffix names a window (range of frames) and a
         size.
 
-        Return None if the cached samples do not show the number of windows or the sizes. The clip must then be decoded.
+        Return None if the number of windows or the sizes cannot be derived from the cached samples. The clip must then be
+        decoded.
 
         Args:
             stored: maps suffixes to the cached samples of the clip's file and time range.
@@ -206,7 +206,7 @@ class SourceScan:
         """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
 
         The three lengths are the length that the cached samples of the clip use, the whole length of the clip, and the length
-        that its samples would use with --clip-mode slide, which cuts a clip into windows.
+        that its samples would use with --clip-mode slide, which divides the whole clip into samples.
 
         Samples of early versions of wands, which stored less metadata, are left out.
 
@@ -277,8 +277,8 @@ _WHOLE = 1 << 24
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests (content, video) of a row (clip with one caption).
 
-    The digest `video` depends on the file's content, the time range, the crop and the mask. The digest `content` also depends
-    on the caption and the licence. The row may have no crop, mask or licence.
+    The digest `video` depends on the file's content, the time range, and the crop and mask if the row has them. The digest
+    `content` also depends on the caption, and on the licence if the row has a licence.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.
@@ -299,8 +299,8 @@ def _read_pieces(path: Path) -> bytes:
     """Read bytes that identify the content of a file.
 
     From an image of at most 16 MiB, read the whole file. From other files, read nine blocks of 64 KiB: the first block, the
-    last block, and seven blocks between them. Different uncompressed videos may have equal first and last blocks. Compressed
-    videos that differ in any frame differ in most blocks.
+    last block, and seven blocks between them. The blocks between are needed because different uncompressed videos may have equal
+    first and last blocks. Compressed videos that differ in any frame differ in most of the nine blocks.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)

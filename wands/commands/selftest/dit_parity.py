@@ -2,7 +2,7 @@
 
 One kind of check compares a training step on a bin (packed sequence of samples) with stock diffusers, which runs the samples
 one by one. The second kind of check compares a bin that all ranks share with the whole bin on one process. The stock model is
-deleted before the packed model is loaded.
+deleted before wands' model (`PackedWanTransformer`) is loaded.
 
 The letter P in shapes is the number of channels of a token.
 """
@@ -167,7 +167,7 @@ class PackedSamples:
         """Run the forward pass and the backward pass on the bin (packed sequence), as in a training step.
 
         Args:
-            model: packed model, whose attention function was set with `set_attention`.
+            model: wands' model, whose attention function was set with `set_attention`.
             dtype: dtype of the computation, fp32 or bf16 under autocast.
             layout: tokens of the bin that this rank processes, if all ranks share the bin. All ranks must then call this
                 method. None if this process runs the whole bin.
@@ -247,7 +247,7 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
 def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
     """Run the same samples through the computation of a training step and through stock diffusers.
 
-    The stock model is deleted before the packed model is loaded, so that only one model is in memory at a time.
+    The stock model is deleted before wands' model is loaded, so that only one model is in memory at a time.
 
     Args:
         setup: the model, the DiT that is tested, and the settings of the checks.
@@ -305,7 +305,7 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
-    """Load the packed model with fp32 weights, as in a training run, for a computation in `dtype`.
+    """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
 
     On a GPU, the attention kernel is the first of `FLASH_BACKENDS` whose results are right on this machine. A training run in
     bf16 may use another kernel, because it measures their speeds.

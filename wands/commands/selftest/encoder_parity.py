@@ -119,7 +119,10 @@ def check_statistics(part: VaePart) -> Result:
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
-    """Return the largest difference between the statistics in the VAE's config and the statistics of Wan 2.1 or 2.2."""
+    """Return the largest difference between the statistics in the VAE's config and the published statistics.
+
+    The number of latent channels determines whether the statistics of Wan 2.1 or of Wan 2.2 are used.
+    """
     table, defaults = LATENTS_22, inspect.signature(AutoencoderKLWan.__init__).parameters
     if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
         table = {key: defaults[key].default for key in LATENTS_22}
