@@ -56,7 +56,7 @@ def assert_found(out: Path, whole: Path) -> None:
     assert sorted(line["key"] for line in lines) == ["deadly0", "deadly1"]
     for line in lines:
         assert line["reason"].endswith(
-            f"{line['key']}.mp4 cannot be decoded: the process ended by SIGSEGV; replace or re-encode the file"
+            f"{line['key']}.mp4 cannot be decoded: the process ended with signal SIGSEGV; replace or re-encode the file"
         )
     assert contents(out) == good(whole)
     assert len((out / QUARANTINE_NAME).read_text().splitlines()) == 2
@@ -132,7 +132,7 @@ def test_one_crash_is_forgiven(
         yield next(stream)
         yield next(stream)
         stream.close()
-        raise Crash("the process ended by SIGKILL")
+        raise Crash("the process ended with signal SIGKILL")
 
     monkeypatch.setattr(IsolatedWorker, "run", crash_once)
     report = preprocess(str(source), tmp_path / "cache", tiny_pipeline, **OPTIONS)
@@ -191,7 +191,7 @@ def test_a_clip_that_crashes_the_encoder_is_rejected(
     assert report is not None
     (rejected,) = report.rejected
     assert rejected.reason.endswith(
-        "good1.mp4 cannot be encoded: the process ended by SIGABRT; lower --max-frames or --max-pixels"
+        "good1.mp4 cannot be encoded: the process ended with signal SIGABRT; lower --max-frames or --max-pixels"
     )
     assert report.quarantine == tmp_path / "cache" / QUARANTINE_NAME
     assert "good0#0000" in contents(tmp_path / "cache")

@@ -179,7 +179,7 @@ def test_a_killed_worker_is_replaced_by_the_others(
     os.kill(children(process)[0], signal.SIGKILL)
     text = finish(process)
     assert (
-        "ended early (the process ended by SIGKILL); the worker's other captions or clips were encoded later"
+        "ended early (the process ended with signal SIGKILL); the worker's other captions or clips were encoded later"
         in text
     )
     assert_equal_caches(out, undisturbed)

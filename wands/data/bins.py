@@ -59,15 +59,15 @@ def pack_bins(
 
     Args:
         seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
-        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs. Samples of equal length have equal
+        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs. Samples of equal length must have equal
             costs.
         max_tokens: capacity of a bin in tokens.
         seed: number or text that determines the random choices, usually `train.seed`.
         epoch: number of the epoch. All epochs have the same number of bins, but the clips are combined differently.
 
     Returns:
-        Bins that together contain every sample exactly once. For at most `PART` samples with at most `MAX_LENGTHS`
-        distinct lengths, the number of bins is at most the number that best-fit decreasing packing needs.
+        Bins that together contain every sample exactly once. Best-fit decreasing packing would not need fewer bins, unless
+        the data has more than `PART` samples or more than `MAX_LENGTHS` distinct lengths.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -103,9 +103,8 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
     """Reduce the number of distinct lengths, so that packing is fast. Return (length of each sample, capacity of a bin).
 
-    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and `max_tokens` unchanged. Otherwise return
-    lengths and capacity in a coarser unit, which is `max_tokens` / `ROUNDED` tokens. Each length is rounded up to a whole
-    number of units.
+    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and `max_tokens` unchanged. Otherwise divide the
+    capacity into `ROUNDED` equal units. Return each length in units, rounded up, and the capacity `ROUNDED`.
     """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
@@ -115,14 +114,15 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
     """Divide the samples into equal parts of about `PART` samples, and a remainder.
 
-    Equal parts contain the same lengths: if one part has three samples of 80 tokens, every equal part has three.
+    Every equal part has the same number of samples of each length: if one part has three samples of 80 tokens, every
+    equal part has three.
 
     Args:
         counts: int64 [D], number of samples of each length.
 
     Returns:
-        Two pairs (number of samples of each length in a part, number of parts). The first pair is for the equal parts.
-        The second pair is for the remainder, which is one part.
+        Two pairs (number of samples of each length in the part, number of such parts). The first pair is for the equal
+        parts. The second pair is for the remainder, and its number of parts is 1.
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
@@ -154,10 +154,10 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     fewest bins.
 
     1. Best-fit decreasing (`best_fit`). It suits data whose short clips fill the gaps that long clips leave.
-    2. `fill_exactly` with the longest candidate as the next sample. It suits data where a few clips fill a bin.
-    3. `fill_exactly` with a random candidate as the next sample.
+    2. `fill_exactly`, where the next sample is the longest candidate. It suits data where a few clips fill a bin.
+    3. `fill_exactly`, where the next sample is a random candidate.
 
-    A length is a candidate if, after adding it, the bin can still become as full as it could before.
+    A candidate is a length that does not lower the largest number of tokens that the bin can still reach.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -230,9 +230,10 @@ def fill_exactly(
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample from candidates. After adding any candidate,
-            the bin can still become as full as possible. The arguments are the indices of the candidates in `lengths`,
-            ascending, and the number of remaining samples of every length. The result is the index of a candidate.
+        choose: function that chooses the length of a bin's next sample from candidates. A candidate is a length that does
+            not lower the largest number of tokens that the bin can still reach. The arguments are the candidates, as
+            ascending indices in `lengths`, and the number of remaining samples of every length. The result is one of the
+            candidates, as an index in `lengths`.
 
     Returns:
         Bins as lists. A sample is represented by the index of its length in `lengths`.
@@ -300,9 +301,8 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
 
     Args:
         bins: bins as lists. A sample is represented by the index of its length in `lengths`.
-        lengths: int64 [D], length in tokens at each index. Several samples may have the same index, and several indices may
-            have the same length.
-        costs: int64 [D], cost of a sample of each length.
+        lengths: int64 [D], length in tokens of the samples with each index. Two indices may have the same length.
+        costs: int64 [D], cost of a sample with each index.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
 

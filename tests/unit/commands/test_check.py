@@ -339,7 +339,7 @@ def test_a_decoder_that_crashes_costs_one_clip(clips: Path, monkeypatch: pytest.
     )
     found = {clip.key: clip for clip in check(str(clips), **SMALL).clips}
     assert found["a"].reason.endswith(
-        "a.mp4 cannot be decoded: the process ended by SIGABRT; replace or re-encode the file"
+        "a.mp4 cannot be decoded: the process ended with signal SIGABRT; replace or re-encode the file"
     )
     assert [found[key].verdict for key in ("b", "city")] == ["fine", "fine"]
 

@@ -232,7 +232,9 @@ def test_a_run_whose_workers_all_fail_ends(
         rounds.append(len(shares))
         for slot in shares:
             error = ConfigError("model=broken cannot be loaded.") if fails == "error" else None
-            yield workers.Lost(slot, f"worker {slot} ended early (the process ended by SIGKILL)", error)
+            yield workers.Lost(
+                slot, f"worker {slot} ended early (the process ended with signal SIGKILL)", error
+            )
 
     monkeypatch.setattr(WorkerPool, "run", run)
     message = {

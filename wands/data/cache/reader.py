@@ -49,15 +49,16 @@ class LatentCache(SampleFacts):
     """Random access to the samples of a finished cache.
 
     Each read opens the shard and closes it again, so a cache can be passed to worker processes of any start method.
-    Several threads can read at once. The first read of a shard compares the shard with the index. If the file of the
-    shard changes, the next read compares it again.
+    Several threads can read at once. The first read of a shard, and the first read after its file has changed, check
+    that the shard matches the index.
 
     A cache may be larger than memory. Only the index (some hundred bytes per sample) stays in memory.
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
         licenses: array of texts, the licence of each sample. "" if the source of the sample states no licence.
-        mask_sums: float64 [N, 2], sums of the token weights of each sample, see `CacheIndex`.
+        mask_sums: float64 [N, 2], for each sample with a loss mask, the sum of its token weights over all tokens and the sum
+            over the first latent frame; see `CacheIndex`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: shapes, lengths and positions of all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.

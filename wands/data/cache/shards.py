@@ -202,8 +202,8 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         row: number of the sample in the shard.
 
     Returns:
-        A pair. The first item maps the names of all arrays except text_embeds to uint16 arrays. The second item is the
-        metadata of the sample.
+        A pair (arrays, metadata). `arrays` maps the name of each array to a uint16 array. The array "text_embeds" is left
+        out.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -219,7 +219,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
-    """Convert an error that a damaged file of a cache causes inside the `with` block to a CacheError.
+    """Context manager. If a damaged file of a cache causes an error inside the `with` block, raise a CacheError instead.
 
     Args:
         path: the file, which the message names.
@@ -250,9 +250,9 @@ class CacheIndex:
         crc32: uint32 [N], checksum of all arrays of the sample.
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, arrays of a sample], position in bytes in the shard at which each array starts.
-            With this position, reading does not need HDF5. If any sample has a mask, there is a column for the mask, with 0
-            for samples without a mask.
+        offsets: int64 [N, arrays of a sample], byte position in the shard at which each array starts. A reader can therefore
+            read arrays without HDF5. There is one column for each array. The column for the mask of the loss exists only
+            if any sample of the cache has a mask, and contains 0 for samples without a mask.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
             samples that an earlier version of wands wrote.

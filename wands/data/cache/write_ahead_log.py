@@ -107,11 +107,13 @@ class WriteAheadLog:
     """
 
     def __init__(self, path: Path, durable: bool = True, patience: float = 60.0) -> None:
-        """Open the file, lock it until the process ends, and remove an incomplete record at the end of the file.
+        """Open the file, lock it, and remove an incomplete record at the end of the file. `close` or the end of the process
+        releases the lock.
 
         Args:
             path: file of the log. A missing file is created.
-            durable: whether to sync every record to the disk, so that records survive a power failure, too.
+            durable: whether to sync every record to the disk. Otherwise records survive a kill of the process, but not a
+                power failure.
             patience: seconds to wait for another process that has locked the file.
 
         Raises:

@@ -116,13 +116,13 @@ class ShardWriter:
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
-                the latents were made from) and `last` (whether the sample is the last window, or time range, of its clip).
-            others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. Token
-                weights are not all 0. None for an array that the sample does not have.
+                the latents were made from) and `last` (whether the sample is the last window (time range) of its clip).
+            others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. At
+                least one token weight must not be 0. None for an array that the sample does not have.
 
         Raises:
-            CacheError: if the disk is full. If the space could not be reserved, the shard is finished without this
-                sample. If a write failed, the unfinished shard is removed.
+            CacheError: if the disk is full. If space for the sample cannot be reserved, the shard is finished with the
+                earlier samples. If a write fails, the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert "\0" not in key, "the index separates keys by NUL"

@@ -40,8 +40,8 @@ def is_tar(path: Path) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a file in a tar archive. Reading the header fails if a name or an attribute in it is larger than
-    `MAX_CAPTION_BYTES`. `tarfile` itself has no limit, so a damaged archive could fill the memory.
+    """Header of a file in a tar archive. Reading the header fails if the file's name or an attribute takes more than
+    `MAX_CAPTION_BYTES` bytes. `tarfile` itself has no limit, so a damaged archive could fill the memory.
     """
 
     @classmethod
@@ -56,9 +56,9 @@ class TarReader:
     """Context manager for an open tar archive. It lists the samples of the archive and reads their members.
 
     Attributes:
-        samples: maps the name of each sample (folder, and file name up to the first dot) to its members, in the order
-            of the archive. The members of a sample are keyed by the lower-case text after the first dot ("mp4", "txt",
-            "seg.json").
+        samples: maps the name of each sample to a dictionary of the sample's members, in the order of the archive. The name
+            of a sample is the path of its files up to the first dot of the file name. The inner dictionary maps the rest
+            of the file name in lower case ("mp4", "txt", "seg.json") to the member.
         rejections: (name, reason) of each member that cannot be used. The name is empty if the archive itself is damaged.
     """
 
@@ -151,7 +151,7 @@ class TarReader:
     def _members(self) -> Iterator[tarfile.TarInfo]:
         """Yield members up to the end mark of the archive. If the end mark is missing, add the archive to `rejections`.
 
-        Without this check, `tarfile` would treat damage between two members as the end of the archive.
+        `tarfile` alone would treat damage between two members as the end of the archive.
         """
         try:
             while (member := self._tar.next()) is not None:

@@ -37,13 +37,13 @@ class TooSmallError(DataError):
 class ClipSpec:
     """Frame rate, size and length of the samples of every clip.
 
-    Size with ``height`` and ``width``: a frame is stretched to exactly this size. With ``center_crop``, it is instead
-    resized to cover this size, and then cropped centrally.
+    If ``height`` and ``width`` are set, a frame is stretched to exactly this size. With ``center_crop``, the frame is
+    instead resized to cover this size, and then cropped centrally.
 
-    Size without ``height`` and ``width``: a frame keeps its aspect ratio. It is scaled down (never up) to at most
+    Without ``height`` and ``width``, a frame keeps its aspect ratio. The frame is scaled down (never up) to at most
     ``max_pixels``. Then it is cropped centrally, so that both sides are multiples of ``size_multiple``.
 
-    Length: 1 + k * ``frame_stride`` frames.
+    A sample has 1 + k * ``frame_stride`` frames, where k is 0 or a positive integer.
 
     Attributes:
         fps: frames per second of the samples.
@@ -51,8 +51,8 @@ class ClipSpec:
         width: exact width of a frame in pixels.
         center_crop: whether to crop to ``height`` x ``width`` instead of stretching.
         max_pixels: largest height x width of a frame in pixels. It cannot be combined with ``height``.
-        more_pixels: further values of ``max_pixels``. Each value adds a sample of every window (range of frames), unless
-            a sample of the same size exists already.
+        more_pixels: further values of ``max_pixels``. Each window (range of frames) becomes one more sample for each value,
+            unless the window has a sample of the same size already.
         max_frames: largest number of frames of a window. None takes the whole clip.
         clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
             consecutive windows without overlap. The last window may be shorter. If a shorter last window has only one
@@ -186,9 +186,9 @@ def plan_sizes(
         height: displayed height of the clip in pixels.
 
     Returns:
-        A pair. The first item maps suffixes of sample keys to frame sizes: "" to the main size, and, for example, "#640x352" to
-        a further size. The second item is the error for the first limit at which a side of the frame would be too short, or
-        None if there is no such limit.
+        A pair (sizes, error). `sizes` maps the suffix of a sample's key to the frame size. The suffix is "" for the size of
+        the limit `spec.max_pixels`, and, for example, "#640x352" for a further size. `error` is for the first limit at which
+        a side of the frame would be too short. `error` is None if there is no such limit.
 
     Raises:
         TooSmallError: if a side of the frame would be too short at every limit.

@@ -149,9 +149,9 @@ class Filter:
 def columns_of(record: ClipRecord) -> dict[str, object]:
     """Return a dictionary from column name to the clip's cell, with all columns that a condition can compare.
 
-    Every clip has the columns key, path, caption, license, start and end (seconds). A clip with start and end also has
-    the column seconds, its length. The other columns are the columns of the clip's row, with the names that `identifier`
-    returns.
+    Every clip has the columns "key", "path", "caption", "license", "start" and "end". The cells of "start" and "end" are
+    seconds or None. If neither cell is None, the column "seconds" is the length of the clip's time range. The other
+    columns are the columns of the clip's row, with the names that `identifier` returns.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:
@@ -162,8 +162,9 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
 def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
     """Return a dictionary that maps the name of each numeric column of the clips' rows to the sorted numbers in this column.
 
-    A column is numeric if each cell is a number or empty. Only the last `MAX_COLUMNS` numeric columns are returned, without
-    the columns of the time range. The names are converted by `identifier`, so that they can be used in --where.
+    A column is numeric if each cell is a number or empty. The columns of the time range, such as "start", are left out. If
+    more than `MAX_COLUMNS` columns remain, the last ones in the order of the table are returned. The names are converted by
+    `identifier`, so that they can be used in --where.
     """
     columns: dict[str, list[Any]] = {}
     for record in records:

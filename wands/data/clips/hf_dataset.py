@@ -23,9 +23,10 @@ from wands.errors import DataError, one_line
 
 
 def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a dataset on the Hub. Return its clips, or None if the name of the source does not have the form owner/name.
+    """Read a source that is a dataset on the Hub. Return its clips, or None if the name of the source does not have the form
+    owner/name.
 
-    None is also returned if a local folder "owner" exists. The name is then probably a local path with a typing error.
+    Also return None if a local folder with the owner's name exists. The name is then probably a mistyped local path.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)
@@ -33,9 +34,9 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def saved_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a local folder that contains, at any depth, parquet or arrow files of a Hugging Face dataset.
+    """Read a source that is a local Hugging Face dataset: a folder with parquet or arrow files at any depth.
 
-    Return the clips of the dataset, or None if the source does not have this layout.
+    Return the clips of the dataset, or None if the source is not such a folder.
     """
     if any(source.path.rglob("*.parquet")) or any(source.path.rglob("*.arrow")):
         return scan_dataset(source, str(source.path), source.path)
@@ -124,14 +125,14 @@ def _load(source: Source, name: str) -> Any:
 
 
 def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
-    """Download a clip that a row of a Hub dataset names, unless the local cache of the Hub contains the clip.
+    """Download a clip that a row of a Hub dataset names, unless Hugging Face's local cache contains the clip.
 
     Args:
         dataset: name of the dataset, owner/name.
-        written: video of the row: a path in the repository, or an hf:// address.
+        written: the row's text for the video, which is a path in the repository or an hf:// address.
 
     Returns:
-        The path in the repository, and the local file.
+        (path in the repository, local file).
 
     Raises:
         DataError: if the path leads out of the repository, or the download fails.

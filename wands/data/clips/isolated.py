@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 
 class Crash(Exception):
-    """Error for a subprocess that died, was killed or took too long. The message is the reason, such as "the process ended by
-    SIGSEGV".
+    """Error for a subprocess that died, was killed or took too long. The message is the reason, such as "the process ended
+    with signal SIGSEGV".
     """
 
 
@@ -80,7 +80,7 @@ class IsolatedWorker:
 
         Raises:
             Crash: if the subprocess died or took too long, or `kill` was called.
-            WandsError, MemoryError: if the function raised an exception of this type.
+            WandsError, MemoryError: if the function raised this error.
             RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
         """
         if self._pipe is None:
@@ -106,8 +106,8 @@ class IsolatedWorker:
                 except (EOFError, ConnectionResetError):
                     self._process.join(10)
                     code = self._process.exitcode or 0
-                    cause = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                    raise Crash(f"the process ended {cause}") from None
+                    cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                    raise Crash(f"the process ended with {cause}") from None
                 if kind == "error":
                     raise value
                 if kind == "end":
@@ -221,8 +221,8 @@ def map_isolated(
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
     Args:
-        function: function that can be imported by name. Items and results are pickled. The result of a generator function
-            is its last value.
+        function: function or generator function that can be imported by name. Items and results are pickled. The result of a
+            generator function is its last value.
         items: arguments of the calls, one item for each call.
         num_workers: number of subprocesses. Default: one per available core.
         limit_seconds: longest time in seconds for one call, or for one value of a generator function. When the time is
@@ -233,7 +233,7 @@ def map_isolated(
         (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
 
     Raises:
-        WandsError, MemoryError: if the function raised an exception of this type.
+        WandsError, MemoryError: if the function raised this error.
         RuntimeError: if the function raised any other exception. The text is the traceback of the exception.
     """
     remaining = enumerate(items)  # shared by the threads: next() of an enumerate over a list is atomic
@@ -259,7 +259,8 @@ def run_in_workers(
     the order in which they are ready.
 
     Args:
-        run: generator function that makes calls in the given worker until no item is left, and yields the results.
+        run: generator function that processes items in the given worker, and yields the results. The items come from a queue
+            that all calls of `run` share. `run` ends when the queue is empty.
         num_workers: number of worker processes.
         preload: modules that the worker processes import once.
         num_waiting: largest number of values that wait for the caller. 0 sets no limit.

@@ -40,12 +40,13 @@ LAYOUTS = (single_clip, trainer_config, *SECTION_LAYOUTS)
 def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rejection]]:
     """List the clips of a source with their captions. The result is the same in every run.
 
-    An image is a clip of one frame. Several captions of one clip make several records. Hidden files are ignored. A name
+    An image is a clip of one frame. Several captions of one clip make several records. Hidden files are ignored. A source
     that exists on disk is never searched on the Hub.
 
     Args:
         source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), dataset configuration of another trainer
-            (.toml, .json), tar archive, or name of a Hugging Face dataset (owner/name).
+            (.toml, or .json with the settings of such a trainer), tar archive, or name of a Hugging Face dataset
+            (owner/name).
         options: ``split``, ``video_column``, ``caption_column``, ``cache_dir``, ``needs_caption``, ``other_columns`` and
             ``log`` of `Source`.
 

@@ -63,9 +63,9 @@ class Listing:
         source: source of the clips, with the names of the columns.
         clips: paths of the listed clips that exist.
         other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
-            files are not reported as unlisted.
-        is_complete: whether the listed clips and their rejections already include all clips of the folder, so that the folder
-            need not be searched for unlisted clips.
+            files are not clips of the listing, and are not reported as missing from the listing.
+        is_complete: whether every clip of the folder is known to be listed or rejected. The folder is then not searched for
+            clips that the listing does not name.
     """
 
     file: Path
@@ -76,12 +76,14 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a file, such as a table, that lists clips. Return the listed clips, or None if the source is not a file."""
+    """Read a source that is a file that lists clips, such as a table. Return the clips, or None if the source is not a file."""
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
 def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: one clip without a caption. Return its record, or None if the source needs captions or is not a clip."""
+    """Read a source that is one clip file, without a caption. Return the clip's record, or None if the source is not a clip
+    or `Source.needs_caption` is true.
+    """
     path = source.path
     if source.needs_caption or not (path.is_file() and path.name.lower().endswith(CLIP_EXTENSIONS)):
         return None
@@ -89,8 +91,8 @@ def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder with a file that lists the folder's clips. Return the listed clips, or None if there is no
-    such file.
+    """Read a source that is a folder with a file that lists the folder's clips. Return the listed clips, or None if there
+    is no such file.
 
     Clips in the folder that the file does not list are rejected.
     """
@@ -153,8 +155,9 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are rejected only if the listing names an image. If a folder has more unlisted than listed clips,
-    and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection is yielded for the whole folder.
+    Unlisted images are ignored, unless the listing names at least one image. If a folder has more unlisted than listed
+    clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection for the folder replaces the rejections of its
+    clips.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -207,7 +210,8 @@ def _scan_rows(
     """Yield the clips that the rows of a table name.
 
     Args:
-        listing: listing of the table. The function adds the paths of the clips and of other files in the rows.
+        listing: listing to which the table belongs. The function adds the paths of the clips to `listing.clips`, and the
+            paths of other files in the rows to `listing.other_files`.
         table: file of the table, for error messages.
         rows: rows of the table.
         folder: folder to which paths in the rows are relative.
@@ -285,7 +289,12 @@ def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
 
 
 def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder."""
+    """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder.
+
+    Args:
+        listing: listing whose file is captions.json.
+        captions: maps file names to captions. A clip without an entry is rejected if the source needs captions.
+    """
     file, source = listing.file, listing.source
     folder, used = file.parent, set[str]()
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".")}

@@ -37,10 +37,11 @@ class ClipRecord:
     """One clip with one caption. A clip with several captions has several records.
 
     Attributes:
-        key: unique, stable name, empty until `settle_keys` sets it. The key is the path relative to the source,
-            without the extension. If two clips differ only in the extension, their keys contain the extension. If the
-            record has a time range, "@start-end" follows. For the second and later captions of a clip, "~" and eight
-            hex digits of the caption's hash follow. A key never contains "#".
+        key: unique, stable name, empty until `settle_keys` sets it. The key has up to three parts. The first part is the
+            path relative to the source, without the extension (with the extension if two clips differ only in the
+            extension). The second part is "@start-end" if the record has a time range. The third part is "~" and eight hex
+            digits of the caption's hash, for all captions of a clip except the first. A key never contains "#", which
+            starts the suffix of a sample.
         path: absolute path of the file.
         caption: text as written, without leading and trailing white space. It is empty only for a clip without a caption, if
             the source does not need captions.
@@ -51,7 +52,8 @@ class ClipRecord:
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
         row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
         crop: part of the frames to use. None is the whole frame.
-        unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`), or "".
+        unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`). "" if the clip
+            meets the condition.
         mask: image or video that weights the loss, from black (0) to white (1). None weights all pixels with 1.
     """
 
@@ -123,7 +125,8 @@ def records_of_clip(
     Args:
         name: path relative to the source, including the extension.
         path: absolute path.
-        captions: checked captions, [""] for a clip without a caption. If a caption occurs twice, a rejection is yielded, too.
+        captions: checked captions, [""] for a clip without a caption. A caption that occurs twice gives one record, and one
+            rejection for the repetition.
         place: file or row that contains the captions, for the rejection.
         row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a licence, a crop
             and a mask. {} if there is no row and no JSON object.
@@ -150,10 +153,17 @@ def _check_name(name: str) -> None:
 
 
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
-    """Return the mask that a row names, or else the mask next to the clip. Return None if there is none.
+    """Return the mask that a row names. If the row names no mask, return the mask next to the clip, or None if there is no
+    mask.
+
+    Args:
+        path: file of the clip.
+        written: the row's path of the mask. Empty if the row names no mask.
+        folders: folders to which the path in the row may be relative.
 
     Raises:
-        DataError: if the name of the mask cannot be stored or printed, or the mask is not a file or does not exist.
+        DataError: if the row's path cannot be stored or printed or is not an existing file, or the mask next to the clip is
+            not a file.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
@@ -179,12 +189,12 @@ def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENS
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
     """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key.
 
-    A later record with the same clip and time range, but with a different caption, becomes an extra caption of the
-    clip.
+    A later record with the same clip and time range, but with a different caption, is kept, and its `is_extra_caption` is
+    set.
 
     Returns:
-        The records with their keys, and the rejections. New rejections are added for duplicate records and for clips
-        with equal keys.
+        (records with their keys, rejections). The rejections include new rejections for duplicate records, and for clips
+        whose keys would be equal.
     """
     rejections: list[Rejection] = []
     unique: dict[tuple[Path, str], ClipRecord] = {}
@@ -286,7 +296,7 @@ def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object],
     Args:
         path: file to write. Its name identifies the content.
         num_bytes: size of the clip.
-        write: function that writes the clip to the open file that it receives.
+        write: function that is called with the open file, and writes the clip into this file.
         label: name of the clip in error messages.
 
     Raises:

@@ -61,19 +61,19 @@ _DOCUMENT = re.compile(
 
 
 def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: one tar archive of clips. Return its clips, or None if the source is not a tar archive."""
+    """Read a source that is one tar archive of clips. Return its clips, or None if the source is not a tar archive."""
     if source.path.is_file() and is_tar(source.path):
         return scan_tar(source.path, source.path.parent, source)
     return None
 
 
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: a folder that contains clips with a caption file next to each clip, or tar archives.
+    """Read a source that is a folder with tar archives, or with clips that have a caption file next to each clip.
 
-    Return the clips of the folder, or None if the folder contains neither clips nor archives.
+    Return the clips of the folder, or None if the source is not a folder with clips or archives.
 
-    None is also returned if no clip has a caption file, and the folder contains parquet or arrow files. The folder is then a
-    Hugging Face dataset, which may contain clips that its rows name, and images of a README.
+    Also return None if no clip has a caption file, and the folder contains parquet or arrow files. The folder is then a
+    Hugging Face dataset. The clips in the folder are then files that the dataset's rows name, or images of a README.
     """
     unreadable: list[Rejection] = []
     folders = dict(walk(source.path, unreadable, source.recursive)) if source.path.is_dir() else {}
@@ -124,10 +124,10 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
 
 
 def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator[tuple[Path, list[str]]]:
-    """Yield `folder` and, if `recursive`, each folder below it, with the sorted names of the visible files in the yielded folder.
+    """Yield (folder, sorted names of its visible files) for `folder` and, if `recursive`, for each folder below it.
 
-    For each folder that cannot be read, a rejection is appended to `unreadable`. Each real folder is visited once, so that
-    links cannot cause an endless loop.
+    For each folder that cannot be read, a rejection is appended to `unreadable`. Links to folders are followed, but no
+    folder is visited twice.
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
@@ -184,11 +184,11 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
     """Yield a rejection for each file that cannot be read as a clip, and for each caption file without a clip.
 
     Two kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE),
-    and text files in a folder in which no clip has a caption file.
+    and text files in a folder in which no clip has a caption file, because such text files are probably not captions.
 
     Args:
         root: folder with the files: the folder of the source or one of its sub-folders.
-        stems: maps file names without extension to the files with this name.
+        stems: maps each file name without extension to the names of the folder's files that have this name.
         source: source of the clips, with the names of the columns that a caption file may use.
     """
     clips = {stem for stem, files in stems.items() if clip_names(files)}
@@ -232,8 +232,12 @@ def _may_be_caption(file: Path, source: Source) -> bool:
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Return whether a text file belongs to a clip with a shorter name. For example, clip.tags.txt and clip.mp4.txt
-    belong to clip.mp4.
+    """Return whether a text file is an additional file of a clip. For example, clip.tags.txt and clip.mp4.txt belong to
+    clip.mp4.
+
+    Args:
+        stem: name of the text file without extension. It belongs to a clip if it starts with the clip's name and a dot.
+        clips: names of the clips without extension.
     """
     parts = stem.split(".")
     return any(".".join(parts[:end]) in clips for end in range(1, len(parts)))
@@ -287,8 +291,9 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
     """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
 
-    The two names may differ in how accents are stored (composed or decomposed characters). If another file in the folder has
-    exactly the name in captions.json, the captions belong to that file, and the name is not returned.
+    Accents can be stored as composed or as decomposed characters. If captions.json contains only the other form of the
+    clip's name, this form is returned, unless a file in the folder has exactly this form as its name. The captions then
+    belong to that file.
 
     Args:
         name: name of the clip.
@@ -316,9 +321,10 @@ def scan_tar(
         archive: file of the archive.
         folder: folder of the source, which contains the archive.
         source: source of the clips, with the names of the columns that a .json member may use.
-        captions: maps member names to captions. These captions take precedence over captions in the archive.
-        used: set to which the function adds the names in `captions` that it has used, so that the caller
-            knows the unused names.
+        captions: maps names of clips in the archive, with extension, to captions. These captions replace captions in the
+            archive.
+        used: set to which the function adds each name of `captions` that it finds in the archive, so that the caller knows
+            the other names.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))

@@ -39,7 +39,8 @@ class Source:
             `wands.data.clips.filters.identifier` returns. Tables and caption files are always read with all columns.
         sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
         recursive: whether the sub-folders of a folder are searched for clips.
-        log: function that receives messages about settings of the source that are not applied.
+        log: function that receives messages about the dataset configuration of another trainer, such as a message for each
+            setting that wands does not apply.
     """
 
     name: str

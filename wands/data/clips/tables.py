@@ -65,12 +65,12 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
 def read_table(table: Path) -> list[NumberedRow]:
     """Read a .csv, .jsonl or .json file in UTF-8, with or without a byte order mark.
 
-    A .json file is a list of objects, or one object. The single object maps each file name to one or several captions,
-    or to an object with the columns of the row.
+    A .json file is a list of rows, or one object. The object maps each file name to a caption, a list of captions, or a
+    row without the file name.
 
     Returns:
         (number, row) for each row of the table. The number is the line or the item, from 1. The row maps lower-case column
-        names to cells. For an unreadable row, a text with the reason replaces the row.
+        names to cells. If a row is unreadable, the second item is a text with the reason.
 
     Raises:
         DataError: if the file has another extension, or is not a valid file of its kind.
@@ -212,10 +212,11 @@ def check_out(table: Path, source: str) -> None:
 
 
 def write_table(table: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows to a .csv or .jsonl file that `read_table` can read. An interrupted write leaves the file unchanged.
+    """Write rows to a .csv or .jsonl file that `read_table` can read. If the write is interrupted, an existing file stays
+    unchanged.
 
-    The rows are sorted by video and start time. A value that is not a JSON value, such as the bytes of a clip in a dataset,
-    becomes null. In a .csv file, lists and objects become JSON texts.
+    The rows are sorted by video and start time. Values that JSON cannot represent, such as bytes, become null. In a .csv
+    file, lists and objects become JSON texts.
 
     Raises:
         WandsError: if the file cannot be written.

@@ -53,7 +53,7 @@ lengths."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Layout: dataset configuration of musubi-tuner, diffusion-pipe or finetrainers.
+    """Read a source that is a dataset configuration of musubi-tuner, diffusion-pipe or finetrainers.
 
     Return the clips of all sections of the configuration, or None if the source is not such a configuration.
     """
@@ -127,10 +127,14 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 def _read_section(
     source: Source, settings: _Settings
 ) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
-    """Return (source that a section names, extensions of files to ignore, prefix for the captions, files with masks).
+    """Read one section of the configuration.
 
-    A mask belongs to the clip with the same name. A relative path is relative to the working directory, as in the trainers, or
-    else to the folder of the configuration.
+    A relative path in the section is looked up in the working directory, as in the other trainers, and then in the folder
+    of the configuration.
+
+    Returns:
+        (source of the section's clips, extensions of files to ignore, text to put before each caption, mask files). A mask
+        belongs to the clip with the same name.
 
     Raises:
         DataError: if the section does not name an existing source, or a setting that must be a text is not a text.
@@ -138,7 +142,7 @@ def _read_section(
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]} is not text; write text in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
-        raise DataError(f"section names no clips; add a path as {' or '.join(_CLIPS)}")
+        raise DataError(f"section names no clips; set {' or '.join(_CLIPS)} to the path of the clips")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
@@ -176,7 +180,9 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes, such as "resolution"."""
+    """Return the options of wands, such as "--max-pixels 230400", that correspond to the other trainer's setting of frame
+    sizes, such as "resolution".
+    """
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse
     sizes = [([size, size] if isinstance(size, int) else [*map(int, size)])[::step] for size in sizes]

@@ -46,10 +46,12 @@ class DecodedClip:
         suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
             "#0001", ...). If --max-pixels has several values, samples for all values except the first also have their size
             in the suffix, such as "#640x352".
-        source: properties of the file. With a crop, width and height are the stored size of the cropped frames.
-        variable_fps: whether the frames read so far have unequal distances in time.
-        interlaced: whether some of the frames read so far are interlaced: alternate lines show two different moments.
-        span: start and end in seconds of the part of the file from which windows are taken.
+        source: properties of the file. With a crop, width and height are the size of the cropped rectangle in stored (not
+            displayed) pixels.
+        variable_fps: whether the frames read up to the end of this window have unequal distances in time.
+        interlaced: whether any frame read up to the end of this window is interlaced: alternate lines show two different
+            moments.
+        span: (start, end) in seconds of the part of the file that the clip uses.
         token_weights: float [latent frames, token rows, token columns]: mean brightness of the mask in each video token, from 0
             (black) to 1 (white). None without a mask.
     """
@@ -66,7 +68,8 @@ class DecodedClip:
 
 
 def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]:
-    """Yield, for each time in `times`, the last frame that starts at or before this time. Stop at the end of the stream.
+    """Yield, for each time in `times`, the last frame that starts at or before this time. Stop at the first time after the
+    end of the video.
 
     Raises:
         DataError: if a frame is damaged or missing, or timestamps jump or run backwards.
@@ -170,11 +173,11 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield, for each time in `times`, the brightness of a mask in each token. Afterwards, yield the last result forever.
+    """Yield, for each time in `times`, the brightness of a mask in each token.
 
     A clip has one sample for each frame size. Each yielded dictionary maps the suffix of a sample's key to a float array
     [token rows, token columns]: the mean brightness of the mask in each token, from 0 (black) to 1 (white). If the mask ends
-    before the clip, its last frame is used for the rest of the clip.
+    before the clip, its last frame is used for the rest of the clip. The iterator never ends, so the caller must stop it.
 
     Args:
         mask: image or video. An image is the mask of every frame.
@@ -244,8 +247,8 @@ def _render_window(
         length: number of frames of the window.
 
     Returns:
-        A pair. The first item maps each suffix to the images, uint8 [length, H, W, 3]. The second item is the number of images
-        that were filled: less than `length` if the video has ended.
+        A pair (images, count). `images` maps each suffix to an array, uint8 [length, H, W, 3]. `count` is the number of images
+        that were written to each array: less than `length` if the video has ended. The rest of the array is undefined.
     """
     # The arrays are filled in place. Stacking a list of frames would halve the speed.
     images = {suffix: np.empty((length, *render.size, 3), np.uint8) for suffix, render in renders.items()}
@@ -285,9 +288,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. Two errors are raised only after each usable
-            `DecodedClip` was yielded: the mask is black in a window, or the file is too small for a size in
-            `spec.more_pixels` but not for the main size.
+            is too short or too small, or the mask does not fit the clip. Two errors are raised at the end, after all
+            usable `DecodedClip`s: the mask is black in a window, or a frame would be too small at some, but not all,
+            of the limits `spec.max_pixels` and `spec.more_pixels`.
     """
     with open_video(path) as reader:
         duration = reader.info.duration

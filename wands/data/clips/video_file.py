@@ -54,12 +54,12 @@ class VideoInfo:
         codec: FFmpeg's name of the codec.
         fps: average number of frames per second.
         num_frames: number of frames according to the header, which may be wrong. 0 if the header has no number.
-        duration: seconds of video according to the header. A truncated file is shorter.
+        duration: seconds of video according to the header. A truncated file contains less video.
         width: stored pixels per row, before rotation and pixel aspect ratio are applied.
         height: stored rows, before rotation is applied.
         rotation: counterclockwise degrees (0, 90, 180 or 270) by which the stored image must be rotated to be upright.
         sar: sample aspect ratio: width / height of a stored pixel.
-        mirrored: whether left and right must be exchanged after the rotation.
+        mirrored: whether the image must be mirrored horizontally after the rotation to be shown correctly.
         hdr: "PQ" or "HLG" for HDR videos, otherwise "". The decoder does not convert HDR to SDR.
     """
 
@@ -103,8 +103,10 @@ class VideoFrame:
 
 @contextmanager
 def open_video(path: Path) -> Iterator[VideoReader]:
-    """Open a video for a `with` block. An error in the block becomes a DataError that names the file, if the error means that
-    the video is damaged, too small or too long.
+    """Context manager that opens a video.
+
+    If an error in the `with` block means that the video is damaged, too small or too long, a DataError that names the file is
+    raised instead. Other errors pass unchanged.
     """
     try:
         with _open_container(path) as container:
@@ -139,8 +141,8 @@ def _orientation(path: Path, image: Any) -> tuple[int, bool]:
     """Return how to show a stored image upright: the counterclockwise rotation to apply, in degrees, and whether to mirror
     the image horizontally after the rotation.
 
-    PyAV's `rotation` is the direction of the x axis in the display matrix. So PyAV reports 180 for an image that is
-    only mirrored horizontally. This function returns 0 and True for such an image.
+    PyAV's `rotation` is the direction of the x axis in the display matrix. Mirroring an image horizontally reverses the
+    x axis. PyAV therefore reports 180 for an image that is only mirrored horizontally, and this function returns (0, True).
     """
     try:
         data = image.side_data.get("DISPLAYMATRIX")
@@ -164,8 +166,8 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream, which `open_video` yields. Damage inside the stream does not raise an error. Instead,
-    `VideoFrame.damaged` is true for damaged frames.
+    """An open video stream, which `open_video` yields. A corrupt frame does not raise an error. The frame is yielded, and
+    its `VideoFrame.damaged` is true.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
@@ -265,7 +267,7 @@ class VideoReader:
         return video if anything >= promised - self.tolerance(promised) else promised
 
     def _scan_packets(self) -> tuple[float, float]:
-        """Read every packet of the file, and return (seconds of video, seconds of the longest stream)."""
+        """Read every packet of the file. Return (seconds of the video stream, seconds of the longest stream, such as audio)."""
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)

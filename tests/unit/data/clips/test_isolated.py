@@ -36,8 +36,8 @@ def test_every_item_has_a_result_or_a_crash(num_workers: int) -> None:
     results = dict(pairs)
     assert [results[i] for i in (0, 2, 5, 7)] == ["A", "B", "C", "D"]
     for index, reason in (
-        (1, "the process ended by SIGSEGV"),
-        (6, "the process ended by SIGSEGV"),
+        (1, "the process ended with signal SIGSEGV"),
+        (6, "the process ended with signal SIGSEGV"),
         (3, "the process took more than 4 s"),
         (4, "the process ended with exit code 3"),
     ):
@@ -70,7 +70,7 @@ def iterate(worker: IsolatedWorker, *items: str, limit_seconds: float = 60) -> I
 @pytest.mark.parametrize(
     ("item", "error", "message"),
     [
-        ("crash", Crash, "the process ended by SIGSEGV"),
+        ("crash", Crash, "the process ended with signal SIGSEGV"),
         ("leave", Crash, "the process ended with exit code 3"),
         ("hang", Hang, "the process took more than 4 s"),
         ("mistake", DataError, "^a sentence.$"),
