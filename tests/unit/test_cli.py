@@ -222,6 +222,11 @@ def test_dry_run_checks_a_published_model_that_is_downloaded(name: str, offline:
         index.write_text(json.dumps({"weight_map": {"proj_out.weight": weights.name}}))
         result = invoke(*run)  # the index without the weights that it lists
         assert "not downloaded" in result.output, result.output
+        index.write_text("damaged")
+        damaged = refused(*run, "--set", "train.bins_per_step=0")
+        assert f"{index} is not an index of weights in JSON" in damaged
+        assert "train.bins_per_step=0 is invalid" in damaged
+        index.write_text(json.dumps({"weight_map": {"proj_out.weight": weights.name}}))
     weights.write_text("damaged")
     assert "model.path=Wan-AI/Wan2.1-T2V-1.3B-Diffusers has no transformer/config.json" in refused(*run)
 

@@ -154,7 +154,7 @@ def prepare_run(
     if recipe.lora and recipe.lora.quantize != "none":
         check("quantize", load_library, "lora")
     published = published_name(path) if is_dry_run and checkpoint is None else None
-    if published and is_downloaded(path):
+    if published and check("downloaded weights", partial(is_downloaded, path)):
         published = None
     read_configs = partial(read_model, recipe, published)
     config, variant, experts = check("model files", read_configs, "model") or _NO_MODEL
