@@ -15,24 +15,24 @@ from wands.config.recipe import Recipe
 from wands.errors import failed_rules, suggest
 
 # Keys that wands passes to DeepSpeed 0.19, grouped by the type of their value. DeepSpeed would ignore a misspelt key.
-_KEYS: dict[tuple[str, Any], str] = {
-    (
-        "an object",
+_KEYS: dict[str, tuple[Any, str]] = {
+    "an object": (
         dict,
-    ): "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger",
-    (
-        "true or false",
+        "zero_optimization optimizer scheduler bf16 fp16 torch_autocast aio timers flops_profiler comms_logger",
+    ),
+    "true or false": (
         bool,
-    ): "wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_python_gc "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
-    (
-        "a whole number",
+        "wall_clock_breakdown memory_breakdown dump_state prescale_gradients disable_python_gc "
+        "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+    ),
+    "a whole number": (
         int,
-    ): "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
-    ("a number", int | float): "gradient_clipping gradient_predivide_factor",
-    ("a string", str): "log_level communication_data_type",
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
+    ),
+    "a number": (int | float, "gradient_clipping gradient_predivide_factor"),
+    "a string": (str, "log_level communication_data_type"),
 }
-KNOWN_KEYS = {key: kind for kind, keys in _KEYS.items() for key in keys.split()}
+KNOWN_KEYS = {key: (name, kind) for name, (kind, keys) in _KEYS.items() for key in keys.split()}
 """Maps each key that a DeepSpeed JSON may contain to the type of its value: (name of the type in messages, type)."""
 # Keys that DeepSpeed accepts, but that have no effect or a wrong effect in wands, and keys of removed DeepSpeed features.
 _UNUSED = {
