@@ -32,14 +32,14 @@ class Sample:
         sample_id: stable and unique name of the clip.
         latents: bf16 or fp32 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
         text_embeds: [n, D] (text tokens, width of the text encoder) with n <= 512, without padding.
-        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video that contains the conditioning frames,
-            and grey frames elsewhere. None for models without conditioning frames.
+        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video in which all frames except the conditioning
+            frames are grey. None for models without conditioning frames.
         image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
             models without CLIP.
         token_weights: bf16, weight of each token in the loss, from 0 to 1. The shape is the number of tokens along (frame, row,
             column). None without a mask.
-        loss_weight: factor of the sample's loss; 0 for the placeholder sample of an empty bin.
-        caption_dropout: probability of replacing the caption by the empty caption. None uses `flow.cfg_dropout`.
+        loss_weight: factor of the sample's loss. 0 for the placeholder sample that fills an empty bin.
+        caption_dropout: probability of replacing the caption by the empty caption. None means `flow.cfg_dropout`.
     """
 
     sample_id: str
@@ -59,9 +59,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class BinSamples:
-    """Data of all samples of a bin (one forward pass) that is not divided among the ranks of a context-parallel group.
+    """Data of the samples of a bin (one forward pass) that every rank of a context-parallel group has completely.
 
-    This is the base class of `PackedBatch` and `RankSlice`. All slices of a batch have the values of the batch.
+    This is the base class of `PackedBatch` and `RankSlice`. The attributes below are equal in a batch and in all its slices.
 
     Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 
@@ -70,8 +70,8 @@ class BinSamples:
             empty caption. Every rank of a context-parallel group attends to all text.
         keys: key of each sample, from which noise and sigma are drawn.
         weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
-        num_cond_tokens: number of conditioning tokens at the start of each sample, counted over all ranks. These are the
-            tokens of the clean first frame of TI2V. 0 for samples without a clean first frame.
+        num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
+            (TI2V). Otherwise 0. The tokens are counted over all ranks.
         image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
     """
 
@@ -92,8 +92,8 @@ class RankSlice(BinSamples):
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
         meta: position and sample number of each token, and lengths of the samples.
         token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
-        trained_lens: for each sample, sum of the weights of the tokens in the loss, over all ranks. Conditioning tokens are
-            not in the loss. Without a mask, this is the number of tokens in the loss.
+        trained_lens: for each sample, sum of the loss weights of its tokens over all ranks, without conditioning tokens, which
+            have no loss. Without a mask, every weight is 1, so the sum is the number of tokens that have a loss.
         layout: indices of the bin's tokens that this rank holds.
         condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
             or None.
@@ -295,11 +295,13 @@ class PackingCollator:
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
-        """Return the number of conditioning tokens of a sample: the number of tokens of its first frame, or 0.
+        """Return the number of conditioning tokens of a sample.
+
+        With probability `flow.i2v_ratio`, the first frame of a video is a condition, and the result is the number of tokens of
+        this frame. Otherwise the result is 0. It is always 0 for images, and for models without this condition.
 
         Args:
-            key: key of the sample, which determines the random choice. The sample gets conditioning tokens with
-                probability `flow.i2v_ratio`.
+            key: key of the sample. The random choice depends only on the seed and on this key.
             grid: number of tokens along (frame, row, column).
         """
         if "first_frame" not in self.conditions or grid[0] == 1:  # an image would have no trained token

@@ -115,10 +115,11 @@ class SelectedSource:
         config: settings of the source, as in an item of `data.sources`. For mock data, the path is "mock".
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
-        repeat: number of uses of each chosen sample in an epoch. A fraction is the mean over all epochs.
-        num_left_out: numbers of samples that are not chosen. "num_other_side" counts the samples on the other side of the
-            split, "num_gap" the samples close in time to a held-out sample, and "num_duplicates" the samples nearly equal to
-            a held-out sample.
+        repeat: number of uses of each chosen sample in an epoch. For example, 1.5 is the mean over epochs with one use and
+            epochs with two uses.
+        num_left_out: numbers of samples that are not chosen, with three keys. "num_other_side" counts the held-out samples
+            or, if the run uses the held-out samples, the training samples. "num_gap" counts the samples close in time to a
+            held-out sample. "num_duplicates" counts the samples nearly equal to a held-out sample.
     """
 
     config: SourceConfig
@@ -135,8 +136,9 @@ class CombinedDataset(SampleFacts):
     has two rows.
 
     The noise of a row depends on its sample id and repeat index. The id of a sample is its key in its cache. If a later source
-    contains the same key with different content, the checksum of the content is appended there: "key#1a2b3c4d". If key and
-    content are equal, the rows are repeats of one sample. So renamed paths and appended sources change no id.
+    contains the same key with different content, the later sample's id is the key with a checksum of the content:
+    "key#1a2b3c4d". If key and content are equal, the rows are repeats of one sample. Renaming a cache, or adding a source
+    after the others, does not change any existing id.
 
     Args:
         sources: the sources.
@@ -207,9 +209,9 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     recipe sets no `loss_weight` and no `caption_dropout`. Otherwise, the result is a `CombinedDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
-    fraction, the selected samples differ from epoch to epoch (`wands.data.sampler.RepeatSchedule`). If the sources have
-    the key `weight`, an epoch has as many samples as all sources together. The share of a source in the epoch is then
-    proportional to its weight.
+    fraction, an epoch uses some samples once more than the others, and these samples differ from epoch to epoch
+    (`wands.data.sampler.RepeatSchedule`). If the sources have the key `weight` instead, an epoch has as many samples as all
+    sources together. The share of a source in the epoch is then proportional to its weight.
 
     Args:
         section: `data` of the recipe.
@@ -292,13 +294,10 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source by a dictionary with the keys path, num_samples, num_other_side, num_gap, num_duplicates
-    and repeat.
+    """Describe each source by a dictionary.
 
-    num_samples counts the samples that the run uses. num_other_side counts the held-out samples, or the training samples if
-    the run uses the held-out samples. num_gap and num_duplicates
-    count the samples that are neither trained nor held out, for the two reasons that `SelectedSource` describes.
-    repeat is how often an epoch uses each sample.
+    The keys are "path", "num_samples" (samples that the run uses), "repeat" (how often an epoch uses each sample), and the
+    keys of `SelectedSource.num_left_out`: "num_other_side", "num_gap" and "num_duplicates".
 
     Args:
         section: `data` of the recipe.
@@ -382,7 +381,9 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 
 
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return for each source the side of each sample: TRAIN, HELD_OUT, GAP or DUPLICATE (`wands.data.holdout`)."""
+    """Return for each source an array with the use of each sample: TRAIN, HELD_OUT, or one of the two reasons for which a
+    sample is not used, GAP and DUPLICATE (see `wands.data.holdout`).
+    """
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]
     caches = [data for data in opened if isinstance(data, LatentCache)]
@@ -398,7 +399,7 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
             "training, but both numbers must be at least 1. (Samples that are next to or nearly equal to held-out samples "
-            f"are on neither side.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
+            f"are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

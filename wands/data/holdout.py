@@ -39,9 +39,9 @@ out instead. Windows less than `GAP_SECONDS` from a span are not used. Duplicate
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without time range, hash of the caption, window number, size and file extension. Keys contain the
-    file extension only if the names of two files differ only in the extension (a.mp4 and a.mov). If the name of a file
-    ends with text that looks like a time range, this text is removed, too.
+    The name is the key without its suffixes: time range, hash of the caption, window number and size. A file extension is
+    also removed. Only keys that would be equal without it have one, such as the keys of a.mp4 and a.mov. If the name of a
+    file ends with text that looks like a time range, this text is removed, too.
 
     Args:
         key: key of the sample.
@@ -73,14 +73,15 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
     """Choose for each sample whether it is held out of training, trained on, or not used at all.
 
     A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). Other clips are
-    held out as a whole, by `hold_out`. Films are held out as a whole, too, if at least `FEW_FILMS` films are expected on each
-    side. Otherwise a span of consecutive windows of each film is held out.
+    held out as a whole, by `hold_out`. Films are held out as a whole, too, if `fraction` would put at least `FEW_FILMS` films
+    into training and at least `FEW_FILMS` films into the held-out set. With fewer films, a span of consecutive windows of
+    each film is held out.
 
     The hash of the film's name decides where the span is, and whether the number of windows of the span is rounded up or down.
-    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are on neither side.
+    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
 
-    Adding a clip never changes the side of another clip that is not a film. Adding a film changes the sides of other
-    films only if the data then has enough films for `hold_out`.
+    Adding a clip never changes the choice for another clip that is not a film. Adding a film changes the choice for other
+    films only if the data then has enough films to hold out whole films.
 
     Args:
         keys: keys of the samples of all sources.
@@ -107,13 +108,14 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
 
 
 def signature(latents: Tensor) -> np.ndarray:
-    """Return 128 bits that are nearly equal for a video, its re-encoded copies, and copies of a similar size, so that
-    wands finds duplicates.
+    """Return 128 bits for finding duplicates. For a video and its copies that are re-encoded or have a similar size, almost
+    all bits agree.
 
-    The first 64 bits compare the quadrants of the mean frame in 16 latent channels. The other 64 bits compare how the
-    quadrants change from the first half of the video to the second, so that two takes of the same scene differ. If the
-    sample has only one latent frame, the other 64 bits contain a checksum of the latents instead. So two stills with
-    the same composition are not duplicates.
+    Each of the first 64 bits is the result of a comparison: whether one quadrant of the mean frame has a larger mean than
+    the quadrant next to it, in one of 16 latent channels. The other 64 bits compare in the same way how much the quadrants
+    change from the first half of the video to the second, so that two takes of the same scene differ. If the sample has
+    only one latent frame, the other 64 bits are a checksum of the latents instead, so that two images with the same
+    composition are not duplicates.
 
     Args:
         latents: [C, f, h, w] (latent channels, frames, rows, columns).
@@ -138,8 +140,8 @@ def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndar
     Args:
         sides: int8 [N], result of `choose_sides`.
         contents: int64 [N]. Samples with the same number have the same content.
-        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` bits differ. A
-            signature that contains 0 is not compared, because caches of earlier versions store zeros.
+        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` of the 128 bits differ. A
+            signature is not compared if one of its two numbers is 0, because caches of earlier versions contain zeros.
     """
     duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
     signatures = signatures[rows]
@@ -170,8 +172,8 @@ def _time_range(key: str, length: float, longest: float) -> Range:
     Args:
         key: key of the sample.
         length: length of the sample in seconds.
-        longest: length of the longest sample of the same source in seconds. Windows follow each other without gaps, so window
-            number n starts n * `longest` after the start of the time range.
+        longest: length of the longest sample of the same source in seconds, which is the length of a full window. Windows
+            follow each other without gaps, so window number n starts n * `longest` seconds after the start of the time range.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

@@ -51,8 +51,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: None, unless samples were removed from the data after the epoch was planned. Then (number of samples,
-            number of tokens) of the plan before the removal.
+        planned_totals: (number of samples, number of tokens) of the original plan, for a plan from which samples may have been
+            removed. None if `steps` contains all samples of the original plan.
     """
 
     steps: tuple[Step, ...]
@@ -89,8 +89,8 @@ class EpochPlan:
         The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
 
         Returns:
-            Two numbers: the mean distance over the steps, and the mean distance if the samples are assigned to the
-            steps at random. The random steps have the same numbers of samples as the planned steps.
+            (mean distance over the planned steps, mean distance over random steps with the same numbers of samples). The
+            second number is for comparison: it is the distance that chance alone causes.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -122,10 +122,9 @@ def plan_epoch(
 
     The gradient over an epoch is unbiased: every sample is in one step, with the same weight (`StepPlan.denominators`).
 
-    With `windows` (groups of samples that are read together), each window is packed separately. Bins that are
-    left over from a window are kept, and form steps together with the bins that are left over from later windows. So
-    only the last step of the epoch has empty bins. The number of steps depends only on the sample lengths (with
-    `windows`, on the lengths in each window), and not on the epoch. See `count_steps`.
+    With `windows` (groups of samples that are read together), each window is packed separately. Bins that do not fill a
+    step wait for bins of the next windows, so that only the last step of the epoch can have empty bins. The number of
+    steps is the same in every epoch if the sample lengths in each window are the same (see `count_steps`).
 
     Args:
         seq_lens: int [N], number of tokens of each sample.
@@ -135,9 +134,8 @@ def plan_epoch(
         epoch: number of the epoch. Every epoch has different bins in a different order.
         cost: cost of a bin, as a function or as coefficients, see `Cost`.
         keys: sample ids for error messages.
-        level_bins: size of a group, a divisor of `bins_per_step`. The ranks process the bins of a group at the same time and
-            wait for the slowest bin, so the bins of a group get similar costs. Two groups of a step may differ in cost. None
-            means that all bins of a step form one group.
+        level_bins: number of bins that the ranks process at the same time, a divisor of `bins_per_step`. The ranks wait for
+            the slowest of these bins, so the bins get similar costs. None means all bins of a step.
         windows: int64 arrays of sample indices, in the order in which the data is read. No window is empty, and no
             index occurs twice. None means one window of all samples.
 
@@ -236,9 +234,9 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
     """Assign the bins (packed batches) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
     bins of similar cost.
 
-    In even micro steps rank 0 gets the most expensive bin, in odd micro steps the last rank does. So the ranks' totals
-    over a step are similar, too. This balances ZeRO 1 and 2, where ranks wait for each other only at the end of the
-    step.
+    In even micro steps, the ranks 0, 1, 2, ... get bins of decreasing cost. In odd micro steps, the ranks get bins of
+    increasing cost. This makes the ranks' total costs of a step similar, too, which matters for ZeRO 1 and 2, where ranks
+    wait for each other only at the end of the step.
 
     Args:
         bins: bins of one step.
@@ -255,11 +253,11 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], float]) -> float:
-    """Return the highest cost of a bin in a micro step divided by the mean cost of the bins; 1 is optimal.
+    """Return the imbalance between ranks: the sum of the highest bin costs of all micro steps, divided by the sum of the
+    mean bin costs of all micro steps. 1 is optimal.
 
-    In a micro step, each rank processes one bin, and all ranks wait for the most expensive bin. The highest costs and
-    the mean costs are summed over all micro steps before the division. 1 divided by the result is the share of time in
-    which ranks do not wait.
+    In a micro step, each rank processes one bin, and all ranks wait for the most expensive bin. 1 divided by the result is
+    the share of time in which ranks do not wait.
 
     Args:
         steps: optimizer steps.
@@ -311,8 +309,8 @@ def _separate_rest(
     """Choose the bins (packed batches) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
     The samples of the last step are spread over all ranks. A sample cannot be split, so all ranks would wait for a very
-    expensive sample. Bins without expensive samples are therefore chosen first, and then the bins whose most expensive sample
-    costs least. A sample is expensive if it costs more than the expected mean cost of a bin in the last step.
+    expensive sample. A sample is expensive if it costs more than the expected mean cost of a bin in the last step. Bins
+    without expensive samples are chosen. If there are too few, the bins whose most expensive sample costs least are added.
 
     Returns:
         The chosen bins, and the bins of all full steps.
@@ -369,11 +367,11 @@ def group_into_steps(
     """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs. Different ranks
     process the bins of a group at the same time.
 
-    1. The bins are sorted by cost and cut into ranges of bins with similar costs.
-    2. In each range, the bins are sorted by their longest samples and dealt out in turn to the groups of the range, so
+    1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
+    2. Divide each range into groups: sort its bins by their longest samples, and deal the bins out to the groups in turn, so
        that these groups get equally many bins with long samples.
-    3. If a step has k groups, all groups are sorted by cost and cut into k tiers of equal size. Each step gets one random
-       group of each tier.
+    3. If a step has k groups, sort all groups by cost, and cut the sorted list into k equal parts. Each step gets one random
+       group of each part.
 
     Args:
         bins: bins of all full steps, as sample indices.
@@ -420,9 +418,10 @@ def _choose_cuts(
 ) -> list[tuple[int, int]]:
     """Divide the bins, sorted by cost, into ranges. `group_into_steps` forms each group from the bins of one range.
 
-    The efficiency of a group is the mean cost of its bins divided by the highest cost. Of all ways to divide the bins
-    that keep the efficiency at `LEVEL` or above, choose the way in which the sample lengths of each range are most
-    similar to the sample lengths of the whole data. If no way reaches `LEVEL`, choose the smallest ranges.
+    Every bin is assumed to wait for the most expensive bin of its range. The efficiency of a division is the mean cost of
+    the bins divided by the mean cost of the bins for which they wait. Among the divisions with an efficiency of at least
+    `LEVEL`, choose the division whose ranges have sample lengths most similar to the lengths in the whole data. If no
+    division reaches `LEVEL`, choose the division with the smallest ranges.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.

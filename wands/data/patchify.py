@@ -16,8 +16,8 @@ from wands.variants import MASK_CHANNELS
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
     """Split latents into patches, one token per patch.
 
-    In the model's patch convolution, the kernel size equals the stride. The model can therefore compute this
-    convolution as one matrix product with the tokens.
+    The model embeds patches by a convolution whose kernel size equals its stride. With the tokens that this function
+    returns, the convolution is one matrix product.
 
     Args:
         latents: [C, f, h, w] (channels, frames, rows, columns). f, h and w are multiples of the patch size.
@@ -66,15 +66,15 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
     """Return the mask that marks the conditioning frames. The mask has four channels, because a latent frame encodes
     four pixel frames.
 
-    The causal VAE encodes the first pixel frame alone as latent frame 0. So all four channels of latent frame 0 mark
-    this pixel frame. Each later latent frame encodes four pixel frames, and channel i marks pixel frame i of these four.
+    The causal VAE encodes the first pixel frame alone as latent frame 0, so the four channels of latent frame 0 are equal.
+    Each later latent frame encodes four pixel frames, and channel i belongs to pixel frame i of these four.
 
     Args:
         latent_shape: (f, h, w), number of latent frames, rows and columns.
         last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
 
     Returns:
-        fp32 [4, f, h, w], 1 for conditioning frames, 0 for all other frames.
+        fp32 [4, f, h, w], 1 where the pixel frame is a conditioning frame, and 0 for all other pixel frames.
 
     Source: the mask in `get_sampling` of the official Wan 2.1 image2video.py and first_last_frame2video.py.
     """

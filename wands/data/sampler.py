@@ -29,11 +29,10 @@ from wands.flow.rng import permutation
 class RepeatSchedule:
     """Selection of the rows (uses of samples) of each epoch.
 
-    A source of N samples with `repeat` r has ceil(r) copies. A copy is N rows, one row for each sample. If r is an
-    integer, each epoch uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on
-    average (r - floor(r)) * N rows of the last copy. The seed determines a random order of the last copy's rows. Each
-    epoch takes the rows that follow the rows of the previous epoch in this order. After the last row, the order starts
-    again.
+    The rows of a source with N samples and `repeat` r are ceil(r) copies of the N samples. If r is an integer, each epoch
+    uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on average (r - floor(r)) * N rows
+    of the last copy. These rows come from a random order of the last copy, which depends only on the seed. Each epoch
+    takes the next rows in this order. After the last row, the order starts again.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
     sample floor(e * r) or ceil(e * r) times.
@@ -78,7 +77,7 @@ class RepeatSchedule:
         same rows.
 
         With a fractional `repeat`, an epoch uses some samples of the source once more than the other samples. These
-        extra samples follow each other in a random order of the source's samples, which the seed determines.
+        extra samples are consecutive items in a fixed random order of the source's samples.
 
         Returns:
             For each source (position of the first extra sample in the random order, number of extra samples). The number of
@@ -138,10 +137,10 @@ class StepPlan:
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
         bins: sample indices of every bin (one forward pass of one rank), without excluded samples. A bin without samples
-            is written as `()`. The last step of an epoch may contain such bins.
-        num_samples: number of samples in all bins of this step.
-        num_tokens: number of tokens in all bins of this step.
-        repeat_index_of: int64 [rows]. For each row of the data (one use of a sample), the number of earlier rows with
+            is `()`: a bin whose samples are all excluded, or a bin of the epoch's last step.
+        num_samples: number of samples in `bins`.
+        num_tokens: number of tokens in `bins`.
+        repeat_index_of: int64 [rows]. For each row of the whole data (one use of a sample), the number of earlier rows with
             the same sample id.
         epoch_plan: plan of the epoch.
     """
@@ -168,9 +167,9 @@ class StepPlan:
         """Numbers by which the summed loss of this step is divided before the backward pass, one for each
         `loss.reduction` ("sample" or "token").
 
-        Each number is the mean number of samples (or tokens) per step of the epoch, so that every sample (or token) of the
-        epoch has the same weight. Steps of long clips have fewer samples. Dividing by the step's own number of samples
-        would increase the weight of long clips.
+        Each number is the epoch's mean number of samples (or tokens) per step, so that every sample (or token) of the
+        epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss of a step were
+        divided by the step's own number of samples, long clips would have a larger weight.
         """
         num_samples, num_tokens = self.epoch_plan.totals
         num_steps = self.epoch_plan.num_steps
@@ -206,14 +205,14 @@ class PlanSampler:
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
-        excluded: ids of samples that no step contains (`data.exclude`). They stay in the plan of an epoch, so the other
-            samples stay in their steps, and the divisor of the loss does not change.
+        excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded, so
+            that the other samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, global step) at which the plan of this data starts. Later than (0, 0) if the data changed during
             the run.
-        given: maps an epoch to a plan that replaces the computed plan. There are two kinds of such plans. A plan from the file
-            `packing.plan` has as many steps as the computed plan. If the data changed during the run, the plan in the
-            checkpoint finishes the interrupted epoch. Its row numbers are converted to the changed data, and removed samples
-            are left out.
+        given: maps an epoch to a plan that replaces the computed plan. There are two kinds of such plans. The first kind is
+            from the file `packing.plan`, and has as many steps as the computed plan. The second kind is from the checkpoint:
+            if the data changed during the run, the epoch of the checkpoint is finished with its old plan, which uses the row
+            numbers of the changed data and leaves out removed samples.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
@@ -321,7 +320,7 @@ class PlanSampler:
         """Return the windows of an epoch for `plan_epoch`: int64 arrays of row numbers. A row is one use of a sample, and
         the rows of a window are packed together.
 
-        Return None if the epoch has one window that contains every row of the data.
+        Return None if all rows of the data are used and packed together.
         """
         rows = self.rows(epoch)
         if self._windows is None:

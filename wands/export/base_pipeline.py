@@ -16,16 +16,17 @@ from wands.files import read_json_object
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that a DiT can replace the DiT of the pipeline --base: the configs and the numbers of experts must be equal.
+    """Check that a DiT can replace the DiT of the pipeline --base. The new pipeline consists of the DiT and the frozen models
+    of --base.
 
-    The new pipeline consists of the DiT and the frozen models of --base. Config keys that start with "_" and keys that
-    a config of --base lacks are not compared.
+    The config and the number of experts must be equal to those in the pipeline. Config keys that start with "_", and keys
+    that the config in --base does not have, are ignored.
 
     Args:
         base: folder of the pipeline.
         config: diffusers config of the DiT.
         parts: subfolders of the pipeline's DiTs whose configs are compared, such as "transformer".
-        model: name of the DiT's model for error messages, such as "SOURCE's model".
+        model: name, in error messages, of the model to which the DiT belongs, such as "SOURCE's model".
         two_experts: whether the model has two experts (DiTs for high and low noise). None accepts one or two experts.
 
     Raises:
@@ -50,7 +51,7 @@ def check_base(
     if two_experts not in (None, base_has_two):
         differing.append("2 experts instead of 1" if base_has_two else "1 expert instead of 2")
     if differing:
-        raise ConfigError(f"--base {base} is not {model}: {', '.join(dict.fromkeys(differing))}; {fix}")
+        raise ConfigError(f"--base {base} does not fit {model}: {', '.join(dict.fromkeys(differing))}; {fix}")
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
@@ -79,8 +80,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 def carry_over(earlier: Path, out: Path) -> None:
     """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. If the user wrote the README.md of the earlier export, README.md and the loss plot are
-    copied too.
+    The folder `samples` is copied. If the user wrote the README.md of the earlier export, README.md and the loss plot that
+    it may show are copied, too. A README.md with `MARKER` was written by wands, and is not copied.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

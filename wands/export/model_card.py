@@ -37,9 +37,9 @@ class LoraFile:
 
     Attributes:
         name: path of the file in the repository. The file has diffusers' keys.
-        targets: one pair (prefix, part) for each DiT that the file has a LoRA for. Keys that start with prefix and a dot, such
-            as "transformer.", are for this DiT. part is the component of the pipeline that loads these keys: "transformer" or
-            "transformer_2".
+        targets: a pair (prefix, part) for each DiT for which the file contains a LoRA. The keys of this LoRA start with
+            `prefix` and a dot, such as "transformer.". `part` is the component of the pipeline that loads these keys:
+            "transformer" or "transformer_2".
     """
 
     name: str
@@ -163,8 +163,8 @@ def _escape(text: str) -> str:
 def _variant_of(record: Mapping[str, Any]) -> Variant:
     """Return the model variant that an export record names.
 
-    If the name is not a published variant, return the first published variant of the same family, such as "wan2.1-t2v". If no
-    published variant belongs to the family, return a text-to-video variant with one DiT.
+    If the name is not a published variant, return the first published variant of its family. The family is the name without
+    its last part, such as "wan2.1-t2v". If the family has no published variant, return a text-to-video variant with one DiT.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])

@@ -52,10 +52,11 @@ class Machine:
         network_bandwidth: bandwidth of one GPU's network card, in bytes/s.
         ranks_per_node: number of GPUs in a node.
         host_memory: host memory of a node in bytes.
-        host_bandwidth: bandwidth between one GPU and the host in bytes/s, while all GPUs of the node copy.
+        host_bandwidth: bandwidth between one GPU and the host in bytes/s, if all GPUs of the node copy at the same time.
         linear_flops: FLOP/s of large matrix products in bf16.
-        attention_flops: maps the name of an attention kernel to the FLOP/s of its forward pass and of its backward pass.
-        copy_bandwidth: speed of a copy in the memory of the GPU, in bytes/s. Bytes read and bytes written both count.
+        attention_flops: maps the name of an attention kernel to (FLOP/s of its forward pass, FLOP/s of its backward pass).
+        copy_bandwidth: bytes per second that the GPU reads and writes in its own memory. A copy of n bytes counts as 2 n
+            bytes.
         launch_seconds: seconds that the host needs to start one kernel.
         source: where the speeds of kernels are from: "the data sheet" or a file.
     """
@@ -147,13 +148,15 @@ MACHINES = {
 def machine_named(
     name: str, *, gpu_memory: float | None, gpus_per_node: int | None, **own: float | None
 ) -> Machine:
-    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers. None keeps a number.
+    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers.
+
+    If an argument is None, the machine's number stays unchanged.
 
     Args:
         name: name of the machine.
         gpu_memory: the user's memory of one GPU in GB.
         gpus_per_node: the user's number of GPUs in a node.
-        own: other numbers of the user: host_memory in GB, and node_bandwidth and network_bandwidth in GB/s.
+        own: further numbers of the user, by name: host_memory in GB, node_bandwidth and network_bandwidth in GB/s.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -202,7 +205,7 @@ def with_measurements(machine: Machine, path: Path | None) -> Machine:
     device = values.pop("device", "an unknown device")
     if peak_tflops(device) != machine.peak / TERA:
         raise ConfigError(
-            f"{label} was measured on {device}, not on {machine.name}; set --hardware to the GPU of the file, or run wands "
+            f"{label} was measured on {device}, not on {machine.name}; set --hardware to the measured GPU, or run wands "
             f"calibrate on {machine.name}."
         )
     try:

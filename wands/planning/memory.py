@@ -141,7 +141,7 @@ class _States:
         """Return the bytes of each component on the device during the backward pass. Activations are not included.
 
         Args:
-            blocks_left: number of blocks whose backward pass remains.
+            blocks_left: number of blocks whose backward pass remains. Gradients of these blocks may not exist yet.
         """
         workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers
@@ -229,8 +229,7 @@ class _States:
 class Activations:
     """Sizes in bytes of one rank's activations and their gradients, at each moment of the backward pass.
 
-    Letters: D width of the residual stream, F hidden width of the feed-forward layer. In comments, a "row of D" is one
-    tensor with D values for each token.
+    Letters: D width of the residual stream, F hidden width of the feed-forward layer.
 
     Args:
         workload: model, recipe and parallel degrees of the run, and the number of tokens in its largest forward pass.
@@ -290,12 +289,11 @@ class Activations:
         return {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the bytes on the device that blocks saved for their backward pass, while one block is recomputed.
-
-        The recomputed activations are not included.
+        """Return the bytes on the device of the tensors that checkpointed blocks saved in the forward pass.
 
         Args:
-            left: number of blocks whose backward pass remains, including the recomputed block.
+            left: number of checkpointed blocks whose backward pass remains, including the block that is recomputed at this
+                moment. The recomputed activations of this block are not included in the result.
         """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]
@@ -321,16 +319,16 @@ class Activations:
         A block keeps these tensors (see `PackedWanBlock.forward`):
 
         - in fp32: the inputs of the block's three norms, and of the norms of queries and keys.
-        - in the compute dtype: the inputs of the projections, and the tensors that self-attention and cross-attention save.
-        - the input of each trained layer; under ZeRO-3, the input of each linear layer.
+        - in the compute dtype: the tensors that self-attention and cross-attention save, and the inputs of linear layers. The
+          input of a layer that is not trained, and has no LoRA, is kept only under ZeRO-3.
         - autocast's copies of the weights.
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"
         always = self.stage == 3 and not self._quantized
         ffn, table = not attention_only or always, self._trains_table
-        # Values per token: rows of D in fp32 (wide), rows of D (narrow_rows) and of F (hidden) in the compute dtype, and the
-        # values of the LoRA's width (low).
+        # Numbers of kept tensors: with D values per token in fp32 (wide); with D (narrow_rows) and with F (hidden) values per
+        # token in the compute dtype. Values per token that LoRA layers keep (low).
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
         if self.workload.compiled:
             # Queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept.
@@ -349,8 +347,8 @@ class Activations:
     def _copies(self) -> float:
         """Return the bytes of the bf16 copies that autocast makes of a block's fp32 weights.
 
-        The backward pass needs these copies. Under ZeRO-3, DeepSpeed's linear layer keeps a reference to the weight instead
-        of a copy, so the result is 0.
+        The backward pass needs these copies. Under ZeRO-3 the result is 0, because DeepSpeed's linear layer keeps a reference
+        to the weight and no copy.
         """
         shape, precision = self.shape, self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"

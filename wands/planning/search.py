@@ -86,10 +86,10 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return an upper estimate of the number of clips in a bin with at most `max_tokens` tokens.
+        """Return an estimate, rather too high than too low, of the number of clips in a bin with at most `max_tokens` tokens.
 
         A bin holds the clips of one forward pass. The estimate is `max_tokens` divided by the mean length of
-        the shorter half of all clips.
+        the shortest 50 % of all clips.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -204,12 +204,12 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
 
-    Among equally fast combinations, the simplest settings come first. A bin holds the clips of one forward pass. A
-    combination uses the recipe's bin size if the run then fits the machine, and otherwise the largest bin size that
-    fits. Every bin size is at least the length of the longest clip. The list is empty if no combination fits.
+    Among equally fast combinations, the simplest settings come first. A bin holds the clips of one forward pass. If a
+    combination does not fit the machine with the recipe's bin size, the largest bin size that fits is used. Every bin size
+    is at least the length of the longest clip. The list is empty if combinations are valid, but none fits.
 
     Raises:
-        ConfigError: if no combination is valid. The message is the reason why the first combination is invalid.
+        ConfigError: if every combination is invalid. The message is the reason why the first combination is invalid.
     """
     candidates: list[Candidate | None] = []
     errors = []
@@ -227,8 +227,8 @@ def search(task: Task) -> list[Candidate]:
 def _recompute_less(candidate: Candidate) -> Candidate:
     """Return a copy of a candidate that recomputes as few blocks as the memory of the machine allows.
 
-    The recipe key `model.checkpoint_blocks` of the copy is the number of recomputed blocks. If the recipe sets this key, or
-    uses no activation checkpointing, the candidate is returned unchanged.
+    The copy's recipe sets `model.checkpoint_blocks`, the number of recomputed blocks. If the candidate's recipe already sets
+    this key, or the candidate uses no activation checkpointing, the candidate itself is returned.
     """
     workload, recipe = candidate.workload, candidate.workload.recipe
 
@@ -248,8 +248,8 @@ def _sort_key(candidate: Candidate) -> int:
     """Return a number for sorting combinations by speed. The fastest combination has the smallest number.
 
     The predicted speed is rounded in steps of two percent. Combinations with equal rounded speed stay in the order of
-    the search, from simple to complex. A combination with offloading counts as 15 % slower than predicted, because the
-    speed of a busy host is the least certain part of the prediction.
+    the search, from simple to complex. The speed of a combination with offloading depends on how busy the host is, which is
+    hard to predict. Such a combination is therefore sorted as if it were 15 % slower than predicted.
     """
     speed = candidate.tokens_per_second * (0.85 if candidate.memory.host.keys() & OFFLOADED else 1.0)
     return -round(float(np.log(speed)) * 50)
@@ -301,7 +301,8 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the given settings with the largest bin size, up to the recipe's bin size, that fits the machine.
+    """Return the given settings with the recipe's bin size. If the run does not fit the machine, return the settings with a
+    smaller bin size, close to the largest bin size that fits.
 
     A bin holds the clips of one forward pass. If the run does not fit even with bins that hold only the longest clip,
     return None.

@@ -80,11 +80,11 @@ class Prediction:
         machine: GPUs and links.
         plan: division of a bin's tokens among the ranks of a context-parallel group.
         flops: FLOPs of a micro step on one rank, without recomputation.
-        compute: seconds of compute in a micro step on one rank.
+        compute: seconds of compute in a micro step on one rank, with recomputation.
         all_to_all: transfers of Ulysses in a micro step.
         ring_traffic: transfers of the ring in a micro step.
         zero: transfers of ZeRO and of offloaded activations in a micro step.
-        once: seconds per optimizer step outside the micro steps, for example to gather the updated weights.
+        once: seconds per optimizer step that do not belong to a micro step, for example to gather the updated weights.
     """
 
     workload: Workload
@@ -180,7 +180,8 @@ def _zero_traffic(
     The other work runs once per optimizer step, not in every micro step. Depending on the ZeRO stage, it is the reduction
     of the gradients, the gather of the updated weights, and the update on the host.
 
-    ZeRO's transfers run during compute, except during the part of the compute in which the ring already transfers.
+    ZeRO's transfers overlap with compute, but not with transfers of the ring. If a pass has too little compute without
+    transfers of the ring, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
 
     Args:
         workload: sizes of the run.

@@ -42,8 +42,8 @@ class Workload:
         recipe: recipe with all defaults filled in.
         shape: sizes of the DiT, such as its width and number of layers.
         weights: name, shape and storage of each parameter of the DiT and of the LoRA, if the run trains a LoRA.
-        num_models: number of DiTs that a step trains one after the other. The memory contains the states of all DiTs,
-            and the activations of one DiT at a time.
+        num_models: number of DiTs that a step trains one after the other. The states of all DiTs are in memory, but only one
+            DiT has activations at a time.
         world_size: number of ranks of the run.
         device_type: "cuda" or "cpu".
         text_len: number of text tokens of the longest caption.
@@ -51,7 +51,7 @@ class Workload:
         ulysses_degree: number of ranks among which Ulysses attention divides the heads.
         ring_degree: number of ranks that exchange keys and values in a ring.
         micro_steps: number of forward passes on each rank in one optimizer step.
-        max_tokens: number of tokens in the fullest bin. A bin is one packed sequence: the samples of a forward pass.
+        max_tokens: largest number of tokens in a bin. A bin is the packed sequence of the samples of one forward pass.
         max_samples: largest number of clips in a bin.
         video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.

@@ -409,8 +409,11 @@ def test_sources_that_are_no_model(tmp_path: Path, pipelines: dict[str, Path]):
         convert(str(tmp_path), tmp_path / "out", to="official")
     source = pipelines["wan2.1-t2v-1.3b"]
     for rest, says in (
-        (pipelines["wan2.2-ti2v-5b"], "is not SOURCE's model: in_channels=48 instead of 16"),
-        (pipelines["wan2.2-i2v-a14b"], "is not SOURCE's model: .*2 experts instead of 1; set --base to"),
+        (pipelines["wan2.2-ti2v-5b"], "does not fit SOURCE's model: in_channels=48 instead of 16"),
+        (
+            pipelines["wan2.2-i2v-a14b"],
+            "does not fit SOURCE's model: .*2 experts instead of 1; set --base to",
+        ),
         (tmp_path, r"is not a complete diffusers pipeline: model_index\.json cannot be read"),
     ):
         with pytest.raises(ConfigError, match=says):

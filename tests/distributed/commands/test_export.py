@@ -164,7 +164,7 @@ def test_another_base_is_refused(run: Path, tiny_pipeline: Path, tmp_path: Path)
     path = base / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_layers": 9}))
     with pytest.raises(
-        ConfigError, match=r"is not the run's base model: num_layers=9 instead of 2; set --base"
+        ConfigError, match=r"does not fit the run's base model: num_layers=9 instead of 2; set --base"
     ):
         export(run, tmp_path / "out", base=str(base))
 

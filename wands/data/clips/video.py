@@ -342,7 +342,7 @@ def decode_clip(
             if filled < length:
                 break
         if is_black:
-            raise reader.error(f"has the mask {mask}, which is black in a whole sample", "correct the mask")
+            raise reader.error(f"has the mask {mask}, which is black throughout a sample", "correct the mask")
         if size_error:
             raise size_error
 

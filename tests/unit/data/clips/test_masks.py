@@ -98,7 +98,7 @@ def test_a_white_video_is_a_mask_of_ones(tmp_path: Path):
         (moving(8), "is a mask of 0.50 s for a clip of 1.00 s"),
         (moving(24), "is a mask of 1.50 s for a clip of 1.00 s"),
         (moving(width=128), "is a mask of aspect ratio 1.000 for a clip of 1.500"),
-        (moving() * 0, "which is black in a whole sample"),
+        (moving() * 0, "which is black throughout a sample"),
     ],
 )
 def test_a_mask_that_does_not_fit_rejects_the_clip(tmp_path: Path, frames: np.ndarray, message: str):
@@ -116,7 +116,7 @@ def test_black_windows_are_left_out(tmp_path: Path):
     slide = replace(SPEC, max_frames=5, clip_mode="slide")
     windows = decode_clip(clip, slide, mask=tmp_path / "m.mp4")
     assert [next(windows).suffix, next(windows).suffix] == ["#0001", "#0002"]
-    with pytest.raises(DataError, match="black in a whole sample"):
+    with pytest.raises(DataError, match="black throughout a sample"):
         next(windows)
 
 
