@@ -199,7 +199,8 @@ def find_source(options: InferOptions) -> PipelineSource:
             subfolder = part if (folder / part).is_dir() else ""
             dits[part] = DiTSource(str(folder), subfolder, f"--{part.replace('_', '-')}={folder}")
     if options.checkpoint is not None:
-        step, state = found = find_checkpoint(options.checkpoint, verify=True)
+        found = find_checkpoint(options.checkpoint, verify=True)
+        step, state = found
         if options.ema:
             found.check_average()
         # The checkpoint of a LoRA run does not contain the base weights. They come from the pipeline, unless the run

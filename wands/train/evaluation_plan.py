@@ -148,8 +148,8 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
     """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
 
-    Each evaluation makes a forward pass with the weights of each DiT and, except before the first step, with their moving
-    average, which equals the weights before the first step. `num_experts` is the number of DiTs that are trained.
+    Each evaluation makes a forward pass with the weights of each DiT. In a run with an `ema` section, each evaluation after
+    the start makes another forward pass with the moving average. `num_experts` is the number of trained DiTs.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))

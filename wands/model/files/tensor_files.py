@@ -202,7 +202,7 @@ def find_weights(folder: Path, stem: str) -> list[Path]:
     if index.is_file():
         try:
             paths = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{index} is not an index of weights in JSON ({error!r}). Download the file again."
             ) from None

@@ -40,9 +40,10 @@ def test_shards_hold_no_more_than_they_may(tmp_path: Path):
     assert find_weights(tmp_path, "model") == paths
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 280
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is not an index of weights"):
-        find_weights(tmp_path, "model")
+    for damaged in ("{}", "[]", '{"weight_map": {"w0": 3}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(damaged)
+        with pytest.raises(CheckpointError, match="is not an index of weights"):
+            find_weights(tmp_path, "model")
 
 
 class Bomb:
