@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -720,6 +721,19 @@ def _commit_with_little_disk(folder: Path, pipe: Connection) -> None:
             writer.commit(NULL)
         except CacheError as error:
             pipe.send(str(error))
+
+
+def test_space_is_reserved_on_file_systems_that_cannot_reserve_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There glibc writes to every block instead, but not if the file is open for appending."""
+    flags: list[int] = []
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda file, *_: flags.append(fcntl.fcntl(file, fcntl.F_GETFL))
+    )
+    write(tmp_path / "c", [make_sample(1)])
+    assert flags
+    assert not any(flag & os.O_APPEND for flag in flags)
 
 
 def test_full_disk_at_the_index(tmp_path: Path) -> None:

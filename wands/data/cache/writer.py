@@ -247,12 +247,15 @@ class ShardWriter:
         return self._file
 
     def _reserve(self, num_bytes: int) -> None:
-        with self._temporary.open("ab") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, num_bytes)
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                    raise  # other errors mean that the file system cannot reserve space
+        # Without O_APPEND: if the file system cannot reserve space, glibc then writes to every block of a new file.
+        descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise  # other errors mean that the space cannot be reserved
+        finally:
+            os.close(descriptor)
 
     def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
         """Remove the file and the samples of the unfinished shard, and return the error to raise.
