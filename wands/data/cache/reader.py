@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ class LatentCache(SampleFacts):
                 )
 
     @contextmanager
-    def _open(self, i: int) -> Iterator[BufferedReader]:
+    def _open(self, i: int) -> Iterator[BufferedReader[FileIO]]:
         """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
         changed, compare the shard with the index.
 
@@ -243,7 +243,8 @@ class LatentCache(SampleFacts):
                 also converted to this error.
         """
         path = self._path(i)
-        with damage_named(path), path.open("rb") as file:
+        # The default buffer of a network file system can be larger than the frames to read.
+        with damage_named(path), BufferedReader(FileIO(path), 1 << 13) as file:
             status = os.fstat(file.fileno())
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
             if self._compared.get(path.name) != identity:
@@ -296,7 +297,7 @@ class LatentCache(SampleFacts):
 
 
 def _read_array(
-    file: BufferedReader, shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
+    file: BufferedReader[FileIO], shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
 ) -> np.ndarray:
     """Read a stored array, and return it as uint16 bits of bf16.
 
