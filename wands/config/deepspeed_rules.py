@@ -166,14 +166,14 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that other recipe keys and the DeepSpeed config must obey for the optimizer `optim.name`.
+    """Return the requirements of the optimizer `optim.name` on other recipe keys and on the DeepSpeed config.
 
     Args:
         recipe: the resolved recipe.
         config: the DeepSpeed config with the optimizer and gradient clipping.
 
     Returns:
-        A dict that maps the error message of each rule to a value that is true if the rule is broken (see `failed_rules`).
+        A dict that maps an error message to a value that is true if the requirement is not met (see `failed_rules`).
     """
     name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
@@ -204,14 +204,14 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the rules that `precision.weights` and `lora.quantize`, with their present values, impose on other settings.
+    """Return the requirements of the values of `precision.weights` and `lora.quantize` on other settings.
 
     Args:
         recipe: the resolved recipe.
         zero: section `zero_optimization` of the DeepSpeed JSON.
 
     Returns:
-        A dict that maps the error message of each rule to a value that is true if the rule is broken (see `failed_rules`).
+        A dict that maps an error message to a value that is true if the requirement is not met (see `failed_rules`).
     """
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"

@@ -44,16 +44,16 @@ class ClipOptions(Options):
     are stretched to this size."""
     max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their
-    aspect ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess` again
-    on the same cache, the first value must not change. You may add or remove further values [default: 399360, which
+    aspect ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess`
+    again on the same cache, keep the first --max-pixels. You may add or remove the others [default: 399360, which
     is 832 x 480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. If a clip is longer,
     --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip. Up to 3 frames at the end of
     the clip are dropped, so that 4n + 1 frames remain."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
-    """Choose the frames to use if a clip is longer than --max-frames. head uses the first frames, and middle uses the
-    central frames. slide divides the whole clip into several samples."""
+    """Choose the frames to use if a clip is longer than --max-frames. With `head`, the first frames are used. With
+    `middle`, the central frames are used. With `slide`, the whole clip is divided into several samples."""
     split: str = "train"
     """Name of the split to read from a Hugging Face dataset, such as train or test. If the dataset has one folder per
     split, give the name of the folder."""
@@ -113,8 +113,8 @@ class InitOptions(ClipOptions):
     """
 
     out: Path = Path("wands-project")
-    """Folder for the files that the command writes. The commands that it prints, which you run next, write the latent cache, the
-    run and the samples to this folder, too."""
+    """Folder for the files that `wands init` writes. The commands in commands.sh write the latent cache, the run
+    and the samples to this folder, too."""
     model: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     """Diffusers pipeline folder or Hub id of the model to train. The default is the smallest published Wan model, which trains
     on one GPU. For a published model, this command needs no files of the model."""
@@ -123,11 +123,11 @@ class InitOptions(ClipOptions):
     gpus: Annotated[int | None, Field(ge=1)] = None
     """Total number of GPUs in all nodes together [default: the GPUs of this machine, or 1 for a machine without a GPU]."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
-    """Memory of one GPU in GB. A machine without a GPU needs this option or --hardware [default: the memory of
-    --hardware; without --hardware, the memory of this machine's GPU]."""
+    """Memory of one GPU in GB. A machine without a GPU needs --gpu-memory or --hardware [default: the memory of
+    the GPU type --hardware, if you give it, else the memory of this machine's GPU]."""
     hardware: str | None = None
-    """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: the GPU of this machine; with
-    --gpu-memory, the known GPU with the closest memory size]."""
+    """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: with
+    --gpu-memory, the known GPU type with the closest memory size, else the GPU of this machine]."""
     force: bool = False
     """Replace files that an earlier wands init wrote to --out."""
 
@@ -180,22 +180,22 @@ class CaptionOptions(Options):
     out: Path
     """Table to write: a .csv or .jsonl file with all columns of SOURCE."""
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server without /chat/completions, such as http://localhost:8000/v1. If the
-    environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""
+    """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Leave out /chat/completions at
+    the end. If the environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""
     prompt: tuple[str, ...] = ()
     """Instruction for the model. A column name in braces, such as {film}, is replaced by the clip's value in this
     column. With --captions above 1, give the option several times to use several instructions [default: describe the
     video in two to four sentences]."""
     captions: Annotated[int, Field(ge=1)] = 1
-    """Number of captions of each clip. The captions use the values of --prompt in turn. If there are fewer prompts than
-    captions, answers to a repeated prompt are sampled at random. Sampled answers also depend on --batch."""
+    """Number of captions of each clip. The captions use the values of --prompt in turn. The first answer to each
+    prompt is not random. Further answers to the same prompt are sampled at random, and change if --batch changes."""
     trigger: str = ""
     """Trigger word to put in front of each new caption, followed by a comma, unless the caption already contains the word."""
     frames: Annotated[int, Field(ge=1)] = 8
     """Number of frames that the model sees of each clip, at equal distances over the clip's time range."""
     max_side: Annotated[int, Field(ge=16)] = 448
-    """Limit for the size of the frames that the model sees. Frames with more than --max-side x --max-side pixels are scaled
-    down to this area."""
+    """Limit for the area of the frames that the model sees: the area of a square with this side in pixels. Frames
+    with a larger area are scaled down to this area."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Largest number of new tokens in an answer. A sentence that is cut off at this limit is removed."""
     batch: Annotated[int, Field(ge=1)] = 8
@@ -228,8 +228,9 @@ class MeasureOptions(Options):
     """Table to write (.csv or .jsonl), with all columns of SOURCE. A file next to the table stores the results, so that
     an unchanged clip is decoded only once: measured.measures.jsonl for --out measured.csv."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Largest difference between near-duplicates, in bits of a perceptual hash. Three frames of each clip have a hash of 64
-    bits. Two clips are near-duplicates if each of the three hashes differs in at most this number of bits."""
+    """Largest difference between near-duplicates, in bits of a perceptual hash. Each clip has three hashes of 64
+    bits, one for each of three frames. Two clips are near-duplicates if each of the three hashes differs in at
+    most this number of bits."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -294,15 +295,16 @@ class PreprocessOptions(ClipOptions):
     """Dtype in which the VAE runs. bf16 needs half the memory of fp32, and changes the latents by about 2 % of their
     standard deviation. The latents are always stored in bf16, which changes the latents by 0.2 %."""
     vae_batch: Annotated[int, Field(ge=1)] = 1
-    """Number of samples that the VAE encodes together, if their sizes and lengths are equal. 8, for example, speeds up
-    small clips and images, and needs more memory. Compared with 1, latents change by rounding errors."""
+    """Number of samples that the VAE encodes together, if their sizes and lengths are equal. A larger number, such
+    as 8, is faster for small clips and images, but needs more memory. The latents change by rounding errors."""
     vae_tiling: bool = False
     """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use this option if the VAE runs out of
     memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about
     2 % of their standard deviation, mostly where tiles meet."""
     workers: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process encodes
-    a fixed part of the clips [default: one per GPU, or one without a GPU, because each process loads all encoders]."""
+    """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process
+    loads all encoders, and encodes a fixed part of the clips [default: one process per GPU; on a machine without a
+    GPU, one process]."""
     limit: Annotated[int | None, Field(ge=1)] = None
     """Largest number of clips to encode: the first clips of SOURCE in the order of their names. Run the command again
     without --limit to add the other clips to the cache."""
@@ -422,8 +424,8 @@ class TrainOptions(LauncherOptions):
     """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
     With PATH, resume from PATH, which is a run folder or one of its step folders."""
     dry_run: bool = False
-    """Run all checks, print the settings of the run, and exit without training. The files of a published model are checked only
-    if they are downloaded."""
+    """Run all checks, print the settings of the run, and exit without training. A published model that is not
+    downloaded yet is not downloaded, and its files are not checked."""
     mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
@@ -468,7 +470,7 @@ class ProfileOptions(LauncherOptions):
     """Run folder to write. The folder must not contain checkpoints."""
 
     def train_options(self) -> TrainOptions:
-        """Return the options of `wands train` for a run without checkpoints that ends after the profiled steps."""
+        """Return options of `wands train` for a run that saves no checkpoint, and ends after the profiled steps."""
         defaults = ("profile.start=6", "profile.steps=5", "train.max_steps=11")
         off = ("checkpoint={every: 0}", "logging.trackers=[]", "eval=null", "sample=null", "hub=null")
         fixed = ("profile.stop=true", f"output_dir={self.out}", *off)
@@ -511,8 +513,9 @@ class InferOptions(Options):
     """Number of denoising steps. Give the option several times to set one value per prompt [default: the value in the
     table below]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
-    """Scale of classifier-free guidance. Values above 1 follow the prompt more strongly; values up to 1 turn guidance
-    off. Give the option several times to set one value per prompt [default: the value in the table below]."""
+    """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up
+    to 1 turn guidance off. Give the option several times to set one value per prompt [default: the value in the
+    table below]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
     """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
     per prompt [default: the value of --guidance if you set it, else the value in the table below]."""
@@ -554,10 +557,10 @@ class InferOptions(Options):
     """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA contains weights for both experts,
     only the weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
     offload: Literal["none", "model", "sequential"] = "none"
-    """Save GPU memory by keeping weights in host memory. model moves one model (such as the VAE) at a time to the GPU,
-    and sequential moves one layer at a time. none keeps all weights on the GPU."""
+    """Save GPU memory by keeping weights in host memory. With `model`, one model (such as the VAE) at a time moves
+    to the GPU. With `sequential`, one layer at a time moves to the GPU. With `none`, all weights stay on the GPU."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Dtype of the transformer and the text encoder. auto means bf16 on a GPU and fp32 on the CPU."""
+    """Dtype of the transformer and the text encoder. `auto` means bf16 on a GPU and fp32 on the CPU."""
     device: str | None = None
     """Device to run on, such as cuda:1, if no launcher is used [default: cuda if available, else cpu]."""
     fps: int | None = None
@@ -571,17 +574,17 @@ class InferOptions(Options):
     """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
     number of processes / Ulysses degree]."""
     attention_backend: Literal["auto", "native"] = "auto"
-    """Kernel of self-attention in bf16. On a GPU, auto uses the first of flash3, flash4, cudnn, flash2 and torch that is
-    installed and passes a test. native uses the attention of diffusers. This option has no effect if several processes
-    divide the tokens."""
+    """Kernel of self-attention in bf16. On a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch
+    that is installed and passes a test. `native` uses the attention of diffusers. If several processes divide the
+    tokens, `auto` is always used."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
-    """Order of the two predictions of classifier-free guidance: one for the prompt and one for the negative prompt.
-    sequential computes the predictions one after the other. batched computes both as one batch, which needs more memory.
-    If a launcher starts an even number of processes and all prompts use guidance, auto computes each prediction on half
-    of the processes. Otherwise, auto means sequential."""
+    """Choose how the two predictions of classifier-free guidance are computed: one for the prompt and one for the
+    negative prompt. `sequential` computes the predictions one after the other. `batched` computes both as one
+    batch, which needs more memory. `auto` computes each prediction on half of the processes if a launcher starts
+    an even number and all prompts use guidance. Otherwise, `auto` means `sequential`."""
     scheduler: Literal["model", "euler"] = "model"
-    """Scheduler of the denoising steps. The value "model" selects the scheduler of the pipeline in --model. Use "euler"
-    for LoRAs that sample in 4 steps."""
+    """Scheduler of the denoising steps. With `model`, the scheduler of the pipeline in --model is used. Use
+    `euler` for LoRAs that sample in 4 steps."""
     vae_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the VAE decodes the latents. bf16 is faster and needs less memory, but changes the video slightly."""
     vae_tiling: bool = False
@@ -639,9 +642,9 @@ class ExportOptions(Options):
     """Largest size of one weight file, such as 5GB. Larger weights are divided into several files. This option has no
     effect on LoRA files."""
     link: Annotated[bool, Spelling("--link/--copy")] = False
-    """Make hard links to the files of --base instead of copies. Hard links take no disk space, but a program that
-    writes into a linked file also changes --base. This option cannot be used if the export writes LoRA files
-    [default: --copy]."""
+    """With --link, make hard links to the files of --base. With --copy, copy these files. Hard links take no disk
+    space, but a program that writes into a linked file also changes --base. This option cannot be used if the
+    export writes LoRA files [default: --copy]."""
     merge: bool = False
     """Merge the trained LoRA into the base weights and export the whole pipeline. This option can be used only for LoRA
     runs."""
@@ -696,8 +699,8 @@ class ConvertOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
-    """File layout to write. official is the layout of Wan's own repositories. musubi is for LoRAs only. This option is
-    required, except with --trust-pickle, which changes SOURCE in place."""
+    """File layout to write. `official` is the layout of Wan's own repositories. `musubi` is for LoRAs only. This
+    option is required, except with --trust-pickle, which changes SOURCE in place."""
     out: Path | None = None
     """Folder to write. The folder must be new or empty. This option is required, except with --trust-pickle, which changes
     SOURCE in place."""
@@ -711,7 +714,8 @@ class ConvertOptions(Options):
     """Dtype in which the transformer or LoRA is written. Layers that diffusers keeps in fp32 are always written in fp32
     [default: the dtype in SOURCE]."""
     forward: bool = True
-    """Run SOURCE and the converted files in stock diffusers, and check that both give equal outputs."""
+    """Run diffusers' transformer with the weights of SOURCE and with the converted weights, and check that both
+    give equal outputs."""
 
 
 class ScoreOptions(Options):
@@ -735,8 +739,8 @@ class ScoreOptions(Options):
     reference: str
     """Clips with captions, in any form that `wands preprocess` reads, or a folder of videos without captions."""
     model: str | None = None
-    """Diffusers pipeline folder or Hub id. Its VAE encodes samples and clips for the latent correlation. Without --model, the
-    correlation is left out."""
+    """Diffusers pipeline folder or Hub id. The VAE of this model encodes samples and clips for the latent
+    correlation. Without --model, only SSIM and PSNR are computed."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
     """Write the SSIM, PSNR and latent correlation of each sample to this JSON file."""
 

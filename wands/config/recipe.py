@@ -62,8 +62,8 @@ class ModelConfig(StrictModel):
       activations.
     - `full` keeps only the input of each block. The backward pass recomputes the whole block, which adds about one
       forward pass per step.
-    - `offload` works like `full`, but keeps the block inputs, or the tensors in `offloaded_tensors`, in host memory. The
-      copies run at the same time as the computation.
+    - `offload` works like `full`, but keeps the input of each block in host memory. `offloaded_tensors` can choose other
+      tensors for the host. The copies run at the same time as the computation.
 
     The default `none` suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
     checkpoint_blocks: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -96,7 +96,7 @@ class ModelConfig(StrictModel):
     data set overfits."""
 
     def num_recomputed(self, num_layers: int) -> int:
-        """Return the number of blocks that run again in the backward pass, for a model with `num_layers` blocks."""
+        """Return the number of blocks whose activations `checkpointing` recomputes, in a model with `num_layers` blocks."""
         blocks = num_layers if self.checkpoint_blocks == "auto" else min(self.checkpoint_blocks, num_layers)
         return 0 if self.checkpointing == "none" else blocks
 
@@ -185,11 +185,11 @@ class AttentionConfig(StrictModel):
     """Choice of the attention kernel."""
 
     backend: Literal["auto", "reference", "cpu", "torch", "cudnn", "flash2", "flash3", "flash4"] = "auto"
-    """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and compute
-    correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn` are part of
-    PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of 1,024 tokens or
-    more, and the kernel `torch` for shorter clips. Instead of 1,024, `auto` measures the length at which cuDNN becomes
-    faster. A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
+    """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and
+    compute correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn`
+    are part of PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of
+    1,024 tokens or more, and the kernel `torch` for shorter clips. `auto` replaces the limit of 1,024 tokens by a
+    measured limit. A kernel that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):
@@ -243,9 +243,9 @@ class SourceConfig(StrictModel):
     path: str
     """Cache folder, written by `wands preprocess`."""
     weight: float | None = Field(default=None, gt=0)
-    """Weight of this cache: weight / sum of the weights of all caches is the fraction of an epoch that comes from this
-    cache. An epoch has as many samples as all caches together. Set a weight for all caches or for none. If this key is
-    unset, the sizes of the caches and `repeat` give the fractions."""
+    """Weight of this cache. The fraction of an epoch that comes from this cache is this weight divided by the sum
+    of the weights of all caches. An epoch has as many samples as all caches together. Set a weight for all caches
+    or for none. If this key is unset, the fraction follows from the size of the cache and `repeat`."""
     repeat: float | None = Field(default=None, gt=0, le=1000)
     """Number of times that an epoch uses each sample of this cache. If this key is unset, the number is 1. With 1.5, an
     epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
@@ -277,10 +277,10 @@ class DataConfig(StrictModel):
     you use `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example,
-    holds out one clip in 50. A hash of the clip's name decides whether the clip is held out, so all samples of a clip
-    are held out together. If you add clips, the decision for the other clips does not change. If the data has only a
-    few long films, a part of each film is held out instead of whole films. Samples close to a held-out part of their
-    film, and samples nearly equal to a held-out sample, are neither trained nor evaluated."""
+    holds out one clip in 50. A hash of the clip's name decides whether the clip is held out. If you add clips, the
+    decision for the other clips does not change. All samples of a clip are held out together, except in data with
+    only a few long clips (films). A part of each film is then held out, and samples close to this part are not
+    used. Training samples that are nearly equal to a held-out sample are not used either."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips that the run trains on. `data.holdout` sets how many clips are held out. The value `train`
     uses the clips that are not held out. The value `holdout` uses only the held-out clips, and `all` uses all clips."""
@@ -311,11 +311,11 @@ class PackingConfig(StrictModel):
     of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
     be at least the number of tokens of the longest sample."""
     level_bins: int | None = Field(default=None, gt=0)
-    """Number of bins in a group. A bin holds the clips of one forward pass. wands gives all bins of a group about the
-    same amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of
-    this number. If this key is unset, all bins of a step form one group. If each rank processes several bins per
-    step, set this key to dp_size (number of ranks / cp_size). Then each micro step is one group, and a step can
-    contain a wider range of clip lengths."""
+    """Number of bins in a group. A bin holds the clips of one forward pass. The bins of a group get about the same
+    amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of this
+    number. If this key is unset, all bins of a step form one group. If each rank processes several bins per step,
+    set this key to dp_size (number of ranks / cp_size). A group then contains the bins that the ranks process at
+    the same time. Groups of one step may differ in work, so a step can contain a wider range of clip lengths."""
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
@@ -432,7 +432,8 @@ class OptimConfig(StrictModel):
       4,096 values keep fp32 moments.
     - `adafactor` stores factored second moments. It works only with ZeRO-0.
     - `muon` uses orthogonalised updates for the matrices of the blocks, and AdamW for all other parameters. It works only
-      for full finetunes. With ZeRO-1 to ZeRO-3, it needs grad_clip 0, and the logged gradient norm is the norm of the update."""
+      for full finetunes. With ZeRO-1 to ZeRO-3, `muon` needs grad_clip 0. The logs then show the norm of Muon's update in place
+      of the gradient norm."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
     all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
@@ -505,15 +506,15 @@ class TrainConfig(StrictModel):
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
     check_every: int = Field(default=100, ge=0)
-    """Number of optimizer steps between two checks that all ranks have equal weights. The check compares the
-    parameters of which every rank has a copy, and also runs before each checkpoint. A difference ends the run, and
-    the error names the ranks and the parameters. With 0, the check runs only after the first step of a process, and
-    when the file `check` appears in the run folder."""
+    """Number of optimizer steps between two checks that all ranks have equal weights. A check compares the
+    parameters of which every rank has a complete copy. The check also runs after the first step of a process,
+    before each checkpoint, and when the file `check` appears in the run folder. 0 turns off the regular checks and
+    the checks before checkpoints. A difference ends the run, and the error names the ranks and the parameters."""
     step_timeout: float | None = Field(default=None, gt=0)
-    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that do
-    not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. This
-    limit does not apply to the start with the first step, to checks and to checkpoints. Their limit is one hour, or
-    the minutes in the environment variable DEEPSPEED_TIMEOUT."""
+    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that
+    do not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least
+    300 s. The start with the first step, checks and checkpoints have another limit. This limit is one hour, or the
+    minutes in the environment variable DEEPSPEED_TIMEOUT."""
 
 
 class CheckpointConfig(StrictModel):
@@ -530,7 +531,7 @@ class CheckpointConfig(StrictModel):
     keep_every: int = Field(default=0, ge=0)
     """Never delete checkpoints whose step is a multiple of this number. 0 keeps only the newest `keep` checkpoints."""
     keep_best: bool = False
-    """Whether to save a checkpoint after each evaluation with the lowest held-out loss so far. The best checkpoint is
+    """Whether to save a checkpoint when an evaluation reaches a new lowest held-out loss. The best checkpoint is
     never deleted, and the file `checkpoints/best` names it. With an `ema` section, the loss of the moving average
     decides. The key needs an `eval` section."""
     asynchronous: bool = False
@@ -562,9 +563,9 @@ class EvalConfig(StrictModel):
     """Largest number of held-out clips to evaluate. A hash of the clip names chooses the clips, so that all
     evaluations use the same clips. The same number of training clips is evaluated, for comparison."""
     cache: str | None = None
-    """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset, the clips
-    that `data.holdout` leaves out of training are held out. Without this key and `data.holdout`, only training clips are
-    evaluated."""
+    """Cache folder with held-out clips, written by `wands preprocess` from a validation set. If this key is unset,
+    the evaluation uses the clips that `data.holdout` keeps out of training. Without this key and `data.holdout`,
+    only training clips are evaluated."""
     patience: int | None = Field(default=None, gt=0)
     """Save a checkpoint and end the run after this number of evaluations in a row without an improvement. An
     evaluation improves if its held-out loss is clearly lower than the lowest held-out loss so far: the 95 %
@@ -632,10 +633,11 @@ class SampleConfig(StrictModel):
     """Text that describes what the videos must not show. If this key is unset, the official text of the model is used."""
     image: _PerPrompt = None
     """File with the first frame: an image, or a video whose first frame is used. A list has one file per prompt.
-    Models that start from an image need this key. If this key is unset, other models get no image."""
+    Models that start from an image need this key. TI2V (text-image-to-video) models sample with or without a first
+    frame. If this key is unset, no first frame is given."""
     last_image: _PerPrompt = None
-    """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt. Models
-    that end at an image need this key. If this key is unset, other models get no image."""
+    """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt.
+    Models that end at an image (FLF2V) need this key. Leave the key unset for other models."""
 
 
 class HubConfig(StrictModel):
@@ -671,8 +673,8 @@ class Recipe(StrictModel):
     """Run folder, in which checkpoints, logs and the resolved recipe are written. Use a separate folder for each run."""
     model: ModelConfig = ModelConfig()
     lora: LoraConfig | None = None
-    """If this section is unset, the weights of the model are trained (full finetune). If this section contains `rank`, a
-    LoRA is trained."""
+    """To train a LoRA, set at least `rank` in this section. If this section is unset, the weights of the model are
+    trained (full finetune)."""
     ema: EmaConfig | None = None
     """If this section is unset, wands keeps no average of the weights. `ema: {}` keeps an average with the default
     settings."""
@@ -692,8 +694,8 @@ class Recipe(StrictModel):
     sample: SampleConfig | None = None
     """If this section is unset, the run samples no videos."""
     hub: HubConfig | None = None
-    """If this section is unset, no checkpoint is pushed. A LoRA run pushes LoRA files, and a full finetune a pipeline, as
-    `wands push RUN` does."""
+    """If this section is unset, no checkpoint is pushed. As with `wands push RUN`, a LoRA run pushes LoRA files,
+    and a full finetune pushes a whole pipeline."""
     profile: ProfileConfig | None = None
     """If this section is unset, no step is profiled. `profile: {}` profiles three steps with the default settings."""
 

@@ -53,8 +53,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
         overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: collection to which the problems are added. If the recipe has problems, `problems.failed` also gets the
-            name "recipe" and the name of each section with a problem.
+        problems: collection to which the problems are added. If there are any, the check "recipe" and a check with the name
+            of each section with a problem count as failed. Checks that need these sections are then skipped.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.
@@ -91,7 +91,10 @@ class _RecipeLoader(yaml.SafeLoader):
         self.num_nodes, self._sizes = 0, dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next YAML node, and count the values in it. An alias counts as many values as its anchor."""
+        """Return the next YAML node, and add its number of values to `num_nodes`.
+
+        An alias adds as many values as the node that its anchor names.
+        """
         event, before = self.peek_event(), self.num_nodes
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"the tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
