@@ -122,9 +122,9 @@ def quiet_loading() -> Iterator[None]:
 
 
 def _is_important(record: logging.LogRecord) -> bool:
-    """Return whether a log record must be shown.
+    """Return whether a log record of transformers' model loader must be shown.
 
-    Only one kind of record is hidden: a load report of transformers that names no missing or mismatched tensor.
+    Hidden are only load reports that name no missing, mismatched or unconverted tensor.
     """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

@@ -79,7 +79,10 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 
 
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
-    """Return the digests of a component whose config files are in `folder`. Missing config keys count as their defaults."""
+    """Return the digests of a component whose config files are in `folder`.
+
+    A missing config key gives the same digest as the key with its default value.
+    """
     if part == "tokenizer":
         with loading_part(model, part):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Encode captions in the same way as official Wan, and find their stored embeddings while clips are encoded.
+"""Encode captions in the same way as official Wan, and look up stored embeddings of captions.
 
 Letters: L text tokens, D width of the encoder.
 """
@@ -99,9 +99,9 @@ def caption_name(caption: str) -> str:
 
 
 class TextSpool:
-    """Reader that finds the text embedding of a caption in write-ahead logs.
+    """Reader that looks up the stored text embedding of a caption in write-ahead logs (`wands.data.cache.write_ahead_log`).
 
-    Only the positions of the embeddings are in memory, because a million embeddings would need 800 GB.
+    Only the positions of the embeddings in the logs are in memory, because a million embeddings would need 800 GB.
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:
