@@ -102,7 +102,7 @@ def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], w
     Args:
         label: text of the caption.
         strips: the strip of each video.
-        lefts: distance in pixels from the left edge of the row to each strip.
+        lefts: for each strip, the distance in pixels from the left edge of the row to the left edge of the strip.
         width: width of the row in pixels.
     """
     font = _font(15)

@@ -40,8 +40,9 @@ class Lora:
         path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, this is the
             path of the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: "transformer" or "transformer_2". Tensors whose keys start with the name of a DiT are added to that DiT. All
-            other tensors are added to the DiT `subfolder`.
+        subfolder: with "transformer", tensors whose keys start with "transformer_2" are added to the low-noise expert, and
+            all other tensors to the DiT "transformer". With "transformer_2", only the low-noise expert gets tensors: those
+            whose keys start with "transformer_2", or all tensors if no key starts with "transformer_2".
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -98,8 +99,7 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
 
     Args:
         flag: "--lora", or "--lora-2" to find only the LoRA of the low-noise expert.
-        subfolder: "transformer" or "transformer_2". This DiT gets the LoRA if `path` has a single file that belongs to no
-            expert.
+        subfolder: "transformer" or "transformer_2". A single file that belongs to no expert becomes a `Lora` with this subfolder.
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
     """
@@ -170,7 +170,7 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
     """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or keep their dtype if it is wider.
 
-    Later, alpha / rank is multiplied into lora_B. In a narrower dtype than the DiT's, this product would be rounded too much.
+    `lora_tensors` multiplies alpha / rank into lora_B. A dtype narrower than the DiT's would round this product too much.
     """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)

@@ -40,9 +40,9 @@ class DiTSource:
         folder: for a diffusers folder, its path or Hub id. For a checkpoint, the step folder.
         subfolder: subfolder of `folder` that contains the DiT; "" if `folder` contains the DiT itself.
         label: flag and value that the user typed, for error messages.
-        config: for a checkpoint, the diffusers config of the DiT. None reads the config from `folder`.
-        load: for a checkpoint, a function that returns the weights: fp32 CPU tensors by diffusers parameter name. None
-            reads the weights from `folder`.
+        config: diffusers config of the DiT, for a checkpoint. None for a diffusers folder, which contains the config.
+        load: function that returns a checkpoint's weights: fp32 CPU tensors by diffusers parameter name. None for a diffusers
+            folder, which contains the weights.
     """
 
     folder: str
@@ -138,7 +138,7 @@ def find_pipeline(
     fitting = ["WanImageToVideoPipeline" if variant.num_images else "WanPipeline"]
     if index["_class_name"] not in (CLASSES if "first_frame" in variant.conditions else fitting):
         raise ConfigError(
-            f"{label} is a {index['_class_name']}, but the transformer of {origin} is a {variant.name}, which needs a "
+            f"{label} is a {index['_class_name']}, but the transformer of {origin} ({variant.name}) needs a "
             f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
     check_encoders(label, root, variant, origin)

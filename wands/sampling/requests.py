@@ -52,7 +52,7 @@ class SampleRequest(BaseModel):
 
 
 def size_problem(variant: Variant, key: str, value: int) -> str | None:
-    """Check one dimension of a video against the sizes that a model can sample.
+    """Check the height, the width or the number of frames of a video against the values that a model can sample.
 
     Args:
         variant: variant of the model.
@@ -60,7 +60,7 @@ def size_problem(variant: Variant, key: str, value: int) -> str | None:
         value: number of pixels or frames, at least 1.
 
     Returns:
-        None if the size is valid. Otherwise a text with the broken rule and the nearest valid sizes.
+        None if the value is valid. Otherwise a text with the broken rule and the nearest valid values.
     """
     axis = ("num_frames", "height", "width").index(key)
     stride, patch = variant.vae_stride[axis], variant.dit.patch_size[axis]
@@ -193,9 +193,12 @@ def build_requests(
 def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleRequest:
     """Return a copy of a request, in which the official options of the model replace the fields that are not set.
 
-    Exceptions: If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset, and both experts use
-    `guidance_scale`. An unset `flow_shift` stays unset if the scheduler of the published pipeline already has the official
-    shift. Without guidance, an unset negative prompt becomes empty.
+    Exceptions:
+
+    - If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset. Both experts then use `guidance_scale`.
+    - If the scheduler of the published pipeline has the official shift, an unset `flow_shift` stays unset. The shift of the
+      pipeline's scheduler is then used.
+    - Without guidance, an unset negative prompt becomes empty.
     """
     options = asdict(sampling)
     # A scheduler with the shift of the published pipeline has the official shift in some pipelines, and diffusers' 3 in others.

@@ -122,8 +122,8 @@ def predict_together(
     """Make a pipeline compute both predictions of classifier-free guidance in one call of the transformer.
 
     In each denoising step, diffusers calls the transformer with the prompt, and then with the negative prompt. Inside
-    this context, the first call computes both predictions. The second call only returns the prediction for the negative
-    prompt.
+    this context, the first call computes both predictions, and returns the prediction for the prompt. The second call returns
+    the stored prediction for the negative prompt.
 
     Args:
         pipeline: pipeline that samples with guidance inside this context.

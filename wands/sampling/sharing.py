@@ -53,9 +53,9 @@ def plan_ranks(
         ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
         ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
             degree.
-        split: whether two halves of the ranks may compute the two predictions of classifier-free guidance: one half for the
-            prompt, the other half for the negative prompt. The ranks are not split if the product of the given degrees does not
-            divide the number of ranks in a half.
+        split: whether the ranks may be split into two halves, one for each prediction of classifier-free guidance (for the
+            prompt and for the negative prompt). The ranks are split only if the product of the given degrees divides the number
+            of ranks in a half.
 
     Returns:
         The parallel dimensions of this rank.
@@ -121,14 +121,14 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
-    If each rank has all tokens of a video, diffusers' attention stays in three cases: `kernel` is "native", the pipeline runs on
-    a CPU or in fp32, or no kernel of wands runs on the GPU.
+    Exception: a transformer keeps diffusers' attention if each rank has all tokens of a video, and `kernel` is "native" or no
+    kernel of wands can be used. On a CPU and in fp32, no kernel of wands can be used.
 
     Args:
         pipeline: result of `load_pipeline`.
         device: device of the pipeline.
         groups: process groups of the ranks that divide the tokens of a video.
-        kernel: "native" keeps diffusers' attention if each rank has all tokens of a video. "auto" chooses a kernel of wands.
+        kernel: "auto" or "native", see above.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim
@@ -207,10 +207,10 @@ def shard_transformer(
 class ShardedAttentionProcessor:
     """Self-attention for a diffusers transformer whose tokens are divided among ranks.
 
-    The object is the attention processor of every block. Its methods `angles`, `timesteps`, `tokens` and `join` are hooks of
-    the transformer: they select this rank's tokens before the blocks, and gather the outputs of all ranks after the last
-    layer. The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention itself
-    is computed by `self_attention`.
+    One object is the attention processor of all blocks. Four methods of this object are hooks of the transformer: `angles`,
+    `timesteps` and `tokens` select this rank's tokens before the blocks, and `join` gathers the outputs of all ranks after
+    the last layer. The projections, norms, rotation and casts are the same as in diffusers' own processor. Only the attention
+    itself is computed by `self_attention`.
 
     Attributes:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
@@ -269,7 +269,7 @@ class ShardedAttentionProcessor:
         If all tokens of a sample have one common timestep, nothing is changed.
 
         Returns:
-            (positional arguments, keyword arguments) of the timestep embedding.
+            The changed (positional arguments, keyword arguments), with which the timestep embedding is called.
         """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:
@@ -293,7 +293,7 @@ def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) 
 
     Args:
         tokens: tokens of this rank, [samples, tokens of this rank with padding, channels].
-        order: position of each token of a sample among the gathered tokens of all ranks, from `token_index`.
+        order: third result of `token_index`: for each token of a sample, its position in the joined tokens of all ranks.
         group: ranks that share a sample; None for one rank.
 
     Returns:
@@ -320,8 +320,8 @@ def token_index(
         device: device of the results.
 
     Returns:
-        (metadata of this rank's tokens for attention, indices, positions). `sample[indices]` are the tokens of this rank.
-        `gathered[positions]` are all tokens of the sample in order, where `gathered` are the tokens of all ranks.
+        (metadata of this rank's tokens for attention, indices, positions). The indices give, for each token of this rank, its
+        index in the sample. The positions give, for each token of the sample, its position in the joined tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [replace(dims, rank=rank).layout([num_tokens]) for rank in range(dims.cp_size)]

@@ -819,7 +819,7 @@ def test_folder_that_is_no_pipeline(tiny_pipeline: Path, tmp_path: Path) -> None
         (
             "transformer/config.json",
             {"in_channels": 36},
-            "is a wan2.2-i2v-tiny, which needs a WanImageToVideoPipeline. Use",
+            "(wan2.2-i2v-tiny) needs a WanImageToVideoPipeline. Use",
         ),
         (
             "model_index.json",
