@@ -144,7 +144,7 @@ def _echo(text: str, *, err: bool = False) -> None:
 def _set_environment(local_rank: int | None) -> None:
     """Set the environment variables of this process and its child processes.
 
-    Variables that the user has set keep their values, except PYTHONSAFEPATH.
+    Variables that the user has set keep their values. Only PYTHONSAFEPATH is always set to 1.
 
     Args:
         local_rank: value of the option --local_rank, with which some launchers pass the rank of a process on its node. None

@@ -70,7 +70,10 @@ class Problems:
         self._errors: list[WandsError] = []
 
     def passed(self, *names: str) -> bool:
-        """Return True if no check with one of these names has failed. A skipped check counts as failed."""
+        """Return True if no check with one of these names has failed.
+
+        A skipped check counts as failed. A check that has not run yet counts as passed.
+        """
         return self.failed.isdisjoint(names)
 
     def add(self, name: str, error: WandsError) -> None:

@@ -119,8 +119,8 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
             missing or empty.
 
     Raises:
-        ConfigError: if `out` may not be replaced. Also if the user has a folder with the name of a temporary folder: the name
-            of `out` with the suffix ".tmp" or ".old".
+        ConfigError: if `out` may not be replaced, or if a folder that wands did not create has the name of a temporary
+            folder: the name of `out` with the suffix ".tmp" or ".old".
         WandsError: if `out` cannot be written, or another process is writing `out`.
     """
     _check_replaceable(out, replaceable)

@@ -48,12 +48,15 @@ class WriterLock(AbstractContextManager["WriterLock"]):
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:
-        """Take the lock. If a process on another machine holds the lock and may have died, first wait 60 s for its heartbeat.
+        """Take the lock.
+
+        The process that holds a lock rewrites the lock file every 10 s. If a process on another machine holds the lock and
+        may have died, wait 60 s. If that process has not rewritten the lock file by then, take the lock.
 
         Args:
             path: the lock file. Its folder is created if it does not exist.
             label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
-            patience: seconds to wait until another process releases the lock. After this time, an error is raised.
+            patience: seconds to wait until a living process releases the lock. After this time, an error is raised.
 
         Raises:
             WandsError: if another process holds the lock, or the lock file cannot be created.

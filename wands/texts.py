@@ -59,8 +59,8 @@ def redact(text: str) -> str:
 def without_paths(value: Any) -> Any:
     """Return a copy of a JSON value in which each absolute path is shortened to its last component. Secrets are hidden.
 
-    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they contain nothing about a
-    machine.
+    Hub ids, URLs and relative paths such as ``runs/default`` do not change, because they reveal nothing about the
+    user's machine.
     """
     if isinstance(value, Mapping):
         return {key: without_paths(item) for key, item in value.items()}
@@ -73,8 +73,8 @@ def without_paths(value: Any) -> Any:
 
 
 def is_local(text: str) -> bool:
-    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, or a path
-    that starts with a dot.
+    """Return whether a string looks like a path on the user's machine: an absolute path, a path under the home folder, a path
+    that starts with ``./`` or ``../``, or a URL that starts with ``file:``.
     """
     return bool(_LOCAL.match(text))
 

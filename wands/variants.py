@@ -46,8 +46,8 @@ class DiTShape:
         patch_size: size of one token in latent (frames, rows, columns).
         image_dim: width of CLIP's hidden states; None for a model without CLIP.
         image_len: number of CLIP tokens that every sample attends to; 0 without CLIP.
-        image_positions: number of rows of the position embedding for the CLIP tokens of two images; 0 for a model
-            without this embedding.
+        image_positions: number of rows of the learned position embedding that FLF2V models add to the CLIP tokens of the
+            first and the last frame; 0 for a model without this embedding.
     """
 
     num_heads: int
@@ -126,7 +126,8 @@ class DiTShape:
     def linear_flops_per_sample(self) -> int:
         """Return the FLOPs per sample, in one forward pass, of the layers that do not process video tokens.
 
-        These layers compute the embeddings of text, images and timestep, and the keys and values of text and images.
+        These layers compute the embeddings of text, images and timestep, and the keys and values of cross-attention.
+        `linear_flops_per_token` counts the rest of cross-attention.
         """
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)
@@ -164,8 +165,8 @@ class Expert:
     Attributes:
         name: "high" or "low" for the high-noise or low-noise expert; "" for a model with one DiT.
         subfolder: "transformer" or "transformer_2", the name of the DiT and of its subfolder in a diffusers pipeline.
-        sigma_range: (smallest, largest) noise level, each between 0 and 1. The largest level belongs to the range only if
-            it is 1.
+        sigma_range: (smallest, largest) noise level, each between 0 and 1. The largest level itself is excluded unless it
+            is 1, so that the ranges of two experts do not overlap.
     """
 
     name: str
@@ -221,7 +222,8 @@ class Variant:
     A model has one or more of these conditions, which are additional inputs:
 
     - "text": the caption. Every model has this condition.
-    - "image": the first frame, as 4 mask channels and the latents of a video with this frame and grey frames.
+    - "image": the first frame, as additional input channels: 4 mask channels, and the latents of a video in which all other
+      frames are grey.
     - "last_image": the last frame, in the same channels as "image".
     - "clip": CLIP's hidden states of the first frame, and for FLF2V also of the last frame, for the cross-attention.
     - "first_frame": the clean first latent frame, whose tokens have timestep 0. This condition is optional per sample.
@@ -329,9 +331,9 @@ def sampling_table() -> str:
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognised from its configs.
 
-    If the model has the inputs of a published family of models but an unpublished shape, such as the demo model, return a new
-    variant with this shape. The name of the new variant is the name of the family and "-tiny". The new variant has no
-    official sampling options.
+    A model may have the input channels and conditions of a published family, but an unpublished shape, such as a small model
+    for tests. For such a model, return a new variant with this shape. The name of the new variant is the name of the family
+    and "-tiny". The new variant has no official sampling options.
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_359
+TOTAL = 20_362
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -18,7 +18,7 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 742,
-    "attention": 807,
+    "attention": 809,
     "commands": 4124,
     "config": 1192,
     "data": 4220,
@@ -26,7 +26,7 @@ FOLDERS = {
     "encoders": 315,
     "export": 358,
     "flow": 198,
-    "model": 2320,
+    "model": 2321,
     "planning": 684,
     "recipes": 0,
     "report": 264,

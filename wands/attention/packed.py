@@ -82,7 +82,7 @@ class Segments:
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
     """Yield the slices of q whose rows attend to no key, or the slices of k that no row of q attends to.
 
-    These rows are in segments whose other tensor has no rows, or come after the last segment.
+    A row is in such a slice if its segment has no rows of the other tensor, or if the row comes after the last segment.
 
     Args:
         lens: number of rows of the tensor (q or k) in each segment.
@@ -108,15 +108,16 @@ class PackedMeta:
     Attributes:
         positions: int64 [L, 3], (frame, row, column) of each token in the token grid of the token's sample.
         segment_ids: int64 [L], sample index of each token, ascending.
-        chunk_lens: with ring attention, the packed samples are divided into ring rows, one for each Ulysses group (the
-            ranks that divide the attention heads among themselves). Entry [r][s] is the number of tokens of sample s in
-            ring row r. Without ring attention, there is one ring row.
+        chunk_lens: entry [r][s] is the number of tokens of sample s in ring row r. A ring row is the part of the packed
+            samples that one Ulysses group holds. The ranks of a Ulysses group divide the attention heads among
+            themselves. Without ring attention, there is one ring row.
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: for each timestep, the number of tokens on this rank that have this timestep. Empty means that
-            every sample has one timestep.
-        timestep_samples: for each timestep, the index of its sample. Empty means that every sample has one timestep.
+        timestep_lens: number of tokens on this rank for each entry of `timestep_samples`. Empty if every sample has one
+            timestep.
+        timestep_samples: sample index of each timestep. In training, a sample with conditioning tokens has two
+            timesteps: 0 for these tokens, then the timestep of its other tokens. Empty if every sample has one timestep.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.
     """

@@ -44,7 +44,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backen
 class PaddedSegments:
     """Attention segments that are padded to the same number of keys with copies of one key, the padding key.
 
-    Only the numbers of copies are stored.
+    The copies are not stored, only the logarithm of their number.
 
     Attributes:
         segments: number of rows of q and of k in each segment, without the copies of the padding key.
@@ -227,11 +227,12 @@ _MERGE_PADS, _MERGE_PADS_BACKWARD = compiled_op(merge_pads), compiled_op(merge_p
 def _cut_queries(
     lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
 ) -> tuple[Segments, Tensor]:
-    """Cut segments into pieces with at most `piece_len` rows of q. Each piece attends to a copy of its segment's rows of k.
+    """Cut segments into pieces with at most `piece_len` rows of q. Each piece gets a copy of its segment's rows of k.
 
-    The cut makes the backward pass of cross-attention faster. On a GPU, the backward pass of flash attention runs one program
-    for each head and each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a caption), so
-    most of the GPU would be idle without the cut. The gradients of the copied keys and values must be summed.
+    The cut makes the backward pass of cross-attention faster. On a GPU, the backward pass of flash attention starts one
+    thread block for each head and each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a
+    caption), so most of the GPU would be idle without the cut. The caller must sum the gradients of all copies of a key or
+    value.
 
     Returns:
         (pieces, rows). In `pieces`, each piece is a separate segment. `rows` is int64 and lists the rows of k to copy, in

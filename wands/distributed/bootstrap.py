@@ -99,9 +99,9 @@ def start_together() -> Iterator[None]:
     """Run a `with` block on every rank, then exchange the errors, so that an error on one rank is raised on all ranks.
 
     Without the exchange, one rank could fail while the ranks of other nodes wait for the failed rank. The launcher could
-    also stop the other ranks before they print their errors. After the block, every rank joins the process group for the
-    exchange, also a rank whose block failed. The block runs before the process group exists. Without a launcher, there is
-    no exchange.
+    also stop the other ranks before they print their errors. The block runs before the process group exists. After the
+    block, every rank, including a rank whose block failed, joins the process group for the exchange. Without a launcher,
+    there is no exchange.
 
     Raises:
         WandsError: on every rank, if the block failed on some rank. The message is from the lowest rank that failed.

@@ -37,10 +37,9 @@ def check_agreement(
     sent only if they differ.
 
     Args:
-        parts: maps the name of each value to its text: a digest or a JSON object. For JSON objects, the error message
-            names the first key that differs. List a value such as the recipe before values that are computed from it,
-            because the error names the first difference as the cause. A name that only some ranks have counts as a
-            difference.
+        parts: maps the name of each value to its text: a digest or a JSON object. Put a value before the values that are
+            computed from it, because the error names the first value that differs as the cause. A value that some ranks
+            lack counts as different. For JSON objects, the error also names the first key that differs.
         device: device of this rank. The process group's backend must be able to send tensors of this device.
         fixes: maps the name of a value to the end of the error message, which tells the user how to fix a difference. The
             default for a name is "start every rank with the same NAME".
@@ -85,15 +84,15 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first key with different values in two JSON texts, such as " (train.seed=3, not 0)".
+    """Return the first difference between two texts for an error message, such as " (train.seed=3, not 0)".
 
     Args:
         odd: text of the ranks that differ from most ranks; None if these ranks have no text.
         usual: text of most ranks; None if most ranks have no text.
 
     Returns:
-        The key and its values, for an error message; " (missing)" if `odd` is None; an empty text if `usual` is None, or if
-        the texts have no keys, such as digests.
+        For JSON objects, the first key with different values, and both values. " (missing)" if `odd` is None. An empty text
+        if `usual` is None, or if the texts are digests.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""
@@ -147,10 +146,10 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
-    The elements are read as integers of at most 32 bits. A one-to-one function maps each integer and its index, also 32 bits,
-    to a 64-bit integer. The hash is the sum of the 64-bit integers modulo 2^64. It therefore changes whenever exactly one
-    integer changes. Tensors that differ in more integers have equal hashes with probability 2^-64. The hash does not depend on
-    the order of addition. NaNs are hashed by their bits.
+    The elements are read as integers of at most 32 bits. Each integer and its 32-bit index form a 64-bit number, which a
+    one-to-one function scrambles. The hash is the sum of the scrambled numbers modulo 2^64. The hash therefore changes
+    whenever exactly one integer changes. Tensors that differ in more integers have equal hashes with probability 2^-64. The
+    hash does not depend on the order of addition. NaNs are hashed by their bits.
 
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.

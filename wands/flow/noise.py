@@ -97,14 +97,14 @@ def add_noise(
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
     """Draw the noise level for one use of a sample.
 
-    With `flow.stratified`, the noise level is a quantile of the distribution. The quantile is random in the sample's first
-    epoch, and grows by the golden ratio, modulo 1, in every further epoch. Consecutive epochs then cover the quantiles
-    from 0 to 1 evenly.
+    With `flow.stratified`, the noise level is computed from a number from 0 to 1, the `stratum` of `sample_sigma`. The number
+    is random in the sample's first epoch, and grows by the golden ratio, modulo 1, in every further epoch. The numbers of
+    consecutive epochs then cover the range from 0 to 1 evenly.
 
     Args:
         seed: `train.seed`.
         key: key of the random numbers: clip, use of the clip in the epoch, and epoch.
-        flow: `flow` section of the recipe. `flow.flow_shift` must be the shift of this sample.
+        flow: `flow` section of the recipe, after `with_clip_shift`, which sets `flow_shift` to the shift of this sample.
         sigma_range: (smallest, largest) sigma.
     """
     start = rng(seed, replace(key, epoch=0), "sigma_start").random() if flow.stratified else 0.0

@@ -57,17 +57,19 @@ def sample_sigma(
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
-    The distribution is a mixture of `flow.timestep_sampling`, shifted by `flow.flow_shift`, and a uniform distribution with
-    the weight `flow.mix_uniform`. The range applies to the mixture, after the shift. The function truncates the inverse CDF
-    instead of rejecting draws outside the range, so every call takes two numbers from the generator.
+    The distribution is a mixture of two parts: the distribution `flow.timestep_sampling` after the shift by
+    `flow.flow_shift`, and a uniform distribution, which is not shifted and has the weight `flow.mix_uniform`. The range
+    applies to the mixture. The function truncates the inverse CDF instead of rejecting draws outside the range, so every
+    call takes two numbers from the generator.
 
     Args:
         generator: source of two uniform numbers.
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: at most one number from 0 to 1. Without a number, sigma is random. A number replaces the random numbers, so
-            that evenly spread numbers give evenly spread sigmas with the distribution of the truncated mixture.
+        stratum: optional; one number from 0 to 1. Without this number, sigma is random. With this number, sigma is a function
+            of the number, and the random numbers are not used. Numbers that are spread evenly from 0 to 1 give sigmas with
+            the distribution of the truncated mixture.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.
@@ -154,8 +156,8 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
     """Map `quantile`, a number from 0 to 1, to a sigma, so that uniform numbers give the recipe's distribution in [low, high].
 
-    All values are for sigma before the shift by `flow.flow_shift`. Depending on the distribution and the range, sigma grows
-    with the number from `low` to `high`, or falls from `high` to `low`. Both give the same distribution.
+    All values are for sigma before the shift by `flow.flow_shift`. As `quantile` grows, sigma grows from `low` to `high`, or
+    falls from `high` to `low`, depending on the distribution and the range. Both directions give the same distribution.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -175,8 +177,8 @@ def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -
 def _z_bounds(flow: FlowConfig, low: float, high: float) -> tuple[float, float]:
     """Return the z-scores of the logits of `low` and `high` in the logit-normal distribution.
 
-    The z-score is (logit - flow.logit_mean) / flow.logit_std. If the whole range is above the mean, return the negated
-    z-scores of `high` and `low`: the normal CDF of these z-scores is near 0, where float64 is more precise than near 1.
+    The z-score is (logit - flow.logit_mean) / flow.logit_std. If both logits are above the mean, return (-z-score of `high`,
+    -z-score of `low`) instead. The normal CDF is then near 0, where float64 is more precise than near 1.
     """
     z = [(_logit(bound) - flow.logit_mean) / flow.logit_std for bound in (low, high)]
     return (-z[1], -z[0]) if _mirrored(flow, low) else (z[0], z[1])

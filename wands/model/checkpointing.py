@@ -57,8 +57,8 @@ class SelectiveCheckpoint:
             runs.
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
-        operators: maps a tensor name to the operators that compute this tensor. The names in `PROJECTIONS` are known
-            without this argument.
+        operators: maps a tensor name to the torch operators whose result is this tensor, such as an attention operator.
+            Names in `PROJECTIONS` need no entry, because the hooks detect these tensors.
         offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Two models
             can share an offloader if each backward pass ends before the forward pass of the other model starts.
 
@@ -164,8 +164,8 @@ class _SavedTensor:
 class _Run(TorchDispatchMode):
     """Dispatch mode for one of the two runs of a block.
 
-    The first run is in the forward pass. For each result that must be kept, it appends (operator, result) to the queue `kept`.
-    The second run is in the backward pass. It takes the kept results from the queue, and computes all other results again.
+    In the first run (forward pass), the mode appends (operator, result) to the queue `kept` for each result to keep. In the
+    second run (backward pass), the mode takes these results from the queue, and computes all other results again.
     """
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:

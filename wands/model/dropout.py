@@ -137,7 +137,7 @@ class _Drop(torch.autograd.Function):
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
     """Return a copy of x [..., C] with dropout in the first `len(rows)` rows.
 
-    `rows` contains the hash key of each of these rows. All other rows do not change.
+    `rows` contains the key of each of these rows, and `salt` is the hash of the layer's name. All other rows do not change.
     """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
@@ -160,8 +160,8 @@ def _threshold(p: float) -> int:
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
     """Return a mask that is True for the values that dropout keeps, bool [N, C] for N rows and C channels.
 
-    For each row and each pair of channels, the hash of the row and the hash of the pair are mixed to 32 bits. Each
-    channel of the pair uses 16 of these bits.
+    The row's key, the layer's `salt` and the index of a pair of adjacent channels are hashed to 32 bits. Each channel of the
+    pair uses 16 of these bits.
 
     Args:
         rows: int64 [N], key of each row (token or timestep).
@@ -195,7 +195,9 @@ def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor
 
 
 def _mix64(z: Tensor) -> Tensor:
-    """Apply the finalizer of splitmix64 to int64 values. Products that overflow have the same bits in int64 and uint64.
+    """Apply the finalizer of splitmix64 to int64 values.
+
+    splitmix64 is defined for uint64. int64 gives the same bits, even if a product overflows.
 
     Source: Steele, Lea, Flood 2014, Fast Splittable Pseudorandom Number Generators.
     """

@@ -165,7 +165,7 @@ def norm_rotate_forward(
     Args:
         x: [L, D], L tokens of width D.
         weight: [D], weight of the RMS norm.
-        rotation: [L, 1, d/2, 2], (cosine, sine) of each angle; None does not rotate.
+        rotation: [L, 1, d/2, 2] for head dim d, (cosine, sine) of the angle of each pair of channels; None does not rotate.
         eps: eps of the RMS norm.
 
     Returns:
@@ -192,7 +192,10 @@ def norm_rotate_backward(
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
-    """Rotate pairs of channels of x [L, D] by the angles in rotation [L, 1, d/2, 2] (`sign` 1), or back (`sign` -1)."""
+    """Rotate pairs of channels of x [L, D] by the angles in `rotation` (`sign` 1), or back (`sign` -1).
+
+    `rotation` is [L, 1, d/2, 2] for head dim d, as for `norm_rotate_forward`.
+    """
     if rotation is None:
         return x
     cos, sin = rotation[..., :1], rotation[..., 1:] * sign

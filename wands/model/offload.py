@@ -160,8 +160,8 @@ class ActivationOffloader:
 class _Group:
     """Tensors that one block of the model offloads.
 
-    The handle of each tensor refers to its group. When the backward pass uses one tensor, the handle calls `prefetch`, so
-    that the other tensors are copied back in time.
+    The handle of each tensor refers to its group. When the backward pass takes one tensor, its handle calls the group's
+    `prefetch`, which starts to copy back the other tensors before they are needed.
     """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:

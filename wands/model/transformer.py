@@ -73,7 +73,11 @@ class PackedWanTransformer(WanTransformer3DModel):
             module.__class__ = packed.get(type(module), type(module))
 
     def set_compile(self, enabled: bool) -> None:
-        """Run the pointwise parts of the blocks as compiled operators (fused.py), or as plain PyTorch modules."""
+        """Choose how the pointwise parts of the blocks run.
+
+        Args:
+            enabled: True for compiled operators (fused.py), False for plain PyTorch modules.
+        """
         for module in self.modules():
             if isinstance(module, (PackedWanBlock, AddNorm, NormRotate)):
                 module.compiled = enabled
@@ -228,7 +232,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config as JSON, with the class name of the stock model, so that other tools can load the model."""
+        """Return the config as JSON, with diffusers' class name, so that other tools can load the model."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 
@@ -470,10 +474,10 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32, at the places where the stock model casts to float32. Return other dtypes unchanged.
+    """Cast float64 to float32 where diffusers' `WanTransformer3DModel` casts to float32. Return other dtypes unchanged.
 
-    In float64 tests, both models then round at the same places and give equal results. In training, the tensors at these
-    places need no cast.
+    In float64 tests, this model and diffusers' model then round at the same places and give equal results. In training, the
+    tensors at these places need no cast.
     """
     return x.float() if x.dtype == torch.float64 else x
 

@@ -130,7 +130,7 @@ def test_comfyui_and_back(pipelines: dict[str, Path], tmp_path: Path):
     low = there.out / "diffusion_models" / files[1]
     assert all(name.startswith("model.diffusion_model.") for name in tensors(low))
     # A single file does not say how many heads it has, and this width fits none of the published ones.
-    with pytest.raises(CheckpointError, match="the number of heads is unknown"):
+    with pytest.raises(CheckpointError, match="the number of attention heads is unknown"):
         convert(str(low), tmp_path / "unknown", to="diffusers")
     shutil.copy(source / "transformer" / "config.json", low.parent)
     back = convert(str(low), tmp_path / "back", to="diffusers")
@@ -262,7 +262,9 @@ def test_a_disk_that_forgets_is_found(
         return value + 1 if self.where == "convert" and name == "head.head.bias" else value
 
     monkeypatch.setattr(TensorFiles, "read", forgetful)
-    with pytest.raises(CheckpointError, match=r"head\.head\.bias read back from .* differs from the source"):
+    with pytest.raises(
+        CheckpointError, match=r"after writing, head\.head\.bias in .* differs from the source"
+    ):
         convert(str(pipelines["wan2.1-t2v-1.3b"]), tmp_path / "out", to="official")
     assert list(tmp_path.iterdir()) == []
 

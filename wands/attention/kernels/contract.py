@@ -155,8 +155,8 @@ class Backend:
             k: [Tk, H, D], keys of this block.
             v: [Tk, H, D], values of this block.
             out: [Tq, H, D], attention output over all blocks.
-            lse: [H, Tq], log-sum-exp of the scores over all blocks. A row of q whose `lse` is +inf contributes to no
-                gradient.
+            lse: [H, Tq], log-sum-exp of the scores over all blocks. If the caller sets the lse of a row of q to +inf, this
+                row adds nothing to any gradient.
             segments: number of rows of q and of k in each segment. Rows of q attend only to rows of k in the same
                 segment.
             scale: factor on the attention scores: scores = scale * q @ k.T.

@@ -185,17 +185,18 @@ def _batched(x: Tensor) -> Tensor:
 
 
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
-    """Return one kernel that splits its work: cuDNN runs once for each long segment, and `short` runs once for all others.
+    """Return a kernel that runs cuDNN once for each long segment, and `short` once for all short segments together.
 
     cuDNN builds a plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments come in so
     many different pairs of lengths that building the plans would take too long.
 
-    PyTorch looks up a plan by the shapes and strides of q, k and v, but a plan also depends on the strides of dout and out.
-    If dout or out had other strides than the plan, the results would be wrong without an error. All tensors are therefore
-    made contiguous.
+    PyTorch looks up a plan by the shapes and strides of q, k and v only, but the plan also depends on the strides of dout and
+    out. A plan that was built for other strides of dout or out would give wrong results without an error. All tensors are
+    therefore made contiguous.
 
     cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
-    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
+    [1, H, T, 1], or [1, H, T] before torch 2.9. These requirements and shapes are from PyTorch's source. The kernel has not
+    run on a GPU yet.
 
     Args:
         min_rows: a segment is long if it has at least this number of rows of q and also of k.
@@ -238,10 +239,10 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments for a kernel that runs only the short segments and leaves out the long segments.
+    """Return segments in which only the rows of short segments attend.
 
-    A long segment has at least `min_rows` rows of q and of k. The function replaces each long segment with two segments: one
-    with the rows of q and no keys, and one with the rows of k and no queries. In both, no row attends to any key.
+    A long segment has at least `min_rows` rows of q and of k. Its rows stay in place, but attend to nothing: two segments
+    replace the long segment, one with its rows of q and no keys, and one with its rows of k and no queries.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

@@ -39,10 +39,11 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
     On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order, and returns the first kernel that is
-    installed, supports the GPU, and passes the check of its results. `auto` logs a warning for each kernel that fails
-    the check. If no kernel is left, `auto` returns the reference kernel. On a CPU, `auto` returns the cpu kernel.
-    Training in bf16 does not call this function for `auto` if several kernels can run: wands/train/attention_choice.py
-    measures the kernels and takes the fastest.
+    installed, supports the GPU, and passes `check_backend`. `auto` logs a warning for each kernel that fails
+    `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
+
+    Exception: if `auto` finds several usable kernels, bf16 training does not call this function. Instead,
+    wands/train/attention_choice.py measures the kernels and takes the fastest kernel.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.
@@ -51,7 +52,8 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
         head_dim: last dimension of q, k and v.
 
     Raises:
-        ConfigError: if the named kernel does not support the device or the dtype, is not installed, or fails the check.
+        ConfigError: if the named kernel does not support the device or the dtype, is not installed, or fails
+            `check_backend`.
     """
     device = torch.device(device)
     target = f"{device.type} in {str(dtype).removeprefix('torch.')}"

@@ -41,12 +41,12 @@ class KernelError(Exception):
 def check_backend(
     backend: Backend, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128
 ) -> float:
-    """Compare a kernel with the reference kernel in float64. The kernel is called as in ring attention.
+    """Compare a kernel's results with the results of the reference kernel in float64.
 
-    The inputs are random packed rows. The kernel first attends to all keys at once. The kernel then attends to two blocks
-    of keys, and the two results are merged. The backward pass of each block gets the merged `out` and `lse`. Another
-    test sets `lse` to +inf and expects gradients of 0. In the last test, all rows of q attend to a single key. The global
-    random state does not change.
+    The inputs are random packed rows. The kernel first attends to all keys at once. Then, as in ring attention, the kernel
+    attends to two blocks of keys, and the two results are merged. The backward pass of each block gets the merged `out`
+    and `lse`. In another test, the `lse` of all rows of q is +inf, and all gradients must be 0. In the last test, all rows
+    of q attend to a single key. The global random state does not change.
 
     Args:
         backend: the kernel.
@@ -134,7 +134,9 @@ class _Comparer:
         idle = (exact == 0) | exact.isneginf()  # rows of q without keys, or of k without queries
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
-            raise KernelError(f"{name} must be {value} in rows that have no key or no query")
+            raise KernelError(
+                f"{name} must be {value} in rows of q that attend to no key, and in rows of k that no row of q attends to"
+            )
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
             return
@@ -160,7 +162,8 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
 
     Returns:
         (rows, segments) for each block. `rows` are the indices in k of the block's rows. `segments` contains, for each
-        segment, the number of rows of q and the number of rows of the block. Each block ends with all padding rows of k.
+        segment, the number of rows of q and the number of rows of the block. Each block ends with a copy of the last
+        `SPARE_ROWS` rows of k, which are in no segment.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])

@@ -61,21 +61,21 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions. With None, `base` is a
-            Hub id if it starts with "Wan-AI/", and a folder otherwise. If this folder is relative, "./" is put in front
-            of `base`, so that wands does not search for the folder on the Hub.
+        base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions: `base` is then a Hub id if it
+            starts with "Wan-AI/", and a folder otherwise. The constructor puts "./" in front of a relative folder, so
+            that wands does not search for the folder on the Hub.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest of some values of a LoRA run's base weights and of each LoRA in `model.merge_loras`. None for a
             full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
-        data_start: (epoch, step) from which the run uses the training data of `data_fingerprint`. It is later than (0, 0)
-            if clips were added or removed during the run.
+        data_start: (epoch, step of the run) at which the run began to use the training data of `data_fingerprint`. Later
+            than (0, 0) only if the data changed during the run, for example because clips were added or removed.
         attention: attention kernel that `attention.backend=auto` chose, and the GPU and software that it was measured with.
             None without a measurement, and in older checkpoints.
-        bad_steps: record from which spikes of the loss are found: the steps whose update was skipped, and the losses and
-            gradient norms of the last updates. None in older checkpoints.
+        bad_steps: the steps whose update was skipped, and the losses and gradient norms of the last updates. New losses and
+            norms are compared with these values to find spikes. None in older checkpoints.
     """
 
     step: int
@@ -176,7 +176,7 @@ def step_name(step: int) -> str:
 def list_steps(where: Path) -> list[Path]:
     """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first. They may be incomplete.
 
-    For a step folder, the list contains only this folder.
+    If `where` is itself a step folder, the list contains only `where`.
     """
     if (where / STATE_FILE).is_file():
         return [where]

@@ -32,8 +32,8 @@ def find_changed_files(
     """Read the files of a model, and compare them with their stored hashes.
 
     The stored hashes are in `HASH_FILE`. In a folder without `HASH_FILE`, a weight file that was downloaded from the Hub is
-    compared with the SHA-256 that the Hub client stored. In the Hub cache, the SHA-256 is the name of the file. For `hf
-    download --local-dir DIR`, it is in `DIR/.cache/huggingface`. Other files have no stored hash.
+    compared with the SHA-256 that the Hub client stored. In the Hub cache, the SHA-256 is the name of the blob file. After
+    `hf download --local-dir DIR`, the SHA-256 is in a file in `DIR/.cache/huggingface`. Other files have no stored hash.
 
     Args:
         folder: folder of a pipeline or another model.

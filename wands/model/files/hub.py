@@ -35,7 +35,9 @@ def published_name(model: str) -> str | None:
 
 
 def is_downloaded(model: str) -> bool:
-    """Return whether the Hub cache on this machine contains all weights of a pipeline's only DiT or high-noise expert.
+    """Return whether the Hub cache on this machine contains all weights in a pipeline's folder `transformer`.
+
+    These are the weights of the only DiT, or, in a model with two experts, of the high-noise expert.
 
     Args:
         model: Hub id of a diffusers pipeline.

@@ -234,8 +234,8 @@ def _freed_is_returned() -> Iterator[None]:
     """Return a context manager that makes the C library give the memory of freed tensors back to the operating system at once.
 
     By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
-    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink. Without this function, four
-    ranks that load one model use the memory of more than three copies of the model.
+    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink after they are freed. Without this
+    function, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model among them.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -261,8 +261,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
         model: the DiT.
 
     Returns:
-        A function that takes a diffusers parameter name and a shape, ignores the shape, and reads the tensor of the parameter.
-        It returns fp32, because a later merge in bf16 would lose a small update.
+        A function that reads a parameter as an fp32 tensor, because a later merge in bf16 would lose a small update. Its
+        arguments are the diffusers parameter name and the shape, which is ignored.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

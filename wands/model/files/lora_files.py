@@ -245,8 +245,8 @@ def parse_lora(
     - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
     A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
-    (bias) or `.diff_m` (modulation table). Two kinds of LoRA tensors also become full differences: the
-    two matrices of a convolution, which are multiplied, and the bias of lora_B.
+    (bias) or `.diff_m` (modulation table). In two cases, the function computes a full difference: the scaled product of a
+    convolution's two matrices is the difference of the weight, and the scaled bias of lora_B is the difference of the bias.
 
     Args:
         state: maps a key of the file to its tensor.
@@ -418,7 +418,7 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that PEFT stores with a LoRA for each expert, such as alpha, which files of PEFT store nowhere else.
+    """Return PEFT's settings for the LoRA of each expert, such as alpha, which PEFT does not store as a tensor.
 
     diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
     `adapter_model.safetensors`.

@@ -110,7 +110,8 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     num_heads = official_config.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
         raise CheckpointError(
-            f"{where}: the model's width {dim} is not a multiple of {num_heads or HEAD_DIM}, so the number of heads is unknown. "
+            f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of "
+            f"{f'num_heads={num_heads}' if num_heads else f'the head dim {HEAD_DIM}'}. "
             "Put the model's config.json with the right num_heads next to the weights."
         )
     if image := shapes.get("img_emb.proj.0.weight"):
