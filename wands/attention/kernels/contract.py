@@ -21,17 +21,17 @@ How to add a kernel:
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
    that pass this check, and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes.
-   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
-   `_unmet_requirement`. Such a kernel is not checked at the start of a run, and runs only if the user sets
-   `attention.backend` to its name. `wands infer` and `wands selftest` always use `auto`, so such a kernel never runs
-   there.
+   For any other kernel, such as a kernel for CPUs or an fp8 kernel whose errors exceed `TOLERANCE` and `LSE_TOLERANCE` of
+   self_check.py, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to `_unmet_requirement`.
+   Such a kernel is not checked at the start of a run, and runs only if the user sets `attention.backend` to its name.
+   `wands infer` and `wands selftest` always use `auto`, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. Add a CUDA kernel to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
+4. Add a `FlashBackend` to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
    tests/unit/attention/test_kernels.py. For a CUDA kernel, add the name to the tests of `auto`, which list the order of
    all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
    without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
@@ -71,6 +71,7 @@ What the two functions return:
 
 - New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: the
   `Backend` class overwrites these values in place.
+- The results of a segment must not depend on the rows of other segments. One fp8 scale for a whole tensor breaks this rule.
 - In the forward pass, the same bits for the same arguments. In the backward pass, the same bits only if
   `torch.are_deterministic_algorithms_enabled()` is True. Training never enables deterministic algorithms. On a GPU, a
   resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
