@@ -187,7 +187,7 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options for sampling videos from a model. For a published model, these are the options of the model's authors.
 
-    Any other model, such as the demo model, gets the default values of this class and the shift of its model family.
+    Any other model gets the default values of this class and the shift of its model family.
 
     Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
     shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
