@@ -117,8 +117,9 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         """Open the lock file, and try to lock it with `flock`. Create the file if it does not exist.
 
         Returns:
-            "created": the file is new. "locked": the file existed, and this process has locked it. "held": another process
-            has locked the file. "no flock": the file existed, and the file system does not support `flock`.
+            "created": this process created the file, and locked it if the file system supports `flock`. "locked": the file
+            existed, and this process has locked it. "held": another process has locked the file. "no flock": the file existed,
+            and the file system does not support `flock`.
         """
         while True:
             state = "created"

@@ -739,8 +739,8 @@ class ScoreOptions(Options):
     reference: str
     """Clips with captions, in any form that `wands preprocess` reads, or a folder of videos without captions."""
     model: str | None = None
-    """Diffusers pipeline folder or Hub id. The VAE of this model encodes samples and clips for the latent
-    correlation. Without --model, only SSIM and PSNR are computed."""
+    """Diffusers pipeline folder or Hub id, whose VAE encodes each sample and its clip. With this option, the correlation of
+    their latents is also computed; without it, only SSIM and PSNR."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
     """Write the SSIM, PSNR and latent correlation of each sample to this JSON file."""
 

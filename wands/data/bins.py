@@ -157,7 +157,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     2. `fill_exactly`, where the next sample is the longest candidate. It suits data where a few clips fill a bin.
     3. `fill_exactly`, where the next sample is a random candidate.
 
-    A candidate is a length that does not lower the largest number of tokens that the bin can still reach.
+    `fill_exactly` fills one bin after another: it computes the largest number of tokens to which the remaining samples can
+    fill the bin. A candidate is a sample with which the bin can still reach this number.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.

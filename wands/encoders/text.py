@@ -115,7 +115,7 @@ class TextSpool:
         """Return the stored embedding of a caption, bf16 [text tokens, width of the text encoder].
 
         Raises:
-            CacheError: if the log is damaged.
-            KeyError: if no log contains the caption. Check with `caption in spool` first.
+            CacheError: if a file of stored embeddings is damaged.
+            KeyError: if no file contains the embedding of the caption. The operator `in` checks this beforehand.
         """
         return from_bits(self._records[caption_name(caption)].read()[0])

@@ -40,9 +40,9 @@ class Lora:
         path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, this is the
             path of the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: with "transformer", tensors whose keys start with "transformer_2" are added to the low-noise expert, and
-            all other tensors to the DiT "transformer". With "transformer_2", only the low-noise expert gets tensors: those
-            whose keys start with "transformer_2", or all tensors if no key starts with "transformer_2".
+        subfolder: DiT for the tensors whose keys name no DiT: "transformer", or "transformer_2" for the low-noise expert.
+            Tensors whose keys start with "transformer_2" are always added to the low-noise expert. If `subfolder` is
+            "transformer_2" and the file contains such tensors, the other tensors are not used.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """

@@ -91,7 +91,7 @@ class Source:
         return first_filled(row, self.video_names), self.pick_caption(row)
 
     def pick_caption(self, row: dict[str, Any]) -> Any:
-        """Return the caption of a row with lower-case column names. Return None if the row has no caption."""
+        """Return the caption of a row, or None if the row has no caption. The column names of `row` are in lower case."""
         return first_filled(row, self.caption_names)
 
     def check_captions(self, value: Any, place: str) -> list[str]:
