@@ -90,7 +90,8 @@ def plan_ranks(
 def share_pipeline(
     pipeline: AnyPipeline, dims: ParallelDims, kernel: str = "auto"
 ) -> dist.ProcessGroup | None:
-    """Join the process group, and change the pipeline of this rank so that all ranks sample each video together.
+    """Initialise `torch.distributed` for all ranks of the launcher, and change the pipeline of this rank so that all ranks
+    sample each video together.
 
     After this call, all ranks must call the pipeline with the same arguments, and all ranks get the same latents.
 

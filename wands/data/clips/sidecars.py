@@ -189,7 +189,7 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
     Args:
         root: folder with the files: the folder of the source or one of its sub-folders.
         stems: maps each file name without extension to the names of the folder's files that have this name.
-        source: source of the clips, with the names of the columns that a caption file may use.
+        source: source of the clips. Its `caption_names` are the keys under which a JSON caption file may store the caption.
     """
     clips = {stem for stem, files in stems.items() if clip_names(files)}
     has_sidecars = any(_sidecar_of(stems[stem], source.sidecars) for stem in clips)

@@ -288,9 +288,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. Two errors are raised at the end, after all
-            usable `DecodedClip`s: the mask is black in a window, or a frame would be too small at some, but not all,
-            of the limits `spec.max_pixels` and `spec.more_pixels`.
+            is too short or too small, or the mask does not fit the clip. In two cases, the error is raised only after all
+            usable `DecodedClip`s: if the mask is black in a window, or if frames that are scaled to some of the limits
+            `spec.max_pixels` and `spec.more_pixels`, but not to all, would be too small.
     """
     with open_video(path) as reader:
         duration = reader.info.duration
