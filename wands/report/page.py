@@ -117,16 +117,17 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
     """Compute an SVG chart of 1000 x 300 units, for the page's template.
 
     Args:
-        curves: (name, CSS class, x, y) or (name, CSS class, x, y, low, high) of each curve. x, y, low and high are sequences of
-            numbers. low and high are the edges of a band around the curve. Points whose y is not finite are left out. The range
-            of y ignores the outliers of curves with the CSS class "clipped".
+        curves: (name, CSS classes, x, y) of each curve, or (name, CSS classes, x, y, low, high) for a curve with a band from
+            `low` to `high`. x, y, low and high are sequences of numbers. Points whose y is not finite are left out. For a curve
+            with the CSS class "clipped", the y axis does not extend to the outliers.
 
     Returns:
         None if no curve has a finite value. Otherwise a dict with these keys:
-        "start", "end": first and last x.
-        "steps", "ticks": positions of the labels on the x axis and on the y axis.
-        "lines": for each curve, (name, CSS class, SVG points of the curve, SVG points of its band, x values as text, y values as
-            text).
+        "start", "end": smallest and largest x of all curves.
+        "steps": values of x to label on the x axis.
+        "ticks": values of y to label on the y axis.
+        "lines": (name, CSS classes, points, outline, x texts, y texts) of each curve. `points` and `outline` are the SVG points
+            of the curve and of its band. The texts are the values of x and y at the points.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -169,10 +170,12 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
         folder: folder of the page. A video that is not embedded is linked if it is inside this folder.
 
     Returns:
-        For each run, a dict with the keys "steps" (training steps, one column each), "prompts" (maps the number of a prompt to
-        its text) and "cells" (maps (number of the prompt, step, weights) to a row of samples.jsonl). The weights are "raw" (the
-        trained weights) or "ema" (their moving average). Each row has two more keys: "image" (thumbnail as a data URI, or None)
-        and "link" (URI of the video, or "" if the page cannot show the video).
+        For each run, a dict with these keys:
+        "steps": training steps, one for each column of the table.
+        "prompts": maps the number of each prompt to its text.
+        "cells": maps (number of the prompt, step, weights) to a row of samples.jsonl. `weights` is "raw" for the trained weights
+            or "ema" for their moving average. Two keys are added to the row: "image" (thumbnail as a data URI, or None) and
+            "link" (URI of the video, or "" if the page cannot show the video).
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:

@@ -171,7 +171,8 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
     """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or keep their dtype if it is wider.
 
-    `lora_tensors` multiplies alpha / rank into lora_B. In a dtype narrower than the DiT's, this product would lose digits.
+    The cast must come before `lora_tensors`, which multiplies lora_B by alpha / rank. In a narrower dtype, the product would
+    lose digits.
     """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)

@@ -51,11 +51,10 @@ def plan_ranks(
     Args:
         variant: variant of the model. The Ulysses degree must divide its number of attention heads.
         ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
-        ring_degree: number of ranks in the ring of ring attention; None uses the number of all ranks divided by the Ulysses
-            degree.
-        split: whether the ranks may be split into two halves, one for each prediction of classifier-free guidance (for the
-            prompt and for the negative prompt). The ranks are split only if the product of the given degrees divides the number
-            of ranks in a half.
+        ring_degree: number of ranks in the ring of ring attention. None uses the number of ranks that divide the tokens (all
+            ranks, or half of them after a split) divided by the Ulysses degree.
+        split: whether to split the ranks into two halves, one for each prediction of classifier-free guidance (for the prompt
+            and for the negative prompt). The ranks are not split if a half is not divisible by the given degrees.
 
     Returns:
         The parallel dimensions of this rank.
@@ -122,14 +121,15 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
-    Exception: a transformer keeps diffusers' attention if each rank has all tokens of a video, and `kernel` is "native" or no
-    kernel of wands can be used. On a CPU and in fp32, no kernel of wands can be used.
+    If the ranks do not divide the tokens of a video, a transformer keeps diffusers' attention in two cases: `kernel` is
+    "native", or no kernel of wands can be used. On a CPU and in fp32, no kernel of wands can be used.
 
     Args:
         pipeline: result of `load_pipeline`.
         device: device of the pipeline.
         groups: process groups of the ranks that divide the tokens of a video.
-        kernel: "auto" or "native", see above.
+        kernel: "auto" for a kernel of wands, "native" for diffusers' attention. It has no effect if the ranks divide the
+            tokens.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim
@@ -253,10 +253,16 @@ class ShardedAttentionProcessor:
         return out
 
     def angles(self, _: Any, args: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Hook after the rotary embedding: return the rows of this rank's tokens from both tables in `output`.
+        """Hook after the rotary embedding: keep only the rotary angles of this rank's tokens.
 
-        The tables (cosines, sines) contain the rotary angles of all tokens of a sample. This hook runs before the other
-        hooks, and stores the indices of this rank's tokens for the other hooks.
+        This hook runs before the other hooks, and stores the indices of this rank's tokens for the other hooks.
+
+        Args:
+            args: the latents.
+            output: (cosines, sines) of the rotary angles of all tokens of a sample.
+
+        Returns:
+            (cosines, sines) for the tokens of this rank.
         """
         grid = grid_size(args[0].shape[2:], self.patch_size)
         self.meta, self._mine, self._order = token_index(grid, self.dims, args[0].device)

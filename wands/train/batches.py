@@ -60,7 +60,7 @@ def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[
     """Read the data of a step as `rank_slices` does, and add noise. Return for each trained DiT the data of each micro step.
 
     The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
-    the sample in the epoch. They do not depend on the rank and the bin.
+    the sample in the epoch. They do not depend on the rank or the bin.
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
@@ -80,8 +80,8 @@ def read_rows_of_bin(
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
 
-    Only the latent frames that contain tokens of the rank are read. The other frames contain zeros in the packed sequence. They
-    are in the parts of other ranks, so the result does not contain them.
+    Only the latent frames that contain tokens of this rank are read. The other frames are filled with zeros until the rank's
+    part is cut out; the result contains none of these zeros.
 
     Args:
         collator: collator that packs the samples.
@@ -123,7 +123,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int, pins: bool = False
 ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
-    """Yield (packing plan, result of `noisy_batches` on this rank) for each step from `start_step` on.
+    """Yield (packing plan, result of `noisy_batches` on this rank) for each step from `start_step` to the end of the run.
 
     A thread reads the samples and draws the noise of the next `data.prefetch` steps while the device computes.
 

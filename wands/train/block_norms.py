@@ -59,10 +59,7 @@ def _block(name: str) -> str:
 
 
 def _gradient(parameter: Any, fragment: Fragment) -> Tensor:
-    """Return the gradient of a fragment (this rank's part of a parameter) as a vector.
-
-    Each ZeRO stage stores the gradients in a different place.
-    """
+    """Return the gradient of a fragment (this rank's part of a parameter) as a vector, at any ZeRO stage."""
     if hasattr(parameter, "ds_id"):
         from deepspeed.utils import safe_get_local_grad
 

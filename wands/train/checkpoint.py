@@ -88,7 +88,7 @@ class CheckpointSaver:
     """Writes the checkpoints of a run.
 
     With `checkpoint.asynchronous`, `save` copies the state to host memory, and a thread writes the copy while the training
-    continues. When all ranks have written their files, `finish` must be called to complete the checkpoint.
+    continues. A later call of `finish` completes the checkpoint. `finish` waits for the files of all ranks.
 
     Args:
         trainer: engines and moving averages to save.
@@ -133,7 +133,7 @@ class CheckpointSaver:
 
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
-            plan: packing plan of the last step. Its epoch is stored in `epoch.json`.
+            plan: packing plan of the last step. `epoch.json` gets the plan of all steps of this step's epoch.
             required: whether the checkpoint must be complete when this method returns.
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 

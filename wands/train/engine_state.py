@@ -196,8 +196,15 @@ def _optimizer_state(
 ) -> dict[int, dict[str, Any]]:
     """Read the optimizer states of this rank from a checkpoint.
 
-    Return a dict from the index of each tensor that the optimizer updates to the states of this tensor, as the optimizer's
-    `load_state_dict` expects them.
+    Args:
+        engine: the engine.
+        base: result of `_base_optimizer`.
+        fragments: all fragments (ranges of flattened parameters) of this rank.
+        files: files of the checkpoint.
+
+    Returns:
+        A dict in the format of the key "state" of the optimizer's state dict: it maps the index of each tensor that the
+        optimizer updates to the states of this tensor.
     """
     flats, state = _flats(base), dict[int, dict[str, Any]]()
     layout = _places(fragments), [flat.numel() for flat in flats]
@@ -277,11 +284,13 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
     """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
 
+    A flat tensor is a tensor that the optimizer updates. The checkpoint may divide the parameters into other flat tensors. The
+    states come from the flat tensor of the checkpoint that contains the start of `fragment`.
+
     Args:
-        fragment: a fragment of this rank. The states are read from the flat tensor (a tensor that the optimizer updates) that
-            contained this fragment when the checkpoint was written.
-        layout: this rank's (fragments, flat sizes), in the format of the keys "fragments" and "flat_sizes" of
-            `engine_tensors`.
+        fragment: a fragment of this rank.
+        layout: (fragments, sizes of the flat tensors) of this rank now, in the format of the keys "fragments" and "flat_sizes"
+            of `engine_tensors`.
         files: files of the checkpoint.
 
     Raises:
@@ -308,7 +317,10 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Yield the torch optimizer that an engine's optimizer wraps. At ZeRO-3, it has parameters only in the `with` block."""
+    """Context manager that returns the torch optimizer inside the engine's ZeRO optimizer.
+
+    At ZeRO-3, the torch optimizer has parameters only in the `with` block.
+    """
     optimizer = engine.optimizer
     in_update = getattr(optimizer, "_set_fp32_optimizer_param_groups", None)
     if in_update:
@@ -328,13 +340,13 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
     """Return the optimizer states of a flat tensor as one dict without nested dicts.
 
     Args:
-        values: states of the flat tensor. A nested dict contains the states of one parameter, under the name of the parameter.
-            With the optimizer of earlier versions of wands, one nested dict contains the states of the whole flat tensor.
+        values: states of the flat tensor. The value of a parameter's name is a dict with the states of this parameter. In
+            states from earlier versions of wands, another key maps to a dict with the states of the whole flat tensor.
         names: names of the parameters in the flat tensor.
 
     Returns:
-        The states. A state of one parameter has a key such as "blocks.0.attn1.to_q.weight/state1"; the keys of all other
-        states are unchanged.
+        The states. Each state of a parameter has a key such as "blocks.0.attn1.to_q.weight/state1". All other states keep
+        their keys.
     """
     result = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for owner, states in values.items():

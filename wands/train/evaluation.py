@@ -275,8 +275,9 @@ def summarize(
         `held_out`, `train`: mean loss of the held-out clips and of the training clips.
         `gap`: `held_out` - `train`.
         `change`, `train_change`: results of `paired_change` for held-out and training clips; None in the first evaluation.
-        `by`: maps "sigma", "expert", "kind" and "length" to a list of dicts, one for each value of this property, with the
-            keys "name" (the value), "held_out", "train" and "sigma" (mean noise level).
+        `by`: mean losses of groups of samples. The keys are "sigma" (a group for each DiT and quantile of the noise level),
+            "expert", "kind" and "length" (a group for each range of token counts). Each value is a list of dicts, one for
+            each group, with the keys "name" (of the group), "held_out", "train" and "sigma" (mean noise level).
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]

@@ -148,8 +148,8 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
     """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
 
-    Each evaluation makes a forward pass with the weights of each DiT. In a run with an `ema` section, each evaluation after
-    the start makes another forward pass with the moving average. `num_experts` is the number of trained DiTs.
+    Each evaluation makes one forward pass for each trained DiT and each condition of `kinds_of`. In a run with an `ema` section,
+    each evaluation after step 0 makes as many more with the moving average. `num_experts` is the number of trained DiTs.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
@@ -203,7 +203,7 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
 def add_levels(
     run: TrainingRun, side: str, chosen: Sequence[tuple[str, int]], quantiles: Sequence[float]
 ) -> list[EvaluationClip]:
-    """Add to the chosen clips, for each trained DiT, the noise levels at which the clip is evaluated.
+    """Return the chosen clips with the noise levels at which each trained DiT is evaluated on them.
 
     Args:
         run: the checked training run.

@@ -123,11 +123,11 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
 
     Args:
         events: events of the profiler, with shapes.
-        ring_rank: rank of this process in its ring.
+        ring_rank: rank of this process in its ring of ring attention, on which the FLOPs of its attention depend.
 
     Returns:
-        A dict that maps each scope, and "other", to an array of four numbers: calls, CPU time in microseconds, GPU time in
-        microseconds, and FLOPs.
+        A dict that maps each scope with events to an array of four numbers: calls, CPU time in microseconds, GPU time in
+        microseconds, and FLOPs. The key "other" is for events without a scope.
     """
     own = [event for event in events if event.device_type == DeviceType.CPU]
     # Of the forward operators with the same sequence number, the last created the backward operator with this number.

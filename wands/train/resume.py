@@ -55,7 +55,7 @@ def find_resume(
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the path does not exist, the name of the checkpoint folder contains `.abandoned`, or the run
+        ConfigError: if the path does not exist, or is a folder `*.abandoned` (a step that `restore` renamed). Also if the run
             folder already contains checkpoints of a different run.
         CheckpointError: if there is no complete checkpoint, or the checkpoint contains pickles of an earlier version of
             wands.

@@ -100,9 +100,9 @@ class TrainingRun:
     def data_summary(self) -> dict[str, Any]:
         """Numbers about the training data for the model card. A clip counts once, however often an epoch repeats it.
 
-        The keys are "num_samples", "num_tokens" and "licenses": (licence, number of clips) pairs, the most frequent licence
-        first. At most 20 licences are listed. Then "others" counts the clips with other licences, and "not stated" the clips
-        without a licence. The list is empty if no clip states a licence.
+        The keys are "num_samples", "num_tokens" and "licenses". "licenses" is a list of (licence, number of clips) pairs with the
+        20 most frequent licences. If needed, pairs for "others" and for "not stated" follow. The list is empty if no clip states
+        a licence.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), self.data.licenses, strict=True)
         clips = {key: rest for key, *rest in rows if key not in self.sampler.excluded}
@@ -193,8 +193,8 @@ class TrainingRun:
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
-        token counts with its weight in the mask. Tokens in first frames that are given as a condition are not
-        trained. Their number in a step is random, so their expected number is subtracted. See also `StepPlan.denominators`.
+        token counts with its weight in the mask. A first frame that is given as a condition is not trained. Which samples
+        have such a frame is random, so the expected number of its tokens is subtracted. See also `StepPlan.denominators`.
         `data.sources[].loss_weight` does not change the denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]

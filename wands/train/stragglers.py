@@ -97,14 +97,18 @@ class ComputeTimes:
 
 
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
-    """Return a dict from each slow rank to its time / the median time of the other ranks, slowest first; {} without slow ranks.
+    """Find the ranks that are slower than the other ranks.
 
-    A rank is slow only if both its seconds and its seconds per input value (element of the model's inputs) are high. The
+    A rank is slow only if both its seconds and its seconds per input value (element of the layers' inputs) are high. The
     seconds alone would also report a rank with more tokens than the other ranks. The seconds per value alone would also
     report a rank with fewer tokens, because each layer has a constant cost.
 
     Args:
         table: [world_size, 2], for each rank its seconds per step and its seconds per input value.
+
+    Returns:
+        A dict that maps each slow rank to a ratio, slowest rank first. Each column of `table` gives a ratio: the rank's
+        number / the median of the other ranks. The dict contains the smaller ratio.
     """
     ratios = {}
     for rank in range(len(table) if len(table) > 1 else 0):

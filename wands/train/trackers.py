@@ -43,9 +43,9 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
 
-    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, nothing is
-    sent to the tracker for ten times the duration of the call. Values of this time are lost for this tracker. Then the tracker
-    is started again.
+    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, the tracker
+    pauses for ten times the duration of the call, and does not get the values that are logged during the pause. The next call
+    after the pause starts the tracker again.
 
     Args:
         run: the checked training run. If it resumes, the trackers continue the curves of the run.

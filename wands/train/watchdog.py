@@ -248,7 +248,7 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
 
     Returns:
         (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
-        True on the lowest rank that answers.
+        True only on the lowest rank that answers, so that one rank prints the text.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]

@@ -22,10 +22,12 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
 
     Args:
         recipe: recipe.
-        name: name of a published variant, whose configs are part of wands. None reads the config files in `model.path`.
+        name: name of a published variant, whose configs are part of wands. It replaces `model.path` of the recipe. None reads
+            the config files in `model.path`.
 
     Returns:
-        (diffusers config of the DiT, variant of the model, DiTs to train, each with the range of noise levels to train).
+        (config, variant, experts). `config` is the diffusers config of the DiT. `experts` are the DiTs to train. Their
+        `sigma_range` is the range of noise levels to train.
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, has no experts although the recipe names one, or has
@@ -77,7 +79,7 @@ def list_weights(
     Args:
         recipe: recipe, which contains the LoRA, the frozen parameters and the storage dtypes.
         config: diffusers config of the DiT.
-        experts: trained DiTs.
+        experts: trained DiTs. The LoRA files of each DiT are checked.
         is_new: whether the run is new. A resumed run does not read `lora.init_from`.
 
     Raises:
