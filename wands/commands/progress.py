@@ -14,7 +14,7 @@ LOG_SECONDS = 10.0
 
 @contextmanager
 def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Show the progress of a loop over items. Yield a function that the loop calls after each finished item.
+    """Context manager that shows the progress of a loop over items. The loop calls the yielded function after each item.
 
     Args:
         label: name of the items, such as "clips".

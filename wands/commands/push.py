@@ -141,7 +141,7 @@ def _check_contents(directory: Path) -> FolderContents:
 def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
-    Files without LoRA keys in diffusers' format are ignored. A key starts with the DiT that the LoRA changes:
+    Files without LoRA keys in diffusers' format are ignored. The start of a key names the DiT that the LoRA changes:
     ``transformer.`` or ``transformer_2.``. In the subfolder of the low-noise expert, a file whose keys all start with
     ``transformer.`` is a LoRA for ``transformer_2``.
     """

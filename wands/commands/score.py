@@ -23,9 +23,10 @@ from wands.train.append_log import to_line
 
 
 def score(options: ScoreOptions) -> str:
-    """Compare each sample with its reference clip, and return a table as text.
+    """Compare each sampled video with its reference clip, and return a table as text.
 
-    If `options.json_path` is set, write the rows of the table to this JSON file.
+    The reference is the clip with the file name of the video (without extension), or else the clip whose caption is the video's
+    prompt. If `options.json_path` is set, write the rows of the table to this JSON file.
 
     Raises:
         ConfigError: if no sample has a reference clip.

@@ -56,8 +56,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    The JSON may override an `optim` key of the recipe only if the key has its default value. A default that the user wrote
-    into the recipe can be overridden, too. It looks like a missing key, because the recipe.yaml of a run contains all defaults.
+    The JSON may override an `optim` key of the recipe only if the key has its default value. It does not matter whether the
+    user wrote this value: the recipe.yaml of a run contains all defaults, so the function cannot know.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
@@ -204,11 +204,10 @@ def uses_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """If the optimizer is Adam or AdamW, set in `config` whether torch's or DeepSpeed's implementation is used.
+    """Set in `config` which implementation of Adam and AdamW is used. Keys of `config` that the user set are kept.
 
-    DeepSpeed's implementation is used only on a GPU machine with optimizer states on the host, where torch's is several times
-    slower. Otherwise torch's is used, because DeepSpeed's is compiled on first use, which needs a CUDA toolkit. Keys of
-    `config` that the user set are kept.
+    On a GPU machine with optimizer states on the host, it is DeepSpeed's, because torch's is several times slower there.
+    Otherwise it is torch's, because DeepSpeed's is compiled on first use, which needs a CUDA toolkit.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.

@@ -166,14 +166,15 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the requirements of the optimizer `optim.name` on other recipe keys and on the DeepSpeed config.
+    """Return what the optimizer `optim.name` requires of other recipe keys and of the DeepSpeed config.
 
     Args:
         recipe: the resolved recipe.
-        config: the DeepSpeed config with the optimizer and gradient clipping.
+        config: the DeepSpeed config. It must already contain the optimizer and gradient clipping.
 
     Returns:
-        A dict that maps an error message to a value that is true if the requirement is not met (see `failed_rules`).
+        A dict with one item for each requirement. The key is the error message. The value is true if the requirement is
+        not met (see `failed_rules`).
     """
     name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
@@ -204,14 +205,15 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the requirements of the values of `precision.weights` and `lora.quantize` on other settings.
+    """Return what the recipe keys `precision.weights` and `lora.quantize` require of other settings.
 
     Args:
         recipe: the resolved recipe.
         zero: section `zero_optimization` of the DeepSpeed JSON.
 
     Returns:
-        A dict that maps an error message to a value that is true if the requirement is not met (see `failed_rules`).
+        A dict with one item for each requirement. The key is the error message. The value is true if the requirement is
+        not met (see `failed_rules`).
     """
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"

@@ -225,8 +225,8 @@ class MeasureOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Clips to measure: a table, a folder, tar archives or a Hugging Face dataset. Captions are not needed."""
     out: Path
-    """Table to write (.csv or .jsonl), with all columns of SOURCE. A file next to the table stores the results, so that
-    an unchanged clip is decoded only once: measured.measures.jsonl for --out measured.csv."""
+    """Table to write (.csv or .jsonl). It has all columns of SOURCE and the measured values. A file next to the table,
+    such as measured.measures.jsonl, lets later runs skip unchanged clips."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
     """Largest difference between near-duplicates, in bits of a perceptual hash. Each clip has three hashes of 64
     bits, one for each of three frames. Two clips are near-duplicates if each of the three hashes differs in at
@@ -737,7 +737,8 @@ class ScoreOptions(Options):
     """Folder with sampled videos: the value of --out in `wands infer`, or the folder `samples` of a run. Subfolders
     are searched too."""
     reference: str
-    """Clips with captions, in any form that `wands preprocess` reads, or a folder of videos without captions."""
+    """Real clips with which the sampled videos are compared. They can have any form that `wands preprocess` reads, or be a
+    folder of videos without captions."""
     model: str | None = None
     """Diffusers pipeline folder or Hub id, whose VAE encodes each sample and its clip. With this option, the correlation of
     their latents is also computed; without it, only SSIM and PSNR."""

@@ -53,8 +53,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
         overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: collection to which the problems are added. If there are any, the check "recipe" and a check with the name
-            of each section with a problem count as failed. Checks that need these sections are then skipped.
+        problems: receives the wrong keys and values. If there are any, "recipe" and the names of the wrong sections are
+            marked as failed in `problems`. Later checks that need a failed section are skipped.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.

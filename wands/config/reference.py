@@ -29,8 +29,8 @@ class Key(NamedTuple):
     """One recipe key and its description.
 
     Attributes:
-        name: full name, such as `optim.lr`. If the section is an item of a list, `[]` follows the name of the list, as
-            in `data.sources[].path`.
+        name: full name, such as `optim.lr`. If the key belongs to the items of a list, `[]` follows the name of the list,
+            as in `data.sources[].path`.
         type: type and limits of the value, such as "number > 0".
         default: default value as written in YAML. "required" means that there is no default. "unset" means that the default
             is null or an empty text.

@@ -124,7 +124,7 @@ def quiet_loading() -> Iterator[None]:
 def _is_important(record: logging.LogRecord) -> bool:
     """Return whether a log record of transformers' model loader must be shown.
 
-    Hidden are only load reports that name no missing, mismatched or unconverted tensor.
+    A load report is shown only if it names a missing, mismatched or unconverted tensor. All other records are shown.
     """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

@@ -79,9 +79,14 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 
 
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
-    """Return the digests of a component whose config files are in `folder`.
+    """Return the digests of a component: "config_sha256" and, if the component has weights, "weights_sha256".
 
-    A missing config key gives the same digest as the key with its default value.
+    The tokenizer has only "vocabulary_sha256". A missing config key gives the same digest as the key with its default value.
+
+    Args:
+        model: pipeline folder or Hub id. The Hub stores digests of weights that are not in `folder`.
+        part: name of the component, such as "vae".
+        folder: folder with the component's config files.
     """
     if part == "tokenizer":
         with loading_part(model, part):

@@ -106,7 +106,8 @@ class WindowEncoder:
         Args:
             vae: VAE encoder.
             clip: CLIP encoder. It is required if `conditions` contains "clip", and must be None otherwise.
-            conditions: conditions of the model variant, see `wands.variants.Variant`.
+            conditions: names of the inputs of the model variant, such as "text", "image" and "clip" (CLIP's hidden states), see
+                `wands.variants.Variant`.
         """
         assert (clip is not None) == ("clip" in conditions), conditions
         self.vae, self.clip, self.conditions = vae, clip, conditions
@@ -121,9 +122,10 @@ class WindowEncoder:
                 the valid sizes.
 
         Returns:
-            For each window, bf16 tensors on the CPU by name. "latents" is [C, f, h, w]: channels, frames, rows and columns of the
-            latents. The condition "image" adds "image_latents" [C, f, h, w]. The condition "clip" adds "image_embeds"
-            [CLIP tokens, CLIP width].
+            For each window, a dict of bf16 tensors on the CPU. "latents" is [C, f, h, w]: channels, frames, rows and columns of
+            the latents. If the model variant takes conditioning frames as latents (condition "image"), "image_latents"
+            [C, f, h, w] are their latents. If the variant takes hidden states of the CLIP encoder (condition "clip"),
+            "image_embeds" are these states [CLIP tokens, CLIP width].
         """
         device = self.vae.vae.device  # uint8 has a quarter of the bytes of pixels
         pixels = to_pixels(torch.stack([frames.to(device, non_blocking=True) for frames in windows]))

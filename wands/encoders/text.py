@@ -47,8 +47,8 @@ class TextEncoder:
     """UMT5 encoder with its tokenizer. It encodes one caption at a time, without padding.
 
     UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, every bit of an
-    embedding depends only on its caption. Wan's DiT attends to 512 tokens, of which all after the
-    caption are zeros. The packed DiT of wands computes one zero token, and counts it as often as it occurs.
+    embedding depends only on its caption. Wan's DiT attends to 512 text tokens: the caption's
+    tokens, followed by equal zero tokens. The DiT of wands computes a single zero token, and weights it by their number.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:

@@ -16,18 +16,17 @@ from wands.files import read_json_object
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that a DiT can replace the DiT of the pipeline --base. The new pipeline consists of the DiT and the frozen models
-    of --base.
+    """Check that a DiT can replace the DiT of a base pipeline (option --base).
 
-    The config and the number of experts must be equal to those in the pipeline. Config keys that start with "_", and keys
-    that the config in --base does not have, are ignored.
+    The DiT's config must equal the config of the base's DiT. Keys that start with "_", and keys that the base's config does
+    not have, are not compared. The numbers of experts (DiTs for high and low noise) must also be equal.
 
     Args:
-        base: folder of the pipeline.
+        base: folder of the base pipeline.
         config: diffusers config of the DiT.
-        parts: subfolders of the pipeline's DiTs whose configs are compared, such as "transformer".
-        model: name, in error messages, of the model to which the DiT belongs, such as "SOURCE's model".
-        two_experts: whether the model has two experts (DiTs for high and low noise). None accepts one or two experts.
+        parts: subfolders of the base with the configs to compare, such as "transformer".
+        model: text that names the DiT's model in error messages, such as "SOURCE's model".
+        two_experts: whether the DiT's model has two experts. None skips this comparison.
 
     Raises:
         ConfigError: if `base` is not a diffusers pipeline, or has a different DiT config or number of experts.
@@ -80,8 +79,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 def carry_over(earlier: Path, out: Path) -> None:
     """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. If the user wrote the README.md of the earlier export, README.md and the loss plot that
-    it may show are copied, too. A README.md with `MARKER` was written by wands, and is not copied.
+    The folder `samples` is copied. A README.md that the user wrote is copied with the loss plot that it may show. A
+    README.md that contains `MARKER` was written by wands, and is not copied.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

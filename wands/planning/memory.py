@@ -229,8 +229,6 @@ class _States:
 class Activations:
     """Sizes in bytes of one rank's activations and their gradients, at each moment of the backward pass.
 
-    Letters: D width of the residual stream, F hidden width of the feed-forward layer.
-
     Args:
         workload: model, recipe and parallel degrees of the run, and the number of tokens in its largest forward pass.
     """
@@ -327,8 +325,9 @@ class Activations:
         attention_only = lora is not None and lora.targets == "attention"
         always = self.stage == 3 and not self._quantized
         ffn, table = not attention_only or always, self._trains_table
-        # Numbers of kept tensors: with D values per token in fp32 (wide); with D (narrow_rows) and with F (hidden) values per
-        # token in the compute dtype. Values per token that LoRA layers keep (low).
+        # D is the width of the residual stream, F the hidden width of the feed-forward layer. Numbers of kept tensors: with D
+        # values per token in fp32 (wide); with D (narrow_rows) and with F (hidden) values per token in the compute dtype. Values
+        # per token that LoRA layers keep (low).
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
         if self.workload.compiled:
             # Queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept.

@@ -193,7 +193,8 @@ def check_memory(task: Task, ds_name: str) -> str | None:
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
 
     Returns:
-        None if the run fits. Otherwise a text with the memory that the run needs, and the text of `_find_cure`.
+        None if the run fits. Otherwise a text with the memory that the run needs, and with this change. If no change of
+        settings is enough, the text suggests larger GPUs, smaller clips or a LoRA.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -204,9 +205,11 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
 
-    Among equally fast combinations, the simplest settings come first. A bin holds the clips of one forward pass. If a
-    combination does not fit the machine with the recipe's bin size, the largest bin size that fits is used. Every bin size
-    is at least the length of the longest clip. The list is empty if combinations are valid, but none fits.
+    Among equally fast combinations, the simplest settings come first. The list is empty if combinations are valid, but none
+    fits.
+
+    A bin holds the clips of one forward pass. If a combination does not fit with the recipe's bin size, a smaller bin size
+    is used, close to the largest size that fits. The longest clip fits into a bin of any of these sizes.
 
     Raises:
         ConfigError: if every combination is invalid. The message is the reason why the first combination is invalid.

@@ -180,8 +180,8 @@ def _zero_traffic(
     The other work runs once per optimizer step, not in every micro step. Depending on the ZeRO stage, it is the reduction
     of the gradients, the gather of the updated weights, and the update on the host.
 
-    ZeRO's transfers overlap with compute, but not with transfers of the ring. If a pass has too little compute without
-    transfers of the ring, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
+    ZeRO's transfers can overlap only with compute during which the ring transfers nothing. If a pass has too little of
+    this compute, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
 
     Args:
         workload: sizes of the run.
@@ -214,8 +214,6 @@ def ring_traffic(
     plan: ContextPlan, dim: int, attention: tuple[float, float], bandwidth: float
 ) -> list[Traffic]:
     """Return the transfers of ring attention for one layer: [forward pass, backward pass].
-
-    `wands/attention/ring.py` makes these transfers.
 
     Args:
         plan: division of the tokens of one forward pass among the ranks of a context-parallel group.

@@ -44,7 +44,7 @@ class EncodeSettings:
         spec: size, rate and length of the samples.
         fingerprint: digest of the settings and model files with which all samples in the cache are encoded.
         max_samples: largest number of samples in a shard.
-        conditions: inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
+        conditions: names of the inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
     """
 
     cache: Path

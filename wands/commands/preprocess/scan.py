@@ -61,8 +61,8 @@ class Clip:
         part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: cached latents to reuse for missing samples, as (shard name, number of the sample in the shard, suffix). The
-            suffix names the window (range of frames) and the size.
+        latents: a tuple (shard name, number of the sample in the shard, suffix) for each of the cached latents that missing
+            samples can reuse. The suffix names the window (range of frames) and the size.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 

@@ -90,7 +90,7 @@ class Setup:
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
-        """Return whether the model takes the input `condition`, such as "image" or "clip" (see `Variant.conditions`)."""
+        """Return whether the model takes the input `condition`, such as "image" (see `Variant.conditions`)."""
         return condition in self.variant.conditions
 
 

@@ -31,8 +31,8 @@ class Check(NamedTuple):
         load: loads the part of the model that the check needs; None if the check loads nothing in advance.
         run: runs the check and returns its result, without the name of the check. The argument is the loaded part, or the
             setup if `load` is None.
-        condition: an input, such as "image". The check applies only to models with this input; empty if the check applies
-            to every model.
+        condition: name of an input, such as "image". The check applies only to models with this input. If the name is
+            empty, the check applies to every model.
     """
 
     name: str
