@@ -115,8 +115,8 @@ class EventLog:
     an `error` event.
 
     Args:
-        run: the checked training run. A resumed run must create this log before it removes rows from `metrics.jsonl`: the
-            `restart` event contains the last step in `metrics.jsonl`.
+        run: the checked training run. If it resumes, create this log before the `StepLog`, which removes rows from
+            `metrics.jsonl`. The `restart` event contains the last step of these rows.
         rank: rank of this process.
 
     Attributes:

@@ -97,8 +97,8 @@ def follow_data(run: TrainingRun) -> TrainingRun:
         run: the checked training run, whose steps are planned for the data as it is now.
 
     Returns:
-        The run with the checkpoint's plan for the current epoch. `run` itself if neither the data nor the planning has
-        changed since the run began, or if the checkpoint contains no plan.
+        The run with the checkpoint's plan for the current epoch. If neither the data nor the planning has changed, or the
+        checkpoint contains no plan, the steps of the result are those of `run`.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.

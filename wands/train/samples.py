@@ -234,9 +234,10 @@ class _StoredVae(nn.Module):
 class RunSamples:
     """Generator of a training run's sample videos, and writer of their files.
 
-    Each context-parallel group generates different videos. ZeRO-3 gathers the weights of a forward pass on all ranks. So the
-    groups that work at the same time must generate videos with the same number of forward passes. If there are fewer videos
-    than groups, each remaining group generates the first video again, and discards the result.
+    Each context-parallel group generates different videos. At ZeRO-3, all groups must make the same number of forward passes,
+    because all ranks gather the weights together. So videos that are generated at the same time have the same number of forward
+    passes. If there are fewer such videos than groups, each remaining group generates the first video again, and discards
+    the result.
 
     Args:
         trainer: objects of the training process.

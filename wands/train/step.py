@@ -30,9 +30,8 @@ class StepResult:
     The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. For the logged loss, the sum over all ranks is
-            divided by `TrainingRun.count`: the number of samples or trained tokens of this step. For the gradient, it is
-            divided by `TrainingRun.denominator`: the mean number of samples or trained tokens per step of the epoch.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. It is not divided by a number of samples or tokens:
+            the logged loss is the sum over all ranks / `TrainingRun.count`.
         clips: (key, noise level, weight) of each sample in the bins of this rank. The key consists of the sample id, the
             epoch and the number of the sample's earlier uses in the epoch. A padding sample, which fills an empty bin, has
             the weight 0.

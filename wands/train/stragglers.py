@@ -23,9 +23,9 @@ SLOW = 1.2
 class ComputeTimes:
     """Time that this rank computes in the feed-forward layers of the transformer blocks, without waiting for other ranks.
 
-    The duration of a step is useless to find a slow rank, because all ranks wait for the slow rank. The linear layers of the
-    feed-forward contain no communication, with any ZeRO stage and any context parallelism. ZeRO-3 gathers their weights in
-    hooks, and the time outside these hooks is measured. On a GPU, events in the compute stream measure the time.
+    The duration of a step does not show which rank is slow, because all ranks wait for the slowest rank. The linear layers of
+    the feed-forward contain no communication, so their time does not depend on other ranks. At ZeRO-3, the time in which their
+    weights are gathered is not included.
 
     Args:
         trainer: objects of the training process. `deepspeed.initialize` must already have wrapped the DiTs, so that the hooks

@@ -89,9 +89,9 @@ class Trackers:
         self._trackers.clear()
 
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return (name, tracker) of each tracker in `names`, without wandb if wandb has values of this step already.
+        """Return (name, tracker) of each tracker in `names` that needs the values of a step.
 
-        A resumed run repeats steps, and an earlier process of the run may have sent the values of these steps to wandb.
+        wandb does not need them if an earlier process of a resumed run has sent the values of this step.
         """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
