@@ -222,9 +222,9 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     """Return the peak learning rate of a run.
 
-    The learning rate in the optimizer section is multiplied by a factor that depends on `optim.scale_lr` and on the batch
-    size (see `optim.scale_lr_base`). If the DeepSpeed config has a scheduler section, the factor is 1, because the scheduler
-    defines the learning rates.
+    It is the learning rate in the optimizer section of `config`, multiplied by a factor that depends on `optim.scale_lr` and
+    on the batch size (see `optim.scale_lr_base`). If `config` has a scheduler section, the factor is 1, because the
+    scheduler defines the learning rates.
 
     Args:
         config: result of `build_ds_config`.

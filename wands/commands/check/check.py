@@ -321,7 +321,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: the window (range of frames) of the file that was decoded last. Its properties cover all frames that were read.
+        clip: the last decoded window (range of frames) of the file. Its properties describe all frames that were read.
         longest: number of frames of the longest sample from the file.
         spec: frame rate, size and length of the samples.
     """

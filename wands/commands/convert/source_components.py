@@ -33,7 +33,7 @@ class ComponentKind:
         config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
             the official config, and a text that names the files in error messages.
         official_files: glob pattern of the file in an official repository, without suffix; "" if the repository has a
-            folder instead.
+            folder for the model instead of a single file.
         unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
     """
 
