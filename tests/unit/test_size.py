@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_363
+TOTAL = 20_365
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -19,7 +19,7 @@ CORE_FILES = (
 FOLDERS = {
     ".": 742,
     "attention": 809,
-    "commands": 4124,
+    "commands": 4126,
     "config": 1192,
     "data": 4220,
     "distributed": 376,

@@ -297,7 +297,7 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary.
 
     The keys are "path", "num_samples" (samples that the run uses), "repeat" (how often an epoch uses each sample), and the
-    keys of `SelectedSource.num_left_out`: "num_other_side", "num_gap" and "num_duplicates".
+    numbers of samples that are left out, see `SelectedSource.num_left_out`: "num_other_side", "num_gap", "num_duplicates".
 
     Args:
         section: `data` of the recipe.

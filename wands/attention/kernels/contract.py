@@ -40,7 +40,8 @@ How to add a kernel:
    backward, only for GPUs that run the kernel. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of every
    `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
-   tests require bf16 and fp16, and head dims 64 and 128. On a machine with several GPUs, also run
+   tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
+   else, skip its other cases in `test_cuda_backend_keeps_the_contract`. On a machine with several GPUs, also run
    `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and the ring over NCCL with a single call
    of the kernel, for every `FlashBackend` that runs there. Once per process, a training run checks each `FlashBackend` that
    it may use (self_check.py), and rejects a kernel whose results are wrong.

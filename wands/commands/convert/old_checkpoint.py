@@ -59,7 +59,9 @@ def main(run: Path) -> None:
     steps = list_steps(run)
     found = [(step, state) for step in steps if (state := load_state(step)).files and not state.hashes]
     if not found:
-        raise CheckpointError(f"{run} contains no checkpoint of an earlier version of wands")
+        raise CheckpointError(
+            f"{run} contains no checkpoint of an earlier version of wands. Use its checkpoints without converting them."
+        )
     for step, state in found:
         unfinished = step.with_name(f"{step.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
