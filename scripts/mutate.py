@@ -1,7 +1,7 @@
 """Insert the bugs of tests/mutations.yaml into a copy of the repository, one by one, and check that their tests fail.
 
     python scripts/mutate.py                         # all; exit code 0 when every bug is found
-    python scripts/mutate.py --marker "not slow" --at-least 38 --jobs 2
+    python scripts/mutate.py --marker "not slow" --at-least 60 --jobs 2
     python scripts/mutate.py --only lora-alpha-dropped --only loss-is-a-mean-of-tokens
 
 The tests first run once without a bug and must pass. A bug is found when one of its tests fails (pytest's exit code 1).

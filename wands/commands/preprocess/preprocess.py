@@ -344,8 +344,9 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return all settings that change the stored values of a sample. They are part of the cache's fingerprint,
-    because all samples of a cache must have equal settings.
+    """Return all settings that change the stored values of a sample by more than rounding errors. They are part of the
+    cache's fingerprint, because all samples of a cache must have equal settings. A new key must be absent if the setting
+    has its default value: otherwise, `wands preprocess` refuses to add samples to every earlier cache.
 
     The second and later values of --max-pixels are left out. These values only add samples of other sizes, whose keys
     contain the size.
