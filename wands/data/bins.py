@@ -231,10 +231,9 @@ def fill_exactly(
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample from candidates. A candidate is a length that does
-            not lower the largest number of tokens that the bin can still reach. The arguments are the candidates, as
-            ascending indices in `lengths`, and the number of remaining samples of every length. The result is one of the
-            candidates, as an index in `lengths`.
+        choose: function that chooses the length of a bin's next sample. The arguments are the candidates and the number of
+            remaining samples of every length. The result is one of the candidates. A candidate is the index in
+            `lengths` of a length with which the bin can still become as full as possible. The candidates are sorted.
 
     Returns:
         Bins as lists. A sample is represented by the index of its length in `lengths`.
@@ -301,9 +300,10 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
-        bins: bins as lists. A sample is represented by the index of its length in `lengths`.
-        lengths: int64 [D], length in tokens of the samples with each index. Two indices may have the same length.
-        costs: int64 [D], cost of a sample with each index.
+        bins: bins as lists of indices in `lengths` and `costs`. Each index stands for one sample. Equal samples may have the
+            same index.
+        lengths: int64 [D], number of tokens of a sample. The same number may occur several times.
+        costs: int64 [D], cost of a sample.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
 
@@ -350,7 +350,7 @@ def _pairs(cost: np.ndarray, number: int, key: Key) -> Iterator[tuple[np.ndarray
 
     Args:
         cost: cost of each bin.
-        number: number of the round, which selects one of the three kinds of pairs (see `level`).
+        number: number of the round. The rounds alternate between three kinds of pairs (see `level`).
         key: numbers and texts that determine the random choices.
     """
     half = len(cost) // 2

@@ -39,8 +39,8 @@ class MockDataset(SampleFacts):
     the attributes and methods of `LatentCache`.
 
     Attributes:
-        mock: number of samples, and lists of latent shapes and text lengths. Sample i uses item i of each list. After
-            the last item of a list, the list starts again.
+        mock: options of the mock data: the number of samples, a list of latent shapes and a list of text lengths. The samples
+            use the items of each list in turn.
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
@@ -115,8 +115,8 @@ class SelectedSource:
         config: settings of the source, as in an item of `data.sources`. For mock data, the path is "mock".
         data: all samples of the source.
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
-        repeat: number of uses of each chosen sample in an epoch. For example, 1.5 is the mean over epochs with one use and
-            epochs with two uses.
+        repeat: mean number of uses of each chosen sample in an epoch. 1.5 means one use in half of the epochs, and two uses in
+            the other half.
         num_left_out: numbers of samples that are not chosen, with three keys. "num_other_side" counts the held-out samples
             or, if the run uses the held-out samples, the training samples. "num_gap" counts the samples close in time to a
             held-out sample. "num_duplicates" counts the samples nearly equal to a held-out sample.
@@ -135,10 +135,11 @@ class CombinedDataset(SampleFacts):
     A row is a possible use of a sample in an epoch (`wands.data.sampler.RepeatSchedule`). A sample that is used twice
     has two rows.
 
-    The noise of a row depends on its sample id and repeat index. The id of a sample is its key in its cache. If a later source
-    contains the same key with different content, the later sample's id is the key with a checksum of the content:
-    "key#1a2b3c4d". If key and content are equal, the rows are repeats of one sample. Renaming a cache, or adding a source
-    after the others, does not change any existing id.
+    The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
+
+    The id of a sample is its key in its cache. If a later source contains the same key with different content, the later
+    sample's id is the key with a checksum of the content: "key#1a2b3c4d". If two sources contain the same key with the same
+    content, the ids are equal. Renaming a cache, or adding a source after the others, does not change any existing id.
 
     Args:
         sources: the sources.
@@ -425,8 +426,8 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return for each sample one number that combines checksum, text length and number of latent frames. Two samples
-    with equal keys and equal numbers are the same clip.
+    """Return for each sample one number that combines checksum, text length and number of latent frames. Samples of two
+    caches with equal keys and equal numbers count as one sample.
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index

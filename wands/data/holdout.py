@@ -72,13 +72,14 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
     """Choose for each sample whether it is held out of training, trained on, or not used at all.
 
-    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip). Other clips are
-    held out as a whole, by `hold_out`. Films are held out as a whole, too, if `fraction` would put at least `FEW_FILMS` films
-    into training and at least `FEW_FILMS` films into the held-out set. With fewer films, a span of consecutive windows of
-    each film is held out.
+    A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip).
 
-    The hash of the film's name decides where the span is, and whether the number of windows of the span is rounded up or down.
-    The two windows next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
+    - A clip that is not a film is held out as a whole, or not at all (`hold_out`).
+    - Films are treated in the same way if there are many: if `fraction` would put at least `FEW_FILMS` films into training
+      and at least `FEW_FILMS` films into the held-out set.
+    - With fewer films, a span of consecutive windows of each film is held out. The hash of the film's name decides where the
+      span is, and whether its number of windows is rounded up or down. The two windows next to a span, and all windows less
+      than `GAP_SECONDS` from a span, are not used (GAP).
 
     Adding a clip never changes the choice for another clip that is not a film. Adding a film changes the choice for other
     films only if the data then has enough films to hold out whole films.
@@ -108,14 +109,15 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
 
 
 def signature(latents: Tensor) -> np.ndarray:
-    """Return 128 bits for finding duplicates. For a video and its copies that are re-encoded or have a similar size, almost
-    all bits agree.
+    """Return 128 bits for finding duplicates. A video and its copy with another encoding or a similar size have almost the
+    same bits.
 
-    Each of the first 64 bits is the result of a comparison: whether one quadrant of the mean frame has a larger mean than
-    the quadrant next to it, in one of 16 latent channels. The other 64 bits compare in the same way how much the quadrants
-    change from the first half of the video to the second, so that two takes of the same scene differ. If the sample has
-    only one latent frame, the other 64 bits are a checksum of the latents instead, so that two images with the same
-    composition are not duplicates.
+    The first 64 bits describe the mean frame of the video. In each of 16 latent channels, four bits compare neighbouring
+    quadrants of this frame: 1 if the first quadrant has the larger mean.
+
+    The other 64 bits make the same comparisons for the change from the first half of the video to the second, so that two
+    takes of one scene differ. For a sample of one latent frame, they are a checksum of the latents, so that two images with
+    the same composition are not duplicates.
 
     Args:
         latents: [C, f, h, w] (latent channels, frames, rows, columns).
@@ -167,7 +169,8 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    A sample of `--clip-mode middle` can be anywhere in the time range of its key, so the whole range is returned.
+    If the key has a time range with an end, and no window number, the whole time range is returned: a sample of
+    `--clip-mode middle` can be anywhere in this range.
 
     Args:
         key: key of the sample.

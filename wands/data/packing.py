@@ -51,8 +51,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) of the original plan, for a plan from which samples may have been
-            removed. None if `steps` contains all samples of the original plan.
+        planned_totals: (number of samples, number of tokens) when the epoch was planned, if samples may have been removed from
+            `steps` since then. None if no sample was removed.
     """
 
     steps: tuple[Step, ...]
@@ -115,10 +115,11 @@ def plan_epoch(
     """Pack every sample into a bin (one forward pass), balance the costs of the bins, and group the bins into steps.
 
     Bins with equally many tokens can take very different times, because the cost of attention grows with the square of
-    each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` puts bins of
-    similar cost into one step. If the number of bins is not a multiple of `bins_per_step`, the bins that are left over form
-    the last step. They are split until every rank has a bin, or no bin can be split. Empty bins, written as `()`, fill the
-    remaining places of the last step.
+    each sample's length. `pack_bins` balances the costs of the bins as far as possible. `group_into_steps` lets the
+    ranks process bins of similar cost at the same time.
+
+    If the number of bins is not a multiple of `bins_per_step`, the bins that are left over form the last step. They are split
+    until the step has `bins_per_step` bins, or no bin can be split. Empty bins, written as `()`, fill the remaining places.
 
     The gradient over an epoch is unbiased: every sample is in one step, with the same weight (`StepPlan.denominators`).
 
@@ -308,9 +309,9 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed batches) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    The samples of the last step are spread over all ranks. A sample cannot be split, so all ranks would wait for a very
-    expensive sample. A sample is expensive if it costs more than the expected mean cost of a bin in the last step. Bins
-    without expensive samples are chosen. If there are too few, the bins whose most expensive sample costs least are added.
+    The samples of the chosen bins will be spread over all ranks. A sample cannot be split, so all ranks would wait for an
+    expensive sample: one that costs more than the expected mean cost of a bin in the last step. Bins without expensive
+    samples are chosen first, and then the bins whose most expensive sample costs least.
 
     Returns:
         The chosen bins, and the bins of all full steps.
@@ -418,10 +419,10 @@ def _choose_cuts(
 ) -> list[tuple[int, int]]:
     """Divide the bins, sorted by cost, into ranges. `group_into_steps` forms each group from the bins of one range.
 
-    Every bin is assumed to wait for the most expensive bin of its range. The efficiency of a division is the mean cost of
-    the bins divided by the mean cost of the bins for which they wait. Among the divisions with an efficiency of at least
-    `LEVEL`, choose the division whose ranges have sample lengths most similar to the lengths in the whole data. If no
-    division reaches `LEVEL`, choose the division with the smallest ranges.
+    Large ranges contain samples of many lengths, but small ranges let the ranks wait less. To compare divisions, the time of
+    a bin is assumed to be the cost of the most expensive bin of its range. A division is allowed if the sum of all costs is
+    at least `LEVEL` times the sum of all times. Among the allowed divisions, choose the division whose ranges have sample
+    lengths most similar to the lengths in the whole data. If none is allowed, choose the smallest ranges.
 
     Args:
         bins: bins of all full steps, the most expensive bin first.

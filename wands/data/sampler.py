@@ -136,8 +136,8 @@ class StepPlan:
         step: global step, from 0.
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
-        bins: sample indices of every bin (one forward pass of one rank), without excluded samples. A bin without samples
-            is `()`: a bin whose samples are all excluded, or a bin of the epoch's last step.
+        bins: sample indices of every bin (one forward pass of one rank), without excluded samples. A bin is
+            `()` if all its samples are excluded, or if the epoch's last step has too few samples for all its bins.
         num_samples: number of samples in `bins`.
         num_tokens: number of tokens in `bins`.
         repeat_index_of: int64 [rows]. For each row of the whole data (one use of a sample), the number of earlier rows with
@@ -207,12 +207,12 @@ class PlanSampler:
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
         excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded, so
             that the other samples stay in their steps, and the divisor of the loss does not change.
-        start: (epoch, global step) at which the plan of this data starts. Later than (0, 0) if the data changed during
-            the run.
-        given: maps an epoch to a plan that replaces the computed plan. There are two kinds of such plans. The first kind is
-            from the file `packing.plan`, and has as many steps as the computed plan. The second kind is from the checkpoint:
-            if the data changed during the run, the epoch of the checkpoint is finished with its old plan, which uses the row
-            numbers of the changed data and leaves out removed samples.
+        start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the
+            data or the packing changed during the run.
+        given: maps an epoch to a plan that replaces the computed plan. A plan from the file `packing.plan` has as many steps
+            as the computed plan. If the data or the packing changed during the run, there is also the old plan of the epoch
+            in which the checkpoint was saved. The run finishes this epoch with the old plan. It contains row numbers of the
+            current data, and leaves out removed samples.
         steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.

@@ -83,7 +83,7 @@ def array_names(conditions: Collection[str]) -> tuple[str, ...]:
     """Return the names of the arrays that every sample of a cache has, in the order of `ARRAYS`.
 
     Args:
-        conditions: additional inputs of the model for which the cache is made, see `Variant.conditions`.
+        conditions: conditions of the model variant for which the cache is made, such as "image" (`Variant.conditions`).
     """
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 

@@ -104,14 +104,16 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
 
 
 def stored_names(group: h5py.Group) -> list[str]:
-    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`. "latents" and
-    "text_embeds" are always included, because every sample must have these two arrays.
+    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`.
+
+    The result contains "latents" and "text_embeds" even if the group lacks them. Reading such a damaged sample then fails.
     """
     return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
 
 
 def read_offsets(group: h5py.Group) -> tuple[int, ...]:
-    """Return the position in bytes at which each array of a sample starts in the shard; 0 for an empty array.
+    """Return the position in bytes at which each array of a sample starts in the shard; 0 for an empty array. The arrays
+    have the order of `stored_names`.
 
     Raises:
         OSError: if an array is not contiguous.
@@ -202,8 +204,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         row: number of the sample in the shard.
 
     Returns:
-        A pair (arrays, metadata). `arrays` maps the name of each array to a uint16 array. The array "text_embeds" is left
-        out.
+        A pair (arrays, metadata). `arrays` maps the name of each array, except "text_embeds", to its bf16 bits (uint16).
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -219,11 +220,12 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
-    """Context manager. If a damaged file of a cache causes an error inside the `with` block, raise a CacheError instead.
+    """Context manager for reading a file of a cache. An error inside the `with` block that a damaged file can cause becomes
+    a CacheError.
 
     Args:
         path: the file, which the message names.
-        fix: end of the message. The default is for a damaged shard.
+        fix: end of the message, which says how to repair the cache. The default is for a damaged shard.
     """
     try:
         yield
@@ -250,9 +252,9 @@ class CacheIndex:
         crc32: uint32 [N], checksum of all arrays of the sample.
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, arrays of a sample], byte position in the shard at which each array starts. A reader can therefore
-            read arrays without HDF5. There is one column for each array. The column for the mask of the loss exists only
-            if any sample of the cache has a mask, and contains 0 for samples without a mask.
+        offsets: int64 [N, arrays of a sample], byte position in the shard at which each array starts, so that a reader can
+            read arrays without HDF5. The column for token weights exists only if a sample of the cache has a loss mask. It
+            contains 0 for samples without a mask.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
             samples that an earlier version of wands wrote.

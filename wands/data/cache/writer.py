@@ -164,9 +164,10 @@ class ShardWriter:
     def add_log(self, path: Path) -> None:
         """Copy samples from a write-ahead log to shards, and finish the last shard. Samples in finished shards are skipped.
 
-        A record of the log contains one video with one or several captions. The record starts with the latents and the
-        other arrays of the video, whose names are in `meta["arrays"]`. The text embeddings of each sample follow.
-        `meta["samples"]` contains (key, metadata) of each sample.
+        A record of the log contains one video with one or several captions. Each caption makes one sample. The first arrays
+        of the record belong to the video: the latents and, for some samples, further arrays. `meta["arrays"]` is the list
+        of their names. The other arrays are the text embeddings of the samples. `meta["samples"]` is a list with the pair
+        (key, metadata) of each sample.
 
         Args:
             path: file of the log.

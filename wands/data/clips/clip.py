@@ -219,15 +219,12 @@ def split_suffix(suffix: str) -> tuple[str, str]:
 
 
 def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Raise DataError if a sample has only one frame, but the model generates the frames after a given first frame.
+    """Raise DataError if a sample has only one frame, but the model is an image-to-video model, which needs further frames.
 
     Args:
-        path: path of the clip.
+        path: path of the clip, for the message.
         num_frames: number of frames of the sample.
-        conditions: conditions of the model variant, such as "text" and "image".
-
-    Raises:
-        DataError: if the sample has one frame and the model is an image-to-video model.
+        conditions: conditions of the model variant, such as "text" and "image". An image-to-video model has "image".
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(

@@ -129,7 +129,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
 
     Args:
         dataset: name of the dataset, owner/name.
-        written: the row's text for the video, which is a path in the repository or an hf:// address.
+        written: text in the video column of the row: a path in the repository, or an hf:// address.
 
     Returns:
         (path in the repository, local file).

@@ -64,8 +64,8 @@ class Listing:
         clips: paths of the listed clips that exist.
         other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
             files are not clips of the listing, and are not reported as missing from the listing.
-        is_complete: whether every clip of the folder is known to be listed or rejected. The folder is then not searched for
-            clips that the listing does not name.
+        is_complete: whether all clips in the folder of `file` have already been listed or rejected. If not, the folder is
+            searched for clips that the listing does not name.
     """
 
     file: Path

@@ -156,7 +156,8 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     Args:
         file: name of the image.
         siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files.
+        extensions: extensions of caption files. A video with an upper-case extension counts only if the caption file in
+            `siblings` has an upper-case extension, too.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -291,9 +292,9 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
     """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
 
-    Accents can be stored as composed or as decomposed characters. If captions.json contains only the other form of the
-    clip's name, this form is returned, unless a file in the folder has exactly this form as its name. The captions then
-    belong to that file.
+    A name with accents can be written with composed or with decomposed characters. If captions.json contains only the other
+    spelling of the clip's name, that spelling is returned. But if a file in the folder has exactly that spelling, the
+    captions belong to that file, and the result is None.
 
     Args:
         name: name of the clip.
@@ -323,8 +324,8 @@ def scan_tar(
         source: source of the clips, with the names of the columns that a .json member may use.
         captions: maps names of clips in the archive, with extension, to captions. These captions replace captions in the
             archive.
-        used: set to which the function adds each name of `captions` that it finds in the archive, so that the caller knows
-            the other names.
+        used: set to which the function adds each name of `captions` that it finds in the archive. The caller can then report
+            the names that no archive contains.
     """
     place = archive.relative_to(folder).as_posix()
     base = next(place[: -len(end)] for end in TAR_EXTENSIONS if place.lower().endswith(end))

@@ -77,7 +77,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of all sections. If clips in several folders have the same name, the folder becomes part of the name.
+    """Yield the clips of all sections. If clips in several folders have the same name, their names get the folder in front.
 
     Args:
         source: the configuration.
@@ -134,10 +134,10 @@ def _read_section(
 
     Returns:
         (source of the section's clips, extensions of files to ignore, text to put before each caption, mask files). A mask
-        belongs to the clip with the same name.
+        belongs to the clip with the same name, apart from the extension.
 
     Raises:
-        DataError: if the section does not name an existing source, or a setting that must be a text is not a text.
+        DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
     """
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]} is not text; write text in quotes")

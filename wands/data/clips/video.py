@@ -98,7 +98,7 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
 
 
 class _Cropper:
-    """Callable that returns a rectangle of a decoded image, without a copy of its pixels.
+    """Callable that cuts a rectangle out of a decoded image.
 
     In a format such as yuv420p, in which 2 x 2 pixels share a colour, the position and the size of the rectangle are rounded
     down to even numbers.
@@ -173,11 +173,13 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield, for each time in `times`, the brightness of a mask in each token.
+    """Yield the brightness of a mask in each video token, frame by frame. Item i belongs to the i-th time in `times`.
 
-    A clip has one sample for each frame size. Each yielded dictionary maps the suffix of a sample's key to a float array
-    [token rows, token columns]: the mean brightness of the mask in each token, from 0 (black) to 1 (white). If the mask ends
-    before the clip, its last frame is used for the rest of the clip. The iterator never ends, so the caller must stop it.
+    The iterator does not end: after the last time, or after the end of the mask, it repeats the last item. The caller takes
+    one item for each frame of the clip.
+
+    Each item is a dictionary. It maps the suffix of a sample's key, one for each frame size, to a float array [token rows,
+    token columns]: the mean brightness of the mask in each token, from 0 (black) to 1 (white).
 
     Args:
         mask: image or video. An image is the mask of every frame.
@@ -186,6 +188,9 @@ def _read_mask(
         sizes: maps the suffix of each sample's key to its frame size.
         side: width and height of a token in pixels.
         times: times in seconds of the clip's frames that are used.
+
+    Raises:
+        DataError: if the mask cannot be decoded, or its aspect ratio or duration differs from the clip's.
     """
     with open_video(mask) as reader:
         info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
@@ -242,7 +247,7 @@ def _render_window(
     """Take at most `length` frames, and render each frame at each size.
 
     Args:
-        frames: chosen frames of the clip. Consecutive frames may be equal.
+        frames: chosen frames of the clip. The same frame may occur several times in a row.
         renders: maps the suffix of each sample's key to the renderer of its size.
         length: number of frames of the window.
 
@@ -288,9 +293,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. In two cases, the error is raised only after all
-            usable `DecodedClip`s: if the mask is black in a window, or if frames that are scaled to some of the limits
-            `spec.max_pixels` and `spec.more_pixels`, but not to all, would be too small.
+            is too short or too small, or the mask does not fit the clip. Two errors are raised only after all usable
+            `DecodedClip`s: the mask is black in a window, or the frames are too small at one of several limits
+            (`spec.max_pixels` and `spec.more_pixels`) and large enough at another.
     """
     with open_video(path) as reader:
         duration = reader.info.duration

@@ -166,8 +166,8 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream, which `open_video` yields. A corrupt frame does not raise an error. The frame is yielded, and
-    its `VideoFrame.damaged` is true.
+    """An open video stream, which `open_video` yields. A corrupt frame is no error: `frames` yields it with a true
+    `VideoFrame.damaged`.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
@@ -241,8 +241,8 @@ class VideoReader:
     def tolerance(self, duration: float) -> float:
         """Return the allowed difference between the duration in a header and the real duration, in seconds.
 
-        The difference is 2 % of the duration, but at least the duration of two frames. A file with a larger difference
-        counts as truncated.
+        The difference is 2 % of the duration, but at least the duration of two frames. A video that is shorter than its
+        header says by more than this counts as truncated.
         """
         return max(0.02 * duration, 2 / self._rate)
 
