@@ -200,7 +200,7 @@ class SamplingDefaults:
         guidance_scale: scale of classifier-free guidance. In a model with two experts, scale of the high-noise expert.
         guidance_scale_2: guidance scale of the low-noise expert; None uses `guidance_scale`.
         flow_shift: shift of the noise schedule.
-        scheduler_shift: shift of the scheduler in the published diffusers pipeline.
+        scheduler_shift: shift in the scheduler's config in the published diffusers pipeline. It can differ from `flow_shift`.
         negative_prompt: text from which classifier-free guidance steers away.
     """
 

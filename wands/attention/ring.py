@@ -141,7 +141,7 @@ def ring_backward(
     Each rank owns one key block: its keys and values. The blocks move around the ring, one rank per step. In each step, a rank
     computes the part of the block's gradient that comes from its own queries. The sum of these parts travels with the block:
     the rank after the owner starts the sum, and each later rank adds its part. When the sum returns to the owner, the owner
-    adds the part that it computed in step 0.
+    adds its own part, which it computed in the first step.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:

@@ -32,9 +32,9 @@ class NoisyBatch:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
         target: fp32 [L, P], the velocity noise - x0.
         sigmas: fp32 [S], noise level of each sample.
-        timesteps: fp32 [M] for M timesteps, 1000 * sigma for each sample. A sample with conditioning tokens has two
-            timesteps: 0 for its conditioning tokens, then 1000 * sigma. The dtype must not be bf16, which would round
-            997 to 996.
+        timesteps: fp32 [M] for M timesteps. A sample without conditioning tokens has one timestep, 1000 * sigma. A sample
+            with conditioning tokens has two timesteps: 0 for its conditioning tokens, then 1000 * sigma for its other tokens.
+            Do not cast to bf16, which would round 997 to 996.
         trained: slice or int64 indices of the tokens in the loss: all tokens except conditioning tokens and padding at the
             end.
     """

@@ -207,7 +207,8 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
     """Return what the backward pass needs of `update`; None if there is no update.
 
-    The gate's gradient needs the values of `update`. Without this gradient, an empty tensor with the dtype is enough.
+    The gate's gradient needs the values of `update`. Without this gradient, an empty tensor with
+    the dtype of `update` is enough.
     """
     return update if needs_gate or update is None else update.new_empty(0)
 

@@ -235,7 +235,7 @@ class OffloadedTensor:
 
 
 def _copy(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> None:
-    """Copy a tensor to pages of host memory (`to_host`), or back. Only the last page may be filled in part."""
+    """Copy a tensor to pages of host memory if `to_host` is True; otherwise fill the tensor from the pages."""
     parts = tensor.view(-1).view(torch.uint8).split(len(pages[0])) if pages else ()
     for part, page in zip(parts, pages, strict=True):
         target, source = (page[: len(part)], part) if to_host else (part, page[: len(part)])

@@ -261,8 +261,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
         model: the DiT.
 
     Returns:
-        A function that reads a parameter as an fp32 tensor, because a later merge in bf16 would lose a small update. Its
-        arguments are the diffusers parameter name and the shape, which is ignored.
+        A function that maps (diffusers parameter name, shape) to the parameter's value. It ignores the shape. The value
+        is in fp32, because a later merge in bf16 would lose a small update.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

@@ -291,8 +291,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
         where: name of the file for error messages.
 
     Returns:
-        A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2"; diffusers uses the same module
-        names. `_KINDS` lists the kinds, such as "A" for lora_A.
+        A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2". The module
+        name is the diffusers name. `_KINDS` lists the kinds, such as "A" for lora_A.
 
     Raises:
         CheckpointError: if `parse_lora` cannot use a key, or a module lacks one of its two matrices.
