@@ -37,11 +37,12 @@ from tests.support.steps import (
 from tests.support.world import WorldPool
 from wands.attention import ring
 from wands.data.collate import PackedBatch, RankSlice
+from wands.distributed import dims
 from wands.distributed.dims import ParallelDims
 from wands.distributed.layout import ContextLayout
 from wands.flow import noise as noise_module
 from wands.flow.rng import SampleKey, rng
-from wands.train import batches, step
+from wands.train import step
 
 # Of every parameter, on the scale of `steps.errors`, in float32 and in float64 (whose blocks round to float32 inside).
 TOLERANCE = 1e-5
@@ -293,8 +294,8 @@ get_backend = ring.get_backend
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "loss counted on every rank": lambda: mock.patch.object(step, "loss_weights", scaled_loss),
     "noise drawn per shard": lambda: mock.patch.object(noise_module, "draw_noise", noise_of_a_shard),
-    "ring rows swapped": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(2)),
-    "order of a row lost": lambda: mock.patch.object(batches, "ContextLayout", in_place_of(1)),
+    "ring rows swapped": lambda: mock.patch.object(dims, "ContextLayout", in_place_of(2)),
+    "order of a row lost": lambda: mock.patch.object(dims, "ContextLayout", in_place_of(1)),
     "positions begin anew": lambda: mock.patch.object(PackedBatch, "rank_slice", shard_with_positions_anew),
     "log-sum-exp of one block": lambda: mock.patch.object(ring, "get_backend", kernel_with_local_lse),
 }
