@@ -189,8 +189,8 @@ class AttentionConfig(StrictModel):
     compute correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn`
     are part of PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of
     1,024 tokens or more, and the kernel `torch` for shorter clips. `auto` replaces the limit of 1,024 tokens by a
-    measured limit. With ring attention, the tokens of a clip in one ring row count. A kernel that you choose by name
-    must pass the same test. On a CPU, `auto` uses `cpu`."""
+    measured limit. With ring attention, the limit applies to the tokens of a clip that one Ulysses group has. A kernel
+    that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
 
 
 class ParallelConfig(StrictModel):

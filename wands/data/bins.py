@@ -153,12 +153,12 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
     fewest bins.
 
+    `fill_exactly` fills one bin after another, each to the largest number of tokens that the remaining samples allow. A
+    candidate is a sample with which the bin can still reach this number.
+
     1. Best-fit decreasing (`best_fit`). It suits data whose short clips fill the gaps that long clips leave.
     2. `fill_exactly`, where the next sample is the longest candidate. It suits data where a few clips fill a bin.
     3. `fill_exactly`, where the next sample is a random candidate.
-
-    `fill_exactly` fills one bin after another: it computes the largest number of tokens to which the remaining samples can
-    fill the bin. A candidate is a sample with which the bin can still reach this number.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.

@@ -141,7 +141,7 @@ def add_norm_backward(
 
 
 def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
-    """Return hidden + update * gate[ids], where `ids` is the timestep of each token."""
+    """Return hidden + update * gate[ids]. `gate` has one row for each timestep, and `ids` is the row number of each token."""
     return hidden + update * gate[ids]
 
 
