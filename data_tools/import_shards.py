@@ -36,8 +36,8 @@ from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed variation of the standard deviation of normalised latents, in log units. `check_latents` uses both numbers to
-decide whether latents are normalised.
+"""Assumed variation of the standard deviation of normalized latents, in log units. `check_latents` uses both numbers to
+decide whether latents are normalized.
 
 `CONTRAST` is the variation from clip to clip. `JITTER` is the variation between the channels of one clip.
 """
@@ -67,7 +67,7 @@ def import_shards(
         source: a shard, or a folder with shards at any depth.
         out: cache folder.
         model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name
-            their encoders, so only the channels, the size, the normalisation and the text width are checked.
+            their encoders, so only the channels, the size, the normalization and the text width are checked.
         fps: frames per second of the clips, which shards do not contain. None means the variant's frame rate.
         device: device of the text encoder.
 
@@ -211,10 +211,10 @@ def check_text_embeds(text: Tensor, variant: Variant) -> None:
 
 
 def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
-    """Check that latents have a shape that a variant can train on, are finite, and are normalised.
+    """Check that latents have a shape that a variant can train on, are finite, and are normalized.
 
-    The standard deviation of each channel is near 1 for normalised latents, and near the VAE's `std` for latents that are
-    not normalised. The contrast of a clip multiplies all standard deviations by one common factor. The ratios
+    The standard deviation of each channel is near 1 for normalized latents, and near the VAE's `std` for latents that are
+    not normalized. The contrast of a clip multiplies all standard deviations by one common factor. The ratios
     between the channels' standard deviations therefore have more influence on the check than their absolute values.
 
     Args:
@@ -224,7 +224,7 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
     Raises:
         DataError: if the shape does not fit, a number is not finite, a channel is constant, or the latents seem not
-            normalised.
+            normalized.
     """
     channels, patch = variant.dit.out_channels, variant.dit.patch_size
     if latents.ndim != 4 or latents.shape[0] != channels or 0 in latents.shape:
@@ -242,17 +242,17 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     spread = latents.float().flatten(1).std(dim=1, correction=0)
     if (spread == 0).any():
         raise DataError("latents are constant in a channel; encode the clip again")
-    raw, normalised = _unlikelihood(spread / std), _unlikelihood(spread)
-    if raw < normalised:
+    raw, normalized = _unlikelihood(spread / std), _unlikelihood(spread)
+    if raw < normalized:
         raise DataError(
-            "latents are not normalised: the channels have standard deviations from "
+            "latents are not normalized: the channels have standard deviations from "
             f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE (NVIDIA DFM writes such latents for "
             "clips of low contrast); encode the clip with wands preprocess"
         )
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return the negative log-likelihood of the channels' standard deviations, assuming normalised latents.
+    """Return the negative log-likelihood of the channels' standard deviations, assuming normalized latents.
 
     The standard deviation of a channel is assumed to be the product of a factor of the clip and a factor of the
     channel. The logarithms of the two factors have mean 0 and the standard deviations `CONTRAST` and `JITTER`.

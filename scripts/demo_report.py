@@ -22,7 +22,7 @@ DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 500, 4  # number of steps that overfit these few clips
 HEAVY_STEPS = 450  # two experts, which are both updated in every step, and the wider DiT of 48 channels
 MOST_STEPS = 2.0  # factor of steps for more clips, so that the demo stays short
-ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colours and layout, not details
+ENOUGH_PASSES = 400  # with fewer passes over the clips, samples show colors and layout, not details
 SECONDS_PER_STEP = 0.31  # two busy CPU cores
 OTHER_SECONDS = 130  # pipeline, cache, export, sampling
 # Largest frame, by the VAE's stride: at most 48 or 40 tokens of a latent frame.
@@ -273,7 +273,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
 
     metrics = read_rows(out / "run" / "metrics.jsonl")
     passes = round(len(metrics) * _plan(out / "cache")[0])
-    short = f"{passes} passes over the clips: expect colours and layout, not details. "
+    short = f"{passes} passes over the clips: expect colors and layout, not details. "
     note = short if passes < ENOUGH_PASSES else ""
     rows = []
     for i, sample in enumerate(samples):

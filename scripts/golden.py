@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
-"""Arrays of a cache's index that later commits added, for near-duplicates and the licences of clips."""
+"""Arrays of a cache's index that later commits added, for near-duplicates and the licenses of clips."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {

@@ -40,8 +40,7 @@ if ((${SLURM_RESTART_COUNT:-0})) && [[ " $* " != *" --resume"* ]]; then
   arguments+=(--resume) # last, because what follows it could be its value
 fi
 
-# A file instead of the signal: torchrun and srun kill their processes seconds after a signal, and a large checkpoint takes
-# minutes.
+# A file instead of the signal: srun kills its processes seconds after a signal, and a large checkpoint takes minutes.
 asked=0
 trap 'asked=$((asked + 1)); mkdir -p "$run_dir" && touch "$run_dir/save_quit" || true' TERM
 

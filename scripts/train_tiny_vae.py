@@ -176,10 +176,10 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
     kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
     error = decoded - pixels
     mse = error.square().mean()
-    # Errors of edges: an error that differs between neighbouring pixels is more visible than a constant error.
+    # Errors of edges: an error that differs between neighboring pixels is more visible than a constant error.
     edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
-    colour = (error - error.mean(dim=1, keepdim=True)).square().mean()
-    return 4 * mse + 0.25 * error.abs().mean() + 0.1 * edges + 4 * colour + KL_WEIGHT * kl, mse.detach()
+    color = (error - error.mean(dim=1, keepdim=True)).square().mean()
+    return 4 * mse + 0.25 * error.abs().mean() + 0.1 * edges + 4 * color + KL_WEIGHT * kl, mse.detach()
 
 
 # ------------------------------------------------------------------------------------------- measuring

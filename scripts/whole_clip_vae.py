@@ -102,7 +102,7 @@ def silence_branches(vae: AutoencoderKLWan) -> None:
 
 
 def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> None:
-    """Initialise a downsampling: principal components of 2x2 pixels; means of two frames, and a quarter of the differences."""
+    """Initialize a downsampling: principal components of 2x2 pixels; means of two frames, and a quarter of the differences."""
     conv = module.resample[1]
     channels = conv.weight.shape[0]
     patches = [nn.functional.unfold(x[0].transpose(0, 1)[::3], 2, stride=2) for x in features]
@@ -162,7 +162,7 @@ def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> No
         conv.weight.copy_(torch.eye(conv.weight.shape[0])[:, :, None, None, None])
 
 
-def neighbourhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
+def neighborhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
     """Return the inputs of each output of a causal, zero-padded convolution: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
     t, h, w = (k // 2 for k in kernel)
     x = nn.functional.pad(x, (w, w, h, h, 2 * t, 0))[0]
@@ -189,7 +189,7 @@ def fit(
     rows, wanted = [], []
     for x, y in zip(inputs, targets, strict=True):
         pick = torch.randperm(x[0, 0].numel())[:20_000]
-        seen = neighbourhoods(x, kernel)[torch.unravel_index(pick, x.shape[2:])].flatten(1)
+        seen = neighborhoods(x, kernel)[torch.unravel_index(pick, x.shape[2:])].flatten(1)
         rows.append(torch.cat([seen, torch.ones(len(pick), 1)], dim=1))
         wanted.append(y[0].flatten(1).T[pick])
     a, b = torch.cat(rows).double(), torch.cat(wanted).double()
@@ -233,7 +233,7 @@ def start_upsample(
 def start_encoder(
     vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]
 ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-    """Initialise the encoder by a principal component analysis, one downsampling after the other.
+    """Initialize the encoder by a principal component analysis, one downsampling after the other.
 
     Returns:
         For every downsampling, the features [1, C, T, H, W] of each clip before and after its time convolution.
@@ -278,7 +278,7 @@ def start_decoder(
     spatial: list[list[torch.Tensor]],
     temporal: list[list[torch.Tensor]],
 ) -> None:
-    """Initialise the decoder by least squares: each layer is fitted to the features of the encoder at the same level."""
+    """Initialize the decoder by least squares: each layer is fitted to the features of the encoder at the same level."""
     decoder = vae.decoder
     latents = [vae.quant_conv(vae.encoder(clip))[:, : vae.config.z_dim] for clip in clips]
     deep = leading_first(temporal[2][0].shape[1], len(decoder.conv_in.weight))

@@ -184,11 +184,11 @@ def _exit_with_error(error: WandsError) -> None:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """Exit this process with an exit code. If the code is 0 and the run is not distributed, return.
+    """End this process with an exit code. If the code is 0 and there is no process group with other ranks, return instead.
 
-    A process with a process group exits at once. It does not shut down the Python interpreter, because threads of the
-    communication library gloo can abort the process during the shutdown. It does not destroy the process group, because that
-    would wait for other ranks, which may be in a collective after an error.
+    A process with a process group ends without a shutdown of the Python interpreter, because threads of the communication
+    library gloo can abort the process during the shutdown. The process group is not destroyed: that would wait for the other
+    ranks, and after an error they may be stuck in a collective.
     """
     if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
         logging.shutdown()

@@ -37,21 +37,22 @@ _RECORD_BYTES = 384  # records of one size are replaced by one write, so that no
 
 
 class WriterLock(AbstractContextManager["WriterLock"]):
-    """Lock that lets one process write to a folder, used in a `with` statement. It is held from the constructor to `release`.
+    """Lock that lets one process at a time write to a folder. The lock is held from the constructor to `release`.
+
+    The end of a `with` statement also calls `release`.
 
     Attributes:
         path: the lock file. It exists while a process holds the lock, and remains if this process is killed.
-        has_leftovers: whether an earlier process was killed while it held the lock, so that its temporary files may be
-            deleted.
-        is_kept: whether `release` leaves the lock file in place. The next process that takes the lock then has
-            `has_leftovers`, as after a kill.
+        has_leftovers: whether an earlier process left the lock file in place, because the process was killed or `is_kept`
+            was True. The temporary files of the earlier process may then be deleted.
+        is_kept: whether `release` leaves the lock file in place, so that the next lock has `has_leftovers` = True.
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:
         """Take the lock.
 
-        The process that holds a lock rewrites the lock file every 10 s. If a process on another machine holds the lock and
-        may have died, wait 60 s. If that process has not rewritten the lock file by then, take the lock.
+        The process that holds a lock rewrites the lock file every 10 s. If the lock file is from a process on another
+        machine, that process may have died. So wait 60 s, and take the lock if the lock file has not changed by then.
 
         Args:
             path: the lock file. Its folder is created if it does not exist.

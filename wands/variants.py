@@ -1,6 +1,6 @@
 """Table of the Wan variants, and computations on the shape of a DiT (diffusion transformer).
 
-A variant is recognised from the config of a model, never from the name of a folder.
+A variant is recognized from the config of a model, never from the name of a folder.
 Sources: the official Wan 2.1 and 2.2 configs (`wan/configs/*.py`), their `generate.py` and README, and the converted
 configs of diffusers.
 """
@@ -223,7 +223,7 @@ class Variant:
 
     - "text": the caption. Every model has this condition.
     - "image": the first frame, as additional input channels: 4 mask channels, and the latents of a video in which all other
-      frames are grey.
+      frames are gray.
     - "last_image": the last frame, in the same channels as "image".
     - "clip": CLIP's hidden states of the first frame, and for FLF2V also of the last frame, for the cross-attention.
     - "first_frame": the clean first latent frame, whose tokens have timestep 0. This condition is optional per sample.
@@ -329,7 +329,7 @@ def sampling_table() -> str:
 
 
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
-    """Return the variant of a model, recognised from its configs.
+    """Return the variant of a model, recognized from its configs.
 
     A model may have the input channels and conditions of a published family, but an unpublished shape, such as a small model
     for tests. For such a model, return a new variant with this shape. The name of the new variant is the name of the family
@@ -339,7 +339,7 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
             expert.
         index: `model_index.json` of the pipeline; None for a DiT without a pipeline. The index distinguishes Wan 2.2
-            T2V from Wan 2.1 T2V, whose DiTs have the same shape. The index can also set a different `boundary_ratio`.
+            T2V from Wan 2.1 T2V, whose DiTs have the same shape. A `boundary_ratio` in the index replaces that of the variant.
 
     Raises:
         ValueError: if the config lacks a key or matches no supported family of variants.

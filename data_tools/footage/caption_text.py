@@ -1,4 +1,4 @@
-"""Clean the answers of caption models, and recognise answers that are not captions."""
+"""Clean the answers of caption models, and recognize answers that are not captions."""
 
 from __future__ import annotations
 

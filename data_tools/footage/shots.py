@@ -61,7 +61,7 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
         from scenedetect import AdaptiveDetector, FrameTimecode
     except ImportError:
         raise ConfigError("wands split needs PySceneDetect; run pip install 'wands[footage]'") from None
-    # The default, 15, misses cuts of black-and-white films, in which only one of three colour components changes.
+    # The default, 15, misses cuts of black-and-white films, in which only one of three color components changes.
     detector = AdaptiveDetector(min_scene_len=1, min_content_val=8.0)
     cuts: set[int] = set()
     times: list[float] = []

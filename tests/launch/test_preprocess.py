@@ -176,7 +176,7 @@ def test_a_gpu_encodes_what_a_cpu_does(made_of_one: Made, tiny_pipeline: Path, t
     preprocess(str(made_of_one.source), tmp_path / "cache", tiny_pipeline, **options)
     sample, right = (LatentCache(path).read(0) for path in (tmp_path / "cache", made_of_one.cache))
     for found, expected in ((sample.latents, right.latents), (sample.text_embeds, right.text_embeds)):
-        # stored in bf16, where neighbours are 2 ** -8 apart; cuDNN convolves in TF32
+        # stored in bf16, where neighbors are 2 ** -8 apart; cuDNN convolves in TF32
         torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
 
 
@@ -347,9 +347,9 @@ def test_pictures_alike_at_both_ends_are_two(tiny_pipeline: Path, tmp_path: Path
     """Without compression a file's ends are its border: equal latents must not be taken from the other."""
     folder = tmp_path / "pictures"
     folder.mkdir()
-    for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+    for name, color in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
         picture = np.full((256, 384, 3), 255, np.uint8)
-        picture[96:160, 96:288] = colour
+        picture[96:160, 96:288] = color
         Image.fromarray(picture).save(folder / f"{name}.bmp")
         (folder / f"{name}.txt").write_text("a square")
         preprocess(str(folder), tmp_path / "cache", tiny_pipeline, **SMALL)

@@ -106,7 +106,7 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "one frame.mp4": (clip(frames[:1]), SAMPLE),
         "one picture.gif": (clip(frames[:1], codec="gif", options={}), SAMPLE),
         "ten bit.mp4": (clip(pix_fmt="yuv420p10le"), SAMPLE),
-        "sixteen bit grey.mkv": (clip(codec="ffv1", options={}, pix_fmt="gray16le"), SAMPLE),
+        "sixteen bit gray.mkv": (clip(codec="ffv1", options={}, pix_fmt="gray16le"), SAMPLE),
         "alpha.mov": (lambda path: write_layers(path, frames, "prores_ks", "yuva444p10le"), SAMPLE),
         "alpha.webm": (lambda path: write_layers(path, frames, "libvpx-vp9", "yuva420p"), SAMPLE),
         "png alpha.mov": (lambda path: write_layers(path, frames, "png", "rgba"), SAMPLE),

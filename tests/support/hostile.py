@@ -143,7 +143,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def png(width: int, height: int, bits: int = 1) -> bytes:
-    """A black grey image of any size in a few bytes."""
+    """A black gray image of any size in a few bytes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,4 +1,4 @@
-"""A run folder without training: metrics, evaluations, samples and events of a LoRA that learns and then memorises."""
+"""A run folder without training: metrics, evaluations, samples and events of a LoRA that learns and then memorizes."""
 
 from __future__ import annotations
 

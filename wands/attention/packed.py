@@ -80,14 +80,14 @@ class Segments:
 
 
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
-    """Yield the slices of q whose rows attend to no key, or the slices of k that no row of q attends to.
+    """Yield the slices of a tensor, q or k, whose rows take no part in attention.
 
-    A row is in such a slice if its segment has no rows of the other tensor, or if the row comes after the last segment.
+    A row takes no part if its segment has no rows of the other tensor (k or q), or if the row comes after the last segment.
 
     Args:
-        lens: number of rows of the tensor (q or k) in each segment.
-        partner_lens: number of rows of the other tensor (k or q) in each segment.
-        num_rows: number of rows of the tensor.
+        lens: number of rows of the tensor in each segment.
+        partner_lens: number of rows of the other tensor in each segment.
+        num_rows: number of rows of the tensor, including the rows after the last segment.
     """
     start = 0
     for length, partner in zip(lens, partner_lens, strict=True):
@@ -114,10 +114,9 @@ class PackedMeta:
         local_seq_lens: number of tokens of each sample on this rank, without the padding that can follow the last
             sample.
         text_lens: number of text tokens of each sample, without padding.
-        timestep_lens: number of tokens on this rank for each entry of `timestep_samples`. Empty if every sample has one
-            timestep.
-        timestep_samples: sample index of each timestep. In training, a sample with conditioning tokens has two
-            timesteps: 0 for these tokens, then the timestep of its other tokens. Empty if every sample has one timestep.
+        timestep_lens: number of tokens on this rank for each timestep. In training, a sample with conditioning tokens has
+            two timesteps: 0 for these tokens, then the timestep of its other tokens. Empty if every sample has one timestep.
+        timestep_samples: for each timestep, the index of the sample that has it. Empty if every sample has one timestep.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.
     """
@@ -139,7 +138,7 @@ class PackedMeta:
 
     @property
     def padded_seq_lens(self) -> tuple[int, ...]:
-        """Number of tokens of each sample on this rank, with the padding at the end as tokens of the last sample.
+        """Number of tokens of each sample on this rank. The padding at the end counts as tokens of the last sample.
 
         The sum of these numbers is the length of `segment_ids`.
         """
@@ -147,7 +146,7 @@ class PackedMeta:
 
     @property
     def padded_timestep_lens(self) -> tuple[int, ...]:
-        """Number of tokens on this rank for each timestep, with the padding at the end as tokens of the last timestep.
+        """Number of tokens on this rank for each timestep. The padding at the end counts as tokens of the last timestep.
 
         The sum of these numbers is the length of `segment_ids`.
         """

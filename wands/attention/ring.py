@@ -139,9 +139,9 @@ def ring_backward(
     arguments of `ring_forward`.
 
     Each rank owns one key block: its keys and values. The blocks move around the ring, one rank per step. In each step, a rank
-    computes the part of the block's gradient that comes from its own queries. The sum of these parts travels with the block:
-    the rank after the owner starts the sum, and each later rank adds its part. When the sum returns to the owner, the owner
-    adds its own part, which it computed in the first step.
+    computes the part of the block's gradient that comes from the rank's own queries. The sum of these parts travels with the
+    block: the first rank after the owner starts the sum, and each later rank adds its part. When the sum returns to the owner,
+    the owner adds the part that it computed in the first step.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:
@@ -234,7 +234,8 @@ def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, .
 def attention_flops(q_shape: Sequence[int], lens: Sequence[int], degree: int, rank: int) -> int:
     """Return the FLOPs of `ring_forward` on one rank of a ring.
 
-    These are the FLOPs of two matmuls over all pairs of a query on this rank and a key of the same sample on any rank.
+    These are the FLOPs of two matmuls: the scores, and the weighted sum of the values. Each query on this rank attends to all
+    keys of its sample, on all ranks of the ring.
 
     Args:
         q_shape: shape of q: (tokens, heads, head dim).

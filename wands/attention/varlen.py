@@ -155,7 +155,7 @@ def merge_pads(
 ) -> tuple[Tensor, Tensor]:
     """Merge the attention to n copies of one padding key with the attention to all other keys.
 
-    Copies have equal scores, so the scores of a row are computed once for all n copies, without an attention kernel.
+    All n copies have the same score, which is computed once for each head and row of q, without an attention kernel.
 
     Args:
         out: [T, H, D], attention output over the other keys.
@@ -251,6 +251,6 @@ def _cut_queries(
 def _piece_len(dout: Tensor) -> int | None:
     """Return the largest number of rows of q in a piece of `_cut_queries`; None if segments are not cut (on a CPU).
 
-    With pieces of 2048 rows, the whole GPU is busy if q has about 30,000 rows or more.
+    The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy.
     """
     return 2048 if dout.is_cuda else None

@@ -115,7 +115,8 @@ def describe_footage(footage: Sequence[float]) -> str:
     The part about --clip-mode slide is left out if this mode would not use more of the video.
 
     Args:
-        footage: three numbers of seconds, as `measure_footage` returns them: used, present, used with --clip-mode slide.
+        footage: three lengths in seconds, in the order of `measure_footage`: the video that is used, the whole video, and the
+            video that --clip-mode slide would use.
     """
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""

@@ -107,14 +107,13 @@ def _check_size(size: str) -> None:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of an older checkpoint can be found. Newer checkpoints need no check.
+    """Check that the base model of an older checkpoint is a folder, if the checkpoint contains a relative path.
 
-    Older checkpoints store `model.path` as the user typed it, so a relative path is valid only in the folder in which the
-    training was started.
+    Older checkpoints contain `model.path` as the user typed it. A relative path is valid only in the folder in which the
+    training was started. Newer checkpoints need no check.
 
     Raises:
-        ConfigError: if the stored path is not a folder on this machine. It may be a Hub id, but older checkpoints do not record
-            this.
+        ConfigError: if the relative path is not a folder.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(

@@ -63,7 +63,7 @@ class InferResult:
     Attributes:
         request: prompt and options of the video. Its `flow_shift` is the shift of the scheduler that sampled the video.
         video: the mp4 file.
-        latents: safetensors file with the tensor `latents`, normalised as in a training cache. The tensor is fp32
+        latents: safetensors file with the tensor `latents`, normalized as in a training cache. The tensor is fp32
             [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
         contact_sheet: PNG that shows all samples of the run.
         fps: frames per second of the mp4.
@@ -97,9 +97,9 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         One result per request, in order. Ranks other than the first return an empty list.
 
     Raises:
-        ConfigError: if the model cannot be used, an option is invalid, or an image cannot be read. Also if the ranks
-            cannot share a video, the folder is not writable, or the ranks have different options. The error is raised
-            before weights are read.
+        ConfigError: if the model cannot be used, an option is invalid, or an image cannot be read. Also if the Ulysses
+            degree or the ring degree does not fit the number of ranks, the folder is not writable, or the ranks have
+            different options. The error is raised before weights are read.
         CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
             although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
@@ -204,7 +204,7 @@ def find_source(options: InferOptions) -> PipelineSource:
         if options.ema:
             found.check_average()
         # The checkpoint of a LoRA run does not contain the base weights. They come from the pipeline, unless the run
-        # initialised them at random.
+        # initialized them at random.
         base = None if state.recipe.get("model", {}).get("init") == "random" else str(options.model)
         label = f"--checkpoint={options.checkpoint}"
         for part in state.parts:
@@ -253,7 +253,7 @@ def _out_problems(out_dir: Path) -> list[str]:
 
 
 def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
-    """Return facts about the weights for `samples.jsonl`: the model, the dtype, the replaced DiTs and the LoRAs."""
+    """Return facts about the weights for `samples.jsonl`: the model, the dtype, the LoRAs, and the DiTs from other folders."""
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)

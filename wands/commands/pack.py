@@ -20,11 +20,12 @@ def pack(options: PackOptions) -> str:
     The first line describes the whole plan. Its keys are:
 
     - format, seed, epoch, and first_step (number of the epoch's first optimizer step).
-    - sources: the data sources (see `list_sources`). split and holdout: the recipe keys `data.split` and `data.holdout`.
+    - sources: the data sources (see `list_sources`).
+    - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size` in the recipe.
     - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
-    - bins_per_step: number of bins in a step. max_tokens: most tokens in a bin. buffer_size: `packing.buffer_size`.
-    - fill: tokens of the bins divided by the token capacity of the bins. The last step may be incomplete.
-      It is left out, unless it is the only step.
+    - bins_per_step: number of bins in a step. max_tokens: most tokens in a bin.
+    - fill: tokens of the bins divided by the token capacity of the bins. An incomplete last step is left out, unless it is
+      the only step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov

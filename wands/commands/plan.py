@@ -119,7 +119,7 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     """Return a short text with the fastest training settings that fit a machine, or "–" if no settings fit its
     memory.
 
-    The base model of a LoRA is quantised to nf4 only if no settings fit with an unquantised base model.
+    The base model of a LoRA is quantized to nf4 only if no settings fit with an unquantized base model.
 
     Args:
         name: name of a published model.
@@ -198,8 +198,8 @@ def _has_data(data: DataConfig) -> bool:
 def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
     """Return the number of video tokens of each clip, int64 [number of clips].
 
-    If `options.clips` is set, or the recipe names no data, all clips are assumed to be equal. The number of clips is
-    then `options.clips` (default 1,000). Each clip has the size `options.size` and `options.frames` frames.
+    The numbers are read from the data that the recipe names. If `options.clips` is set or the recipe names no data, equal
+    clips are assumed instead: `options.clips` clips (default 1,000), each with `options.frames` frames of `options.size`.
     """
     data, dit = recipe.data, variant.dit
     if options.clips is None and _has_data(data):

@@ -54,11 +54,12 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
-    A run folder or step folder is exported to a temporary folder next to its checkpoints, and the export is uploaded.
+    If `options.directory` is a run folder or a checkpoint instead, it is first exported to a temporary folder next to the
+    checkpoints. The exported folder is then uploaded.
 
-    The model card ``README.md`` and the plot ``loss.png`` are written into the folder first. If the folder has a ``README.md``
-    that wands did not write, both files are left unchanged. A second push uploads only files that the repository lacks. The
-    visibility of an existing repository is never changed.
+    The model card ``README.md`` and the plot ``loss.png`` are written into the folder before the upload. If the folder
+    has a ``README.md`` that wands did not write, both files are left unchanged. A second push uploads only files that the
+    repository lacks. The visibility of an existing repository is never changed.
 
     Args:
         options: options of the command.
@@ -142,8 +143,8 @@ def _find_loras(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
     Files without LoRA keys in diffusers' format are ignored. The start of a key names the DiT that the LoRA changes:
-    ``transformer.`` or ``transformer_2.``. In the subfolder of the low-noise expert, a file whose keys all start with
-    ``transformer.`` is a LoRA for ``transformer_2``.
+    ``transformer.`` or ``transformer_2.``. There is one exception: in the subfolder of the low-noise expert, a file whose
+    keys all start with ``transformer.`` is a LoRA for ``transformer_2``.
     """
     for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
         for path in sorted((directory / folder).glob("*.safetensors")):
@@ -168,7 +169,7 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
 
     Args:
         directory: folder to push.
-        training: run folder or step folder of the training; None reads no checkpoint.
+        training: run folder or checkpoint folder of the training; None reads no checkpoint.
     """
     record: dict[str, Any] = {}
     if training is not None:
@@ -183,9 +184,9 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
 
 
 def _license_of(base: str, hub: Hub) -> str:
-    """Return the licence of the base model as an id of the Hub.
+    """Return the Hub's id of the base model's license, such as "apache-2.0".
 
-    If the base model states no licence or cannot be read, return the licence of the published Wan models.
+    If the base model states no license or cannot be read, return the license of the published Wan models.
 
     Args:
         base: folder or Hub id of the base model.
@@ -199,8 +200,8 @@ def _license_of(base: str, hub: Hub) -> str:
             info = hub.call("reading the base model", partial(hub.api.model_info, base, timeout=10), ())
             license_id = info.card_data.get("license") if info.card_data else None
     except (OSError, ValueError, yaml.YAMLError, WandsError) as error:
-        log.debug("the licence of %s is not known (%s)", base, error)
-    # apache-2.0 is the licence of every Wan release.
+        log.debug("the license of %s is not known (%s)", base, error)
+    # apache-2.0 is the license of every Wan release.
     return license_id if isinstance(license_id, str) else "apache-2.0"
 
 
@@ -244,8 +245,8 @@ def _list_files(directory: Path, folders: Iterable[str]) -> tuple[list[str], lis
         (paths of the files to upload, paths of the files and folders to leave out), relative to `directory`.
 
     Raises:
-        WandsError: if a link to upload leads out of the folder, or a text file contains a secret. Also if a file cannot be
-            read.
+        WandsError: if one of the files to upload contains a secret, cannot be read, or is a link that leads out of the
+            folder.
     """
     files: list[str] = []
     left_out: list[str] = []
@@ -281,7 +282,8 @@ def _check_path(path: Path, directory: Path) -> None:
         raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")
     if not any(real.is_relative_to(os.path.realpath(root)) for root in (directory, constants.HF_HUB_CACHE)):
         raise WandsError(
-            f"{path} leads to {real}. Only links inside DIRECTORY and to the Hub cache are followed; replace the link by a copy."
+            f"{path} leads to {real}. Only links to files in DIRECTORY or in the Hub cache are followed; replace the "
+            "link by a copy."
         )
     if not (real.is_dir() or real.is_file()) or not os.access(real, os.R_OK):
         raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")

@@ -44,9 +44,9 @@ def score(options: ScoreOptions) -> str:
     rows = [_compare(video, clip, encoder) for video, clip in pairs if clip]
     if not rows:
         raise ConfigError(
-            f"SAMPLES={options.samples} contains no video with a clip of --reference={options.reference}. A clip is the "
-            "reference of a video if it has the file name of the video, or if its caption is the video's prompt in "
-            "samples.jsonl; rename the files of the videos or of the clips."
+            f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. The "
+            "reference clip of a video has the same file name, or its caption is the video's prompt in samples.jsonl; "
+            "rename the files of the videos or of the clips."
         )
     if options.json_path:
         write_text(options.json_path, json.dumps([json.loads(to_line(row)) for row in rows], indent=2))
@@ -73,8 +73,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 def _prompt(video: Path) -> str | None:
     """Return the prompt of a sampled video from a file samples.jsonl; None if no such file names the video.
 
-    `wands infer` writes samples.jsonl into the folder of the video. Training writes samples.jsonl one folder higher. The path of
-    a video in samples.jsonl is relative to the folder of samples.jsonl, or to the folder above.
+    `wands infer` writes samples.jsonl next to the video, and the file contains only the video's file name. Training writes
+    samples.jsonl into the folder above the video, and the file contains the video's path relative to the run folder.
     """
     for folder in (video.parent, video.parents[1]):
         for row in read_rows(folder / "samples.jsonl"):

@@ -89,7 +89,7 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
 
 
 def _mock_overrides(name: str | None) -> tuple[str, ...]:
-    """Return the recipe overrides for `wands train --mock NAME`: random weights of a published model, and random
+    """Return the recipe overrides for `wands train --mock NAME`: a published model with random weights, and random
     clips of its official size. Return () for None.
     """
     if name is None:
@@ -122,8 +122,8 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
-    """Lock a run folder until `stack` is closed. Delete the temporary files of an earlier run, and the files with
-    which the user sent requests to the earlier run, such as the file "save".
+    """Lock a run folder until `stack` is closed. Delete two kinds of files of an earlier run: its temporary files, and
+    requests of the user, such as the file "save".
     """
     stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
     for request in (output_dir / name for name in REQUESTS):
@@ -152,7 +152,7 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
 def _show_timesteps(options: TrainOptions, log: Log) -> None:
     """Log a histogram of the sampled timesteps for each expert (DiT for a range of noise levels) that the recipe trains.
 
-    If the recipe has no `model.path`, log one histogram over all noise levels. For a published model, no model file is read.
+    If the recipe has no `model.path`, log one histogram over all noise levels.
     """
     recipe = load_recipe(options.recipe, options.overrides)
     experts = find_model(recipe)[2] if recipe.model.path else ()

@@ -1,4 +1,4 @@
-"""Base classes of the sections of a recipe, and of the classes that contain the options of a command."""
+"""Base class of the sections of a recipe, and base class of the options of a command."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class _Option(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         shown = copy.copy(self)
-        shown.opts = self.opts[:1]
+        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
         return click.Option.get_help_record(shown, ctx)
 
 
@@ -90,10 +90,11 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     if spelling.argument:
         return click.Argument([name], type=value_type, required=required, nargs=-1 if multiple else 1)
     flag = spelling.name or f"--{name.replace('_', '-')}"
-    if kind is bool:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}" if field.default else flag
-        return click.Option([flag, name], is_flag=True, default=field.default, help=help_line(field))
     names = [flag, *([spelling.alias] if spelling.alias else []), name]
+    if kind is bool:
+        if field.default:
+            names = [f"{word}/--no-{word.removeprefix('--')}" for word in names[:-1]] + [name]
+        return _Option(names, is_flag=True, default=field.default, help=help_line(field))
     more: dict[str, Any] = {"metavar": spelling.metavar, "help": help_line(field)}
     if spelling.flag_value:
         more |= {"is_flag": False, "flag_value": spelling.flag_value}

@@ -56,8 +56,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    The JSON may override an `optim` key of the recipe only if the key has its default value. It does not matter whether the
-    user wrote this value: the recipe.yaml of a run contains all defaults, so the function cannot know.
+    The JSON may override an `optim` key only if the key has its default value in the recipe. The recipe may state the default
+    value or omit the key.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
@@ -83,7 +83,7 @@ def build_ds_config(
         f"{names[0]}: zero_optimization.zero_hpz_partition_size={hpz} must divide the number of processes ({world_size}); use "
         "the number of GPUs in a node.": hpz > 1 and world_size % min(hpz, world_size),
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
-        "DeepSpeed quantises with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
+        "DeepSpeed quantizes with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
     }
     problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
@@ -204,10 +204,11 @@ def uses_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
-    """Set in `config` which implementation of Adam and AdamW is used. Keys of `config` that the user set are kept.
+    """Set in `config` whether Adam and AdamW come from torch or from DeepSpeed. Keys of `config` that the user set are kept.
 
-    On a GPU machine with optimizer states on the host, it is DeepSpeed's, because torch's is several times slower there.
-    Otherwise it is torch's, because DeepSpeed's is compiled on first use, which needs a CUDA toolkit.
+    On a GPU machine with optimizer states on the host, DeepSpeed's Adam is used, because torch's Adam is several times
+    slower there. DeepSpeed's Adam is also used if the user sets `bias_correction`, which torch's Adam lacks. In all other
+    cases, torch's Adam is used, because DeepSpeed's Adam needs a CUDA toolkit.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.

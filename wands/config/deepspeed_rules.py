@@ -193,7 +193,7 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
         "optim.name=muon multiplies whole matrices in each step, which is too slow on the host; remove "
         "zero_optimization.offload_optimizer, or use optim.name=adamw.": is_muon and offload != "none",
         f"optim.grad_clip={clip} would clip Muon's update at ZeRO-{stage}, where DeepSpeed computes the norm after "
-        "orthogonalisation; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
+        "orthogonalization; set optim.grad_clip=0 (large gradients do not make Muon's update larger), or use "
         "zero_optimization.stage=0.": is_muon and stage > 0 and clip > 0,
         "optim.name=muon needs zero_optimization.reduce_scatter=false at ZeRO-3; set "
         "reduce_scatter=false.": is_sharded_muon and zero.get("reduce_scatter"),
@@ -221,7 +221,7 @@ def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, obj
     requantizes = quantize != "none" and any(map(zero.get, QUANTIZED_KEYS))
     full = bf16 and recipe.lora is None  # the trained weights of a LoRA run are fp32
     return {
-        f"lora.quantize={quantize} stores quantised weights, which ZeRO++ would quantise again; set lora.quantize=none, or "
+        f"lora.quantize={quantize} stores quantized weights, which ZeRO++ would quantize again; set lora.quantize=none, or "
         "remove zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights.": requantizes,
         f"{narrow} weights cannot be swapped to NVMe, because DeepSpeed's buffers have a single dtype; use "
         "zero_optimization.offload_param.device=cpu, or remove "
@@ -230,12 +230,12 @@ def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, obj
         "precision.weights=fp32.": bf16 and recipe.precision.compute == "fp32",
         f"{key} has no fp32 master weights at ZeRO-0, so small updates would be lost; use zero_optimization.stage=1 or 2, or "
         "precision.weights=fp32.": full and stage == 0,
-        f"{key} needs more memory than fp32 in a full finetune at ZeRO-3, where fp32 weights need no separate masters; use "
-        "precision.weights=fp32 (precision.reduce=bf16 halves the gathered bytes), or zero_optimization.stage=1 or "
-        "2.": full and stage == 3,
+        f"{key} needs more memory than fp32 in a full finetune at ZeRO-3, where fp32 weights need no separate master "
+        "weights; use precision.weights=fp32 (precision.reduce=bf16 halves the bytes of gathered weights), or "
+        "zero_optimization.stage=1 or 2.": full and stage == 3,
         f"{key} would sum the gradients of micro batches in bf16 on the host at ZeRO-2; use zero_optimization.stage=1, "
         "remove zero_optimization.offload_optimizer, or use "
         "precision.weights=fp32.": full and stage == 2 and offload_device(zero) != "none",
-        f"{key} cannot be used with optim.name=muon, which DeepSpeed updates in a single dtype; use "
+        f"{key} cannot be used with optim.name=muon, because DeepSpeed's Muon updates all weights in a single dtype; use "
         "precision.weights=fp32 or optim.name=adamw.": full and recipe.optim.name == "muon",
     }

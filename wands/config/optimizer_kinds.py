@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
-# In bitsandbytes: number of values that share one fp32 scale, and size of the smallest tensor whose moments are quantised.
+# In bitsandbytes: number of values that share one fp32 scale, and size of the smallest tensor whose moments are quantized.
 BLOCK_8BIT, MIN_8BIT = 256, 4096
 
 
@@ -43,7 +43,7 @@ def kind_of(type_name: str) -> str | None:
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon updates a parameter. Muon updates only the weight matrices of linear layers in the blocks.
+    """Return whether Muon updates a parameter. Muon updates only the weight matrices in the transformer blocks.
 
     Args:
         name: name of the parameter in the model.

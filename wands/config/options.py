@@ -40,17 +40,17 @@ class ClipOptions(Options):
     """Exact width of every sample in pixels: a multiple of 16, or of 32 for Wan 2.2 5B. Set --width together with
     --height. Without --height and --width, clips keep their aspect ratio."""
     center_crop: bool = False
-    """Scale each clip until it covers --height x --width, and crop its edges to this size. Without --center-crop, clips
-    are stretched to this size."""
+    """Scale each clip until it covers --height x --width, and crop it centrally to this size. Without --center-crop,
+    clips are stretched to this size."""
     max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their
-    aspect ratio. Give the option several times to get each clip at several sizes. If you run `wands preprocess`
-    again on the same cache, keep the first --max-pixels. You may add or remove the others [default: 399360, which
-    is 832 x 480]."""
+    aspect ratio. Give the option several times to get each clip at several sizes. To run `wands preprocess` again on
+    the same cache, give the same first value. You may add or remove the other values [default: 399360, which is 832 x
+    480]."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. If a clip is longer,
-    --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip. Up to 3 frames at the end of
-    the clip are dropped, so that 4n + 1 frames remain."""
+    --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to 3 frames to
+    4n + 1 frames."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
     """Choose the frames to use if a clip is longer than --max-frames. With `head`, the first frames are used. With
     `middle`, the central frames are used. With `slide`, the whole clip is divided into several samples."""
@@ -123,11 +123,11 @@ class InitOptions(ClipOptions):
     gpus: Annotated[int | None, Field(ge=1)] = None
     """Total number of GPUs in all nodes together [default: the GPUs of this machine, or 1 for a machine without a GPU]."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
-    """Memory of one GPU in GB. A machine without a GPU needs --gpu-memory or --hardware [default: the memory of
-    the GPU type --hardware, if you give it, else the memory of this machine's GPU]."""
+    """Memory of one GPU in GB. A machine without a GPU needs --gpu-memory or --hardware [default: the memory of the
+    GPU type in --hardware; without --hardware, the memory of this machine's GPU]."""
     hardware: str | None = None
-    """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: with
-    --gpu-memory, the known GPU type with the closest memory size, else the GPU of this machine]."""
+    """Name of the GPU type, such as h100 or rtx4090. `wands plan --help` lists the names [default: the known GPU type
+    whose memory is closest to --gpu-memory; without --gpu-memory, the GPU of this machine]."""
     force: bool = False
     """Replace files that an earlier wands init wrote to --out."""
 
@@ -147,8 +147,9 @@ class SplitOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
     out: Path
-    """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. Other columns of SOURCE are copied.
-    A file next to the table stores the progress: shots.films.jsonl for --out shots.csv."""
+    """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. If SOURCE is a table,
+    its other columns are copied. The progress is stored in a file next to the table, such as shots.films.jsonl for
+    shots.csv."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
     """Length of the shortest clip in seconds. Shorter shots are left out. If a shot is cut because of --max-seconds, a last
     piece that is shorter than --min-seconds is left out, too."""
@@ -187,15 +188,16 @@ class CaptionOptions(Options):
     column. With --captions above 1, give the option several times to use several instructions [default: describe the
     video in two to four sentences]."""
     captions: Annotated[int, Field(ge=1)] = 1
-    """Number of captions of each clip. The captions use the values of --prompt in turn. The first answer to each
-    prompt is not random. Further answers to the same prompt are sampled at random, and change if --batch changes."""
+    """Number of captions of each clip. If --prompt is given several times, the captions use the prompts in turn. The
+    first caption from each prompt is not random. Further captions from the same prompt are sampled at random, and
+    change if --batch changes."""
     trigger: str = ""
     """Trigger word to put in front of each new caption, followed by a comma, unless the caption already contains the word."""
     frames: Annotated[int, Field(ge=1)] = 8
     """Number of frames that the model sees of each clip, at equal distances over the clip's time range."""
     max_side: Annotated[int, Field(ge=16)] = 448
-    """Limit for the area of the frames that the model sees: the area of a square with this side in pixels. Frames
-    with a larger area are scaled down to this area."""
+    """Limit for the area of a frame: the square of this number, in pixels. Larger frames are scaled down to this area
+    before the model sees them."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Largest number of new tokens in an answer. A sentence that is cut off at this limit is removed."""
     batch: Annotated[int, Field(ge=1)] = 8
@@ -228,9 +230,8 @@ class MeasureOptions(Options):
     """Table to write (.csv or .jsonl). It has all columns of SOURCE and the measured values. A file next to the table,
     such as measured.measures.jsonl, lets later runs skip unchanged clips."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Largest difference between near-duplicates, in bits of a perceptual hash. Each clip has three hashes of 64
-    bits, one for each of three frames. Two clips are near-duplicates if each of the three hashes differs in at
-    most this number of bits."""
+    """Two clips are near-duplicates if each of their three perceptual hashes differs in at most this number of bits.
+    A hash has 64 bits and describes one frame."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -293,7 +294,7 @@ class PreprocessOptions(ClipOptions):
     """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
     vae_dtype: Literal["bf16", "fp32"] = "fp32"
     """Dtype in which the VAE runs. bf16 needs half the memory of fp32, and changes the latents by about 2 % of their
-    standard deviation. The latents are always stored in bf16, which changes the latents by 0.2 %."""
+    standard deviation. The cache always stores latents in bf16, which changes them by only 0.2 %."""
     vae_batch: Annotated[int, Field(ge=1)] = 1
     """Number of samples that the VAE encodes together, if their sizes and lengths are equal. A larger number, such
     as 8, is faster for small clips and images, but needs more memory. The latents change by rounding errors."""
@@ -369,7 +370,7 @@ class PlanOptions(RecipeOptions):
     GPU, use the name of a similar GPU together with --gpu-memory."""
     hardware_file: Path | None = None
     """File that `wands calibrate` wrote on a GPU of the type --hardware. Its speeds replace the speeds of the data
-    sheet [default: the file in your cache folder, if `wands calibrate` wrote one for --hardware]."""
+    sheet [default: the file that `wands calibrate` wrote without --out for this GPU type, if there is one]."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Total number of GPUs in all nodes together."""
     gpu_memory: Annotated[float | None, Field(gt=0)] = None
@@ -424,8 +425,8 @@ class TrainOptions(LauncherOptions):
     """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
     With PATH, resume from PATH, which is a run folder or one of its step folders."""
     dry_run: bool = False
-    """Run all checks, print the settings of the run, and exit without training. A published model that is not
-    downloaded yet is not downloaded, and its files are not checked."""
+    """Run all checks, print the settings of the run, and exit without training. If a published model is not on this
+    machine yet, its files are neither downloaded nor checked."""
     mock: Annotated[str | None, Spelling(metavar="VARIANT")] = None
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
@@ -470,7 +471,10 @@ class ProfileOptions(LauncherOptions):
     """Run folder to write. The folder must not contain checkpoints."""
 
     def train_options(self) -> TrainOptions:
-        """Return options of `wands train` for a run that saves no checkpoint, and ends after the profiled steps."""
+        """Return the options of `wands train` for the run of `wands profile`.
+
+        The run saves no checkpoint, and ends after the profiled steps.
+        """
         defaults = ("profile.start=6", "profile.steps=5", "train.max_steps=11")
         off = ("checkpoint={every: 0}", "logging.trackers=[]", "eval=null", "sample=null", "hub=null")
         fixed = ("profile.stop=true", f"output_dir={self.out}", *off)
@@ -544,7 +548,8 @@ class InferOptions(Options):
     """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
     pipeline with two experts, whose low-noise expert is then used."""
     checkpoint: Path | None = None
-    """Run folder or step folder of `wands train`. The trained weights or the LoRA in this folder are used with --model."""
+    """Run folder or step folder of `wands train`. Trained weights in this folder replace the weights of --model. A
+    LoRA in this folder is added to the weights of --model."""
     ema: bool = False
     """Use the moving average of the weights in --checkpoint instead of the weights themselves. The recipe of the training
     must have an ema section."""
@@ -562,7 +567,8 @@ class InferOptions(Options):
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the transformer and the text encoder. `auto` means bf16 on a GPU and fp32 on the CPU."""
     device: str | None = None
-    """Device to run on, such as cuda:1, if no launcher is used [default: cuda if available, else cpu]."""
+    """Device to run on, such as cuda:1. Leave this option out if you use a launcher such as torchrun [default: cuda
+    if available, else cpu]."""
     fps: int | None = None
     """Frame rate of the mp4 files in frames per second [default: the frame rate of the model variant]."""
     save_latents: bool = False
@@ -572,16 +578,16 @@ class InferOptions(Options):
     largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
     """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
-    number of processes / Ulysses degree]."""
+    number of processes for one prediction (see --guidance-mode) / Ulysses degree]."""
     attention_backend: Literal["auto", "native"] = "auto"
-    """Kernel of self-attention in bf16. On a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch
+    """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch
     that is installed and passes a test. `native` uses the attention of diffusers. If several processes divide the
-    tokens, `auto` is always used."""
+    tokens, `native` has the same effect as `auto`."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
-    """Choose how the two predictions of classifier-free guidance are computed: one for the prompt and one for the
-    negative prompt. `sequential` computes the predictions one after the other. `batched` computes both as one
-    batch, which needs more memory. `auto` computes each prediction on half of the processes if a launcher starts
-    an even number and all prompts use guidance. Otherwise, `auto` means `sequential`."""
+    """Classifier-free guidance needs two predictions: one for the prompt, and one for the negative prompt.
+    `sequential` computes one prediction after the other. `batched` computes both as one batch, which needs more
+    memory. If a launcher starts an even number of processes and all prompts use guidance, `auto` computes each
+    prediction on half of the processes. Otherwise, `auto` means `sequential`."""
     scheduler: Literal["model", "euler"] = "model"
     """Scheduler of the denoising steps. With `model`, the scheduler of the pipeline in --model is used. Use
     `euler` for LoRAs that sample in 4 steps."""
@@ -630,7 +636,7 @@ class ExportOptions(Options):
     """
 
     checkpoint: Annotated[Path, ARGUMENT]
-    """Step folder of a run to export, or a run folder, whose newest checkpoint is exported."""
+    """Step folder to export. If you give a run folder, its newest checkpoint is exported."""
     out: Path
     """Folder to write. The folder must be new or empty, or contain an earlier export, which is replaced."""
     base: str | None = None
@@ -699,8 +705,8 @@ class ConvertOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
-    """File layout to write. `official` is the layout of Wan's own repositories. `musubi` is for LoRAs only. This
-    option is required, except with --trust-pickle, which changes SOURCE in place."""
+    """File layout to write. `official` is the layout of Wan's own repositories. `musubi` is the layout of
+    musubi-tuner, for LoRAs only. This option is required, except with --trust-pickle, which changes SOURCE in place."""
     out: Path | None = None
     """Folder to write. The folder must be new or empty. This option is required, except with --trust-pickle, which changes
     SOURCE in place."""
@@ -725,7 +731,7 @@ class ScoreOptions(Options):
     file name without the extension. If no clip has this name, the sample is compared with the clip whose caption is
     the prompt of the sample. The clip is first converted to the frame rate and the size of the sample. If the numbers
     of frames then differ, the longer video is cut. SSIM and PSNR are means over the frames. The latent correlation is
-    the correlation of the VAE latents of sample and clip. It compares colours and layout, and is less sensitive to
+    the correlation of the VAE latents of sample and clip. It compares colors and layout, and is less sensitive to
     details than SSIM.
 
     Examples:
@@ -740,8 +746,9 @@ class ScoreOptions(Options):
     """Real clips with which the sampled videos are compared. They can have any form that `wands preprocess` reads, or be a
     folder of videos without captions."""
     model: str | None = None
-    """Diffusers pipeline folder or Hub id, whose VAE encodes each sample and its clip. With this option, the correlation of
-    their latents is also computed; without it, only SSIM and PSNR."""
+    """Diffusers pipeline folder or Hub id of a model. The model's VAE encodes each sample and the clip that the
+    sample is compared with, and the correlation of the two latents is computed. Without --model, only SSIM and PSNR
+    are computed."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
     """Write the SSIM, PSNR and latent correlation of each sample to this JSON file."""
 
@@ -760,7 +767,7 @@ class VerifyOptions(Options):
 
     path: Annotated[Path, ARGUMENT]
     """Folder to check: a run folder, a step folder of a run, a latent cache, or a model. The model must come from
-    wands or from the Hub, because only their files have stored hashes."""
+    wands or from the Hub, because only these models have stored hashes."""
 
 
 class SelftestOptions(Options):

@@ -35,7 +35,7 @@ class ModelConfig(StrictModel):
     the model variant from the transformer's config. This key is required for training."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at
-    `model.path`. `random` reads only the config of this model, and initialises the weights as official Wan does. Use
+    `model.path`. `random` reads only the config of this model, and initializes the weights as official Wan does. Use
     `random` to pretrain a model from scratch. With `random`, model.path may also be the name of a variant, such as
     wan2.1-t2v-1.3b, which needs no files."""
     experts: Literal["high", "low", "both"] | None = None
@@ -186,11 +186,12 @@ class AttentionConfig(StrictModel):
 
     backend: Literal["auto", "reference", "cpu", "torch", "cudnn", "flash2", "flash3", "flash4"] = "auto"
     """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and
-    compute correct results in a test, and uses the fastest. The checkpoint stores this choice. `torch` and `cudnn`
-    are part of PyTorch, `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn` uses cuDNN for clips of
-    1,024 tokens or more, and the kernel `torch` for shorter clips. `auto` replaces the limit of 1,024 tokens by a
-    measured limit. With ring attention, the limit applies to the tokens of a clip that one Ulysses group has. A kernel
-    that you choose by name must pass the same test. On a CPU, `auto` uses `cpu`."""
+    compute correct results in a test, and uses the fastest. The checkpoint stores this choice. On a CPU, `auto`
+    uses `cpu`. A kernel that you choose by name must pass the same test, except `reference`, which is plain
+    PyTorch and slow. `torch` and `cudnn` are part of PyTorch. `flash2`, `flash3` and `flash4` are flash-attn
+    packages. `cudnn` uses cuDNN for clips of 1,024 tokens or more, and the kernel `torch` for shorter clips.
+    `auto` may choose another limit than 1,024 tokens. If ring attention divides a clip, the limit applies to each
+    part of the clip."""
 
 
 class ParallelConfig(StrictModel):
@@ -294,8 +295,8 @@ class DataConfig(StrictModel):
     """Train on random data instead of a cache. Leave this section unset if you use `cache` or `sources`."""
     verify: bool = True
     """Verify the checksum of each sample when the sample is read. The check runs in the background, but needs the
-    whole sample. Set this key to false if reading is too slow with context parallelism. Each rank then reads only the
-    frames that contain its tokens."""
+    whole sample. If reading is too slow with context parallelism, set this key to false: each rank then reads only
+    the frames that contain its tokens."""
     prefetch: int = Field(default=2, ge=0)
     """Number of optimizer steps whose data and noise a background thread prepares in advance. 0 prepares them in the
     training loop. Increase the number if the storage is slow."""
@@ -314,9 +315,10 @@ class PackingConfig(StrictModel):
     level_bins: int | None = Field(default=None, gt=0)
     """Number of bins in a group. A bin holds the clips of one forward pass. The bins of a group get about the same
     amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of this
-    number. If this key is unset, all bins of a step form one group. If each rank processes several bins per step,
-    set this key to dp_size (number of ranks / cp_size). A group then contains the bins that the ranks process at
-    the same time. Groups of one step may differ in work, so a step can contain a wider range of clip lengths."""
+    number. If this key is unset, all bins of a step form one group. If each rank processes several bins per step, set
+    this key to dp_size (number of ranks / cp_size). A group then contains the bins that the ranks process at the same
+    time. Bins of different groups may have different amounts of work, so that one step can contain short and long
+    clips."""
     buffer_size: int | None = Field(default=None, gt=0)
     """Number of samples in the buffer from which wands fills the bins (packed sequences). If this key is unset, the
     buffer contains all samples of the epoch. Set this key if the storage is slow: training then reads only a few cache
@@ -339,9 +341,9 @@ class FlowConfig(StrictModel):
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Preset that sets the keys timestep_sampling, flow_shift and mix_uniform if the recipe does not set these keys.
-    `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means timestep_sampling
-    logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
+    """Preset for the keys timestep_sampling, flow_shift and mix_uniform. A key that the recipe sets keeps the value
+    in the recipe. `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means
+    timestep_sampling logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution from which the noise level sigma is drawn, before the shift by `flow_shift`. `uniform` draws all
     noise levels equally often. `logit_normal` draws middle levels more often. `mode` also prefers middle levels, but
@@ -354,17 +356,17 @@ class FlowConfig(StrictModel):
     """Standard deviation of logit(sigma), used by `timestep_sampling: logit_normal`. Smaller values draw middle noise
     levels more often."""
     mode_scale: float = Field(default=1.29, ge=-1.0, le=1.75192)
-    """Strength of the preference for middle noise levels, used by `timestep_sampling: mode`. Negative values prefer low
-    and high levels instead. The value is the scale s in eq. 20 of Esser et al. 2024 (arXiv 2403.03206), whose formula
-    is monotone only for values from -1 to 1.75192."""
+    """Strength of the preference for middle noise levels, used by `timestep_sampling: mode`. Negative values prefer
+    low and high levels instead. The value is the scale s in eq. 20 of Esser et al. 2024 (arXiv 2403.03206). Valid
+    values are -1 to 1.75192, because the formula is monotone only in this range."""
     flow_shift: float = Field(default=3.0, gt=0)
     """Shift s of the drawn noise levels: sigma becomes s * sigma / (1 + (s - 1) * sigma). Values above 1 train more
     at high noise. Larger videos need larger shifts. Most shipped recipes use the shift of Wan's official inference."""
     shift_by_size: bool = False
-    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), where tokens is the number of
-    video tokens of the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With
-    flow_shift 3, a clip of 1280 x 720 pixels and 81 frames gets the shift 4.6. Use this key for data with several sizes.
-    The loss weight `linear` always uses `flow_shift`."""
+    """Whether every clip gets a shift for its own size: flow_shift * sqrt(tokens / 32760), where tokens is the number
+    of video tokens of the clip. `flow_shift` is then the shift of a clip of 832 x 480 pixels and 81 frames. With
+    flow_shift 3, a clip of 1280 x 720 pixels and 81 frames gets the shift 4.6. Use this key for data with several
+    sizes. `weighting: linear` always uses `flow_shift`, and not the shift of the clip."""
     min_timestep: float = Field(default=0.0, ge=0, lt=1000)
     """Smallest timestep to train, after the shift. Timesteps are 1000 * sigma. The distribution is truncated: all
     timesteps are drawn from the range between min_timestep and max_timestep. In a model with two experts, each expert
@@ -405,7 +407,7 @@ class FlowConfig(StrictModel):
 
     @property
     def sigma_range(self) -> tuple[float, float]:
-        """(smallest, largest) noise level sigma to train, after the shift, each between 0 and 1."""
+        """(smallest, largest) noise level (sigma) on which the model is trained, each between 0 and 1."""
         return self.min_timestep / 1000, self.max_timestep / 1000
 
 
@@ -432,9 +434,9 @@ class OptimConfig(StrictModel):
     - `adamw8bit` is AdamW of bitsandbytes. It stores the moments in 8 bits and needs less memory. Tensors with fewer than
       4,096 values keep fp32 moments.
     - `adafactor` stores factored second moments. It works only with ZeRO-0.
-    - `muon` uses orthogonalised updates for the matrices of the blocks, and AdamW for all other parameters. It works only
-      for full finetunes. With ZeRO-1 to ZeRO-3, `muon` needs grad_clip 0. The logs then show the norm of Muon's update in place
-      of the gradient norm."""
+    - `muon` uses orthogonalized updates for the matrices of the blocks, and AdamW for all other parameters. It works
+      only for full finetunes. With ZeRO-1 to ZeRO-3, `muon` needs grad_clip 0. The logs then show the norm of Muon's
+      update in place of the gradient norm."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate. The default suits full finetunes; use about 1e-4 for LoRAs. The value has the same meaning for
     all optimizers, because the updates of Muon are scaled to the size of AdamW's updates."""
@@ -448,8 +450,8 @@ class OptimConfig(StrictModel):
     disables weight decay; 0.1 is usual for pretraining."""
     decay_norms: bool = True
     """Whether weight decay also applies to norm gains, biases and modulation tables. False applies weight decay only
-    to the other weights, such as matrices. LoRAs have only matrices. You cannot change this key when you resume a
-    run."""
+    to the other weights, such as matrices. LoRAs have only matrices, so the key has no effect on LoRAs. You cannot
+    change this key when you resume a run."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Choose how the learning rate changes after the warm-up. `constant` keeps the learning rate at its peak. `cosine`
     and `linear` lower the learning rate to lr * min_lr_ratio at the last step."""
@@ -491,10 +493,9 @@ class TrainConfig(StrictModel):
     on_bad_step: Literal["stop", "skip"] = "stop"
     """Choose what happens at a bad step. With `stop`, a loss or a gradient norm that is not finite ends the run. With
     `skip`, all ranks discard the update if the loss or the gradient norm is not finite or is a spike (see
-    `train.spike_zscore`). The file
-    `events.jsonl` in the run folder names the clips of each bad step. A skipped update changes no weight, no
-    optimizer state and no moving average, but the learning rate schedule counts the step. In a model with two
-    experts, the update of each expert is judged and skipped separately."""
+    `train.spike_zscore`). The file `events.jsonl` in the run folder names the clips of each bad step. A skipped
+    update changes no weight, no optimizer state and no moving average, but the learning rate schedule counts the
+    step. In a model with two experts, the update of each expert is judged and skipped separately."""
     max_bad_steps: int = Field(default=10, ge=0)
     """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
     Raise this number to continue such a run."""
@@ -512,10 +513,10 @@ class TrainConfig(StrictModel):
     before each checkpoint, and when the file `check` appears in the run folder. 0 turns off the regular checks and
     the checks before checkpoints. A difference ends the run, and the error names the ranks and the parameters."""
     step_timeout: float | None = Field(default=None, gt=0)
-    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that
-    do not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least
-    300 s. The start with the first step, checks and checkpoints have another limit. This limit is one hour, or the
-    minutes in the environment variable DEEPSPEED_TIMEOUT."""
+    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that do
+    not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s.
+    Checks, checkpoints, and the start of a run with its first step have a separate limit: one hour, or the minutes in
+    the environment variable DEEPSPEED_TIMEOUT."""
 
 
 class CheckpointConfig(StrictModel):
@@ -585,10 +586,10 @@ class LoggingConfig(StrictModel):
     run_name: str | None = None
     """Name of the run in the trackers. If this key is unset, the name of the run folder is used."""
     blocks_every: int = Field(default=0, ge=0)
-    """Number of optimizer steps between two measurements of each transformer block: norm of the gradient, and norm of
-    the update / norm of the weights. 0 never measures. A measurement needs host memory for a copy of the trained fp32
-    weights: 4 bytes per weight / number of ranks. Use 100, for example, to see blocks that learn too fast or not at all. The
-    training does not change."""
+    """Number of optimizer steps between two measurements of each transformer block. Measured are the norm of the
+    gradient, and the norm of the update divided by the norm of the weights. 0 never measures. A measurement needs
+    host memory: each rank copies its part of the trained weights, with 4 bytes per weight. Use 100, for example, to
+    see blocks that learn too fast or not at all. The training does not change."""
 
 
 _PerPrompt = str | list[str] | None

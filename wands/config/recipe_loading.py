@@ -93,18 +93,18 @@ class _RecipeLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next YAML node, and add its number of values to `num_nodes`.
 
-        An alias adds as many values as the node that its anchor names.
+        An alias adds as many values as the node that it repeats.
         """
         event, before = self.peek_event(), self.num_nodes
         if getattr(event, "tag", None) is not None:
-            raise yaml.YAMLError(f"the tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
+            raise yaml.YAMLError(f"YAML tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
         node = super().compose_node(parent, index)
         is_alias = isinstance(event, yaml.AliasEvent)
         # An alias inside its own anchor has no size yet, and would expand without end.
         self.num_nodes += self._sizes.get(id(node), MAX_NODES) if is_alias else 1
         self._sizes[id(node)] = self.num_nodes - before
         if self.num_nodes > MAX_NODES:
-            raise yaml.YAMLError(f"aliases expand to more than {MAX_NODES} values")
+            raise yaml.YAMLError(f"the file has more than {MAX_NODES} values after its aliases are expanded")
         return node
 
 
@@ -128,7 +128,9 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], item: str) -> str | None:
     name, equals, text = item.partition("=")
     if not equals or not name.strip():
-        return f"--set {item} must be section.key=value; write for example --set train.max_steps=100."
+        return (
+            f"--set {item} must have the form section.key=value; write for example --set train.max_steps=100."
+        )
     try:
         value = yaml.load(text, _RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):

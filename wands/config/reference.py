@@ -68,8 +68,7 @@ def list_sections(model: type[BaseModel] = Recipe, name: str = "", text: str | N
     Args:
         model: class of the section. The default is the whole recipe.
         name: name of the section.
-        text: description of the field that contains the section. In the result, the docstring of the class comes first, and
-            this description follows. "" or None adds nothing.
+        text: text to add after the docstring of `model` in the description of the section. "" or None adds nothing.
     """
     prefix = f"{name}." if name else ""
     fields = {f"{prefix}{key}": field for key, field in model.model_fields.items()}

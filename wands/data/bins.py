@@ -66,8 +66,8 @@ def pack_bins(
         epoch: number of the epoch. All epochs have the same number of bins, but the clips are combined differently.
 
     Returns:
-        Bins that together contain every sample exactly once. Best-fit decreasing packing would not need fewer bins, unless
-        the data has more than `PART` samples or more than `MAX_LENGTHS` distinct lengths.
+        Bins that together contain every sample exactly once. With at most `PART` samples and at most `MAX_LENGTHS`
+        distinct lengths, there are never more bins than with best-fit decreasing packing.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -153,12 +153,10 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
     fewest bins.
 
-    `fill_exactly` fills one bin after another, each to the largest number of tokens that the remaining samples allow. A
-    candidate is a sample with which the bin can still reach this number.
-
-    1. Best-fit decreasing (`best_fit`). It suits data whose short clips fill the gaps that long clips leave.
-    2. `fill_exactly`, where the next sample is the longest candidate. It suits data where a few clips fill a bin.
-    3. `fill_exactly`, where the next sample is a random candidate.
+    1. `best_fit` (best-fit decreasing) suits data whose short clips fill the gaps that long clips leave.
+    2. `fill_exactly` suits data where a few clips fill a bin. It makes one bin after another as full as possible. If
+       samples of several lengths can fill the bin equally well, it takes the longest.
+    3. `fill_exactly`, but it chooses randomly between such samples.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -173,8 +171,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     def any_length(candidates: np.ndarray, left: np.ndarray) -> int:
         """Return a random item of `candidates` (indices of lengths). Frequent and short lengths are preferred.
 
-        The weight of a length is r * n^2. r is the number of remaining samples of this length, from the array `left`,
-        and n is the number of samples of this length that fit into an empty bin.
+        The probability of a length is proportional to r * n^2. r is the number of remaining samples of this length, from
+        the array `left`, and n is the number of samples of this length that fit into an empty bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -231,9 +229,9 @@ def fill_exactly(
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample. The arguments are the candidates and the number of
-            remaining samples of every length. The result is one of the candidates. A candidate is the index in
-            `lengths` of a length with which the bin can still become as full as possible. The candidates are sorted.
+        choose: function that chooses the length of a bin's next sample. The first argument contains the lengths with which
+            the bin can still become as full as possible, as sorted indices in `lengths`. The second argument is the number
+            of remaining samples of every length. The function returns one item of the first argument.
 
     Returns:
         Bins as lists. A sample is represented by the index of its length in `lengths`.
@@ -287,10 +285,10 @@ class _Sums:
 
 
 def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: Key) -> Contents:
-    """Balance the costs of bins (packed batches): pairs of bins exchange samples, so that the costs of the two bins
-    become more similar.
+    """Balance the costs of bins (packed batches) in `ROUNDS` rounds. In each round, pairs of bins exchange samples, so
+    that the costs of the two bins become more similar.
 
-    The rounds alternate between three kinds of pairs:
+    The rounds take turns with three kinds of pairs:
 
     1. The most expensive bin with the cheapest bin, the second most expensive with the second cheapest, and so on.
     2. An expensive bin with a random cheap bin.

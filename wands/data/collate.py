@@ -30,15 +30,15 @@ class Sample:
 
     Attributes:
         sample_id: stable and unique name of the clip.
-        latents: bf16 or fp32 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
+        latents: bf16 or fp32 [C, f, h, w] (latent channels, frames, rows, columns), normalized.
         text_embeds: [n, D] (text tokens, width of the text encoder) with n <= 512, without padding.
-        image_latents: bf16 or fp32 [C, f, h, w], normalised latents of a video in which all frames except the conditioning
-            frames are grey. None for models without conditioning frames.
+        image_latents: bf16 or fp32 [C, f, h, w], normalized latents of a video in which all frames except the conditioning
+            frames are gray. None for models without conditioning frames.
         image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
             models without CLIP.
         token_weights: bf16, weight of each token in the loss, from 0 to 1. The shape is the number of tokens along (frame, row,
             column). None without a mask.
-        loss_weight: factor of the sample's loss. 0 for the placeholder sample that fills an empty bin.
+        loss_weight: factor of the sample's loss. 0 for the placeholder sample of a forward pass that has no other sample.
         caption_dropout: probability of replacing the caption by the empty caption. None means `flow.cfg_dropout`.
     """
 
@@ -59,15 +59,15 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class BinSamples:
-    """Data of the samples of a bin (one forward pass) that every rank of a context-parallel group has completely.
+    """Data of one bin (the samples of one forward pass) that is equal on all ranks of a context-parallel group.
 
-    This is the base class of `PackedBatch` and `RankSlice`. The attributes below are equal in a batch and in all its slices.
+    This is the base class of `PackedBatch` (the whole bin) and `RankSlice` (the part of the bin that one rank processes).
 
     Letters: S samples of the bin, D width of the text encoder, I CLIP tokens of a sample, E width of CLIP.
 
     Attributes:
-        text_embeds: [sum of text lengths, D], without padding. Captions that were dropped are already replaced by the
-            empty caption. Every rank of a context-parallel group attends to all text.
+        text_embeds: [sum of text lengths, D], without padding. For a sample with caption dropout, it contains the embedding of
+            the empty caption. Every rank of a context-parallel group attends to all text.
         keys: key of each sample, from which noise and sigma are drawn.
         weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
         num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
@@ -92,11 +92,11 @@ class RankSlice(BinSamples):
         tokens: fp32 [L, P], clean tokens of this rank. Padding tokens are zero.
         meta: position and sample number of each token, and lengths of the samples.
         token_weights: fp32 [L], weight of each token in the loss; 1 for samples without a mask.
-        trained_lens: for each sample, sum of the loss weights of its tokens over all ranks, without conditioning tokens, which
-            have no loss. Without a mask, every weight is 1, so the sum is the number of tokens that have a loss.
-        layout: indices of the bin's tokens that this rank holds.
-        condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens,
-            or None.
+        trained_lens: for each sample, sum of the token weights of all its tokens that have a loss, over all ranks.
+            Conditioning tokens have no loss. Without a mask, the sum is the number of tokens that have a loss.
+        layout: indices of the batch's tokens that this rank holds.
+        condition_channels: fp32 [L, P'], conditioning channels that are appended to the channels of the noisy tokens. None
+            for models without conditioning channels.
     """
 
     tokens: Tensor
@@ -107,9 +107,12 @@ class RankSlice(BinSamples):
     condition_channels: Tensor | None = None
 
     def model_input(self, noisy_tokens: Tensor) -> Tensor:
-        """Append the P' conditioning channels to L noisy tokens [L, P], and return the model's input [L, P + P'].
+        """Append this rank's conditioning channels to the noisy tokens, and return the model's input.
 
-        The conditioning channels get no noise. Without conditioning channels, return `noisy_tokens`.
+        Conditioning channels get no noise. Without conditioning channels, return `noisy_tokens`.
+
+        Args:
+            noisy_tokens: [tokens of this rank, channels of a token].
         """
         if self.condition_channels is None:
             return noisy_tokens
@@ -168,7 +171,7 @@ class PackedBatch(BinSamples):
 
     @property
     def trained_lens(self) -> tuple[float, ...]:
-        """For each sample, sum of the weights of the tokens in the loss. Conditioning tokens are not in the loss.
+        """For each sample, sum of the token weights of all tokens that have a loss. Conditioning tokens have no loss.
 
         If all weights are 0, the sum is a small positive number, so that a division by the sum gives 0.
         """
@@ -228,7 +231,7 @@ class PackingCollator:
     Attributes:
         shape: sizes of the DiT. The collator checks that every sample fits them.
         flow: flow options. The collator uses `cfg_dropout` and `i2v_ratio`.
-        drops_captions: whether to replace captions at random by the empty caption. An evaluation uses all captions.
+        drops_captions: whether to replace captions at random by the empty caption. False in an evaluation.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
         conditions: conditions of the model variant, such as "text", "image" or "clip".
@@ -258,8 +261,8 @@ class PackingCollator:
         Args:
             samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
                 ranks run the same number of forward passes.
-            repeat_indices: for each sample, number of earlier occurrences of its sample id in the data. The number is
-                part of the key from which the noise of the sample is drawn.
+            repeat_indices: for each sample, 0 for the first occurrence of its sample id in the data, 1 for the second, and so
+                on. Occurrences of the same sample get different noise.
             epoch: number of the pass over the data.
 
         Raises:

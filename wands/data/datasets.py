@@ -35,8 +35,10 @@ LEFT_OUT = ("num_other_side", "num_gap", "num_duplicates")
 class MockDataset(SampleFacts):
     """Data set of artificial samples with realistic shapes, to test a model or a cluster without data.
 
-    Latents and text embeddings are standard normal numbers, which depend only on the seed and the sample key. The class has
-    the attributes and methods of `LatentCache`.
+    Latents and text embeddings are standard normal numbers, which depend only on the seed and the sample id. The class has
+    the attributes and methods of `LatentCache` for reading.
+
+    N is the number of samples.
 
     Attributes:
         mock: options of the mock data: the number of samples, a list of latent shapes and a list of text lengths. The samples
@@ -44,7 +46,7 @@ class MockDataset(SampleFacts):
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
         keys: sample ids.
-        licenses: array of one empty text per sample, because mock data has no licence.
+        licenses: array of one empty text per sample, because mock data has no licenses.
         mask_sums: zeros [N, 2], because mock data has no masks.
         places: int64 [N, 2], (shard, position in the shard) of each sample, as if the samples were stored in shards of 512
             samples.
@@ -117,9 +119,10 @@ class SelectedSource:
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: mean number of uses of each chosen sample in an epoch. 1.5 means one use in half of the epochs, and two uses in
             the other half.
-        num_left_out: numbers of samples that are not chosen, with three keys. "num_other_side" counts the held-out samples
-            or, if the run uses the held-out samples, the training samples. "num_gap" counts the samples close in time to a
-            held-out sample. "num_duplicates" counts the samples nearly equal to a held-out sample.
+        num_left_out: maps each of three reasons to the number of samples that are not chosen for this reason.
+            "num_other_side" counts the held-out samples if the run uses the training samples, and the training samples if
+            the run uses the held-out samples. "num_gap" counts the samples close in time to a held-out sample.
+            "num_duplicates" counts the samples nearly equal to a held-out sample.
     """
 
     config: SourceConfig
@@ -132,8 +135,8 @@ class SelectedSource:
 class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
-    A row is a possible use of a sample in an epoch (`wands.data.sampler.RepeatSchedule`). A sample that is used twice
-    has two rows.
+    A row is one possible use of a sample in an epoch. For example, if the `repeat` of a source is 2.5, each of its samples
+    has three rows, and an epoch uses two or three of these rows (`wands.data.sampler.RepeatSchedule`).
 
     The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
 
@@ -149,7 +152,7 @@ class CombinedDataset(SampleFacts):
     Attributes:
         sources: the sources.
         keys: sample id of each row.
-        licenses: array of texts, the licence of the sample of each row. "" if no licence is stated.
+        licenses: array of texts, the license of the sample of each row. "" if no license is stated.
         mask_sums: float64 [rows, 2], see `wands.data.cache.shards.CacheIndex`.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
@@ -185,7 +188,7 @@ class CombinedDataset(SampleFacts):
         self.places = np.concatenate(places)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `keys[i]`.
+        """Read the sample of row `i` (one possible use of a sample in an epoch). The sample id of the result is `keys[i]`.
 
         Args:
             i: number of the row.
@@ -203,11 +206,11 @@ for reading. In a `CombinedDataset`, a sample may have several rows (uses in an 
 
 
 def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> Dataset:
-    """Open the data of a recipe, check that the data fits the model, and remove the samples that the split does not
+    """Open the data of a recipe, check that the data fits the model, and remove the samples that `data.split` does not
     select.
 
-    The result is the source itself if there is only one source, no sample is removed, an epoch uses each sample once, and the
-    recipe sets no `loss_weight` and no `caption_dropout`. Otherwise, the result is a `CombinedDataset`.
+    The result is a `LatentCache` or a `MockDataset` if there is only one source, no sample is removed, an epoch uses each
+    sample once, and the recipe sets no `loss_weight` and no `caption_dropout`. Otherwise it is a `CombinedDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
     fraction, an epoch uses some samples once more than the others, and these samples differ from epoch to epoch
@@ -221,7 +224,7 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
         fingerprint: function that returns the fingerprint of the model's encoders. It is not called for mock data.
 
     Raises:
-        ConfigError: if the recipe names no data, or the split holds out no sample or all samples.
+        ConfigError: if the recipe names no data, or if `data.holdout` leaves no sample for training or for evaluation.
         CacheError: if a cache cannot be used. The error message names the cache.
     """
     configs = _configured_sources(section)
@@ -282,7 +285,7 @@ def check_excluded(section: DataConfig, data: Dataset) -> None:
 
 
 def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSource]:
-    """Return the sources of the data. Each source names the samples that the run uses.
+    """Return the sources of the data, each with the samples that the run uses.
 
     Args:
         section: `data` of the recipe.
@@ -382,8 +385,9 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 
 
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return for each source an array with the use of each sample: TRAIN, HELD_OUT, or one of the two reasons for which a
-    sample is not used, GAP and DUPLICATE (see `wands.data.holdout`).
+    """Return for each source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
+
+    Samples with GAP or DUPLICATE are neither trained on nor evaluated (see `wands.data.holdout`).
     """
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]
@@ -427,7 +431,7 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 def _contents(data: Data) -> list[int]:
     """Return for each sample one number that combines checksum, text length and number of latent frames. Samples of two
-    caches with equal keys and equal numbers count as one sample.
+    caches count as the same sample if their keys and these numbers are equal.
     """
     assert isinstance(data, LatentCache), "mock data has one source"
     index = data.index

@@ -39,9 +39,8 @@ out instead. Windows less than `GAP_SECONDS` from a span are not used. Duplicate
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without its suffixes: time range, hash of the caption, window number and size. A file extension is
-    also removed. Only keys that would be equal without it have one, such as the keys of a.mp4 and a.mov. If the name of a
-    file ends with text that looks like a time range, this text is removed, too.
+    The name is the key without its suffixes: file extension, time range, hash of the caption, window number and frame size.
+    If the file's own name ends with text that looks like a time range, this text is removed, too.
 
     Args:
         key: key of the sample.
@@ -75,14 +74,14 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
     A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip).
 
     - A clip that is not a film is held out as a whole, or not at all (`hold_out`).
-    - Films are treated in the same way if there are many: if `fraction` would put at least `FEW_FILMS` films into training
-      and at least `FEW_FILMS` films into the held-out set.
-    - With fewer films, a span of consecutive windows of each film is held out. The hash of the film's name decides where the
-      span is, and whether its number of windows is rounded up or down. The two windows next to a span, and all windows less
-      than `GAP_SECONDS` from a span, are not used (GAP).
+    - If there are many films, each film is also held out as a whole, or not at all. "Many" means that (number of
+      films) * `fraction` and (number of films) * (1 - `fraction`) are both at least `FEW_FILMS`.
+    - If there are few films, a span of consecutive windows of each film is held out. The hash of the film's name decides
+      where the span is, and whether `fraction` times the film's number of windows is rounded up or down. The two windows
+      next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
 
     Adding a clip never changes the choice for another clip that is not a film. Adding a film changes the choice for other
-    films only if the data then has enough films to hold out whole films.
+    films only if there were few films before, and there are many films afterwards.
 
     Args:
         keys: keys of the samples of all sources.
@@ -112,12 +111,12 @@ def signature(latents: Tensor) -> np.ndarray:
     """Return 128 bits for finding duplicates. A video and its copy with another encoding or a similar size have almost the
     same bits.
 
-    The first 64 bits describe the mean frame of the video. In each of 16 latent channels, four bits compare neighbouring
-    quadrants of this frame: 1 if the first quadrant has the larger mean.
+    The first 64 bits describe the mean frame of the video. In each of 16 latent channels, each of four bits compares two
+    neighboring quadrants of this frame. The bit is 1 if the left (or upper) quadrant has the larger mean.
 
     The other 64 bits make the same comparisons for the change from the first half of the video to the second, so that two
-    takes of one scene differ. For a sample of one latent frame, they are a checksum of the latents, so that two images with
-    the same composition are not duplicates.
+    takes of one scene differ. For a sample of one latent frame, the other 64 bits are a checksum of the latents, so that
+    two images with the same composition are not duplicates.
 
     Args:
         latents: [C, f, h, w] (latent channels, frames, rows, columns).
@@ -137,13 +136,14 @@ def signature(latents: Tensor) -> np.ndarray:
 
 
 def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndarray) -> None:
-    """Mark training samples that are equal or nearly equal to a held-out sample as DUPLICATE, in place.
+    """Set the side of training samples that are equal or nearly equal to a held-out sample to DUPLICATE, in place.
 
     Args:
         sides: int8 [N], result of `choose_sides`.
         contents: int64 [N]. Samples with the same number have the same content.
-        signatures: uint64 [N, 2], see `signature`. Videos are nearly equal if at most `MAX_BITS` of the 128 bits differ. A
-            signature is not compared if one of its two numbers is 0, because caches of earlier versions contain zeros.
+        signatures: uint64 [N, 2], see `signature`. Two samples are nearly equal if at most `MAX_BITS` of their 128 bits
+            differ, and their first numbers agree in at least one of the four 16-bit parts. A signature is not compared if
+            one of its two numbers is 0, because caches of earlier versions contain zeros.
     """
     duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
     signatures = signatures[rows]
@@ -169,14 +169,15 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    If the key has a time range with an end, and no window number, the whole time range is returned: a sample of
+    If the key has a time range with an end, and no window number, the whole time range is returned, because a sample of
     `--clip-mode middle` can be anywhere in this range.
 
     Args:
         key: key of the sample.
         length: length of the sample in seconds.
         longest: length of the longest sample of the same source in seconds, which is the length of a full window. Windows
-            follow each other without gaps, so window number n starts n * `longest` seconds after the start of the time range.
+            follow each other without gaps, so window number n starts n * `longest` seconds after the start of the time
+            range, or after the start of the file if the key has no time range.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest
@@ -190,7 +191,7 @@ def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[
     Args:
         name: name of the film. Its hash decides where the span is.
         windows: (start, end) of each window in seconds, sorted.
-        fraction: share of the windows in the span, from 0 to 1.
+        fraction: share of the film's windows that are held out, from 0 to 1.
     """
     place, rounding = (_hash(name, purpose) / 2.0**64 for purpose in (b"wands span", b"wands span size"))
     count = int(len(windows) * fraction + rounding)

@@ -51,8 +51,8 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) when the epoch was planned, if samples may have been removed from
-            `steps` since then. None if no sample was removed.
+        planned_totals: (number of samples, number of tokens) of the epoch as it was first planned. Set for a plan from a
+            checkpoint, whose `steps` lack the samples that were removed from the data later. None for other plans.
     """
 
     steps: tuple[Step, ...]
@@ -84,13 +84,13 @@ class EpochPlan:
         return len(used), int(self.seq_lens[used].sum())
 
     def length_bias(self) -> tuple[float, float]:
-        """Measure how much the lengths inside a step differ from the lengths of the whole epoch.
+        """Measure how much the sample lengths in a step differ from the sample lengths in the whole epoch.
 
         The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
 
         Returns:
-            (mean distance over the planned steps, mean distance over random steps with the same numbers of samples). The
-            second number is for comparison: it is the distance that chance alone causes.
+            (mean distance of the steps of this plan, mean distance of steps with the same numbers of samples, drawn at
+            random). The second number is for comparison: it is the distance that chance alone causes.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))
@@ -192,8 +192,7 @@ def count_steps(
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
-    """Group samples that are read one after the other into windows, which are packed separately
-    (`packing.buffer_size`).
+    """Divide the samples into windows. Each window is packed separately, and its samples are read one after the other.
 
     The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
     sequence form a window, so samples that are packed together are near each other on the disk. The windows are the same
@@ -201,7 +200,7 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
     Args:
         places: int64 [N, 2], (shard, position in the shard) of each sample.
-        buffer_size: number of samples of a window. The last window may have fewer.
+        buffer_size: number of samples of a window (`packing.buffer_size`). The last window may have fewer.
         seed: `train.seed`.
 
     Returns:

@@ -91,8 +91,8 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
     In the model's input, these channels follow the channels of the noisy token.
 
     Args:
-        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalised latents of a video in which all
-            frames except the conditioning frames are grey.
+        image_latents: [C, f, h, w] (latent channels, frames, rows, columns), normalized latents of a video in which all
+            frames except the conditioning frames are gray.
         last_image: whether the last pixel frame is a conditioning frame, in addition to the first.
         patch_size: latent (frames, height, width) of one token.
 

@@ -31,8 +31,8 @@ class RepeatSchedule:
 
     The rows of a source with N samples and `repeat` r are ceil(r) copies of the N samples. If r is an integer, each epoch
     uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on average (r - floor(r)) * N rows
-    of the last copy. These rows come from a random order of the last copy, which depends only on the seed. Each epoch
-    takes the next rows in this order. After the last row, the order starts again.
+    of the last copy. The rows of the last copy have a random order that depends only on the seed. Each epoch takes the
+    next rows in this order. After the last row, the order starts again.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
     sample floor(e * r) or ceil(e * r) times.
@@ -64,7 +64,8 @@ class RepeatSchedule:
             pairs = zip(num_samples, repeats, strict=True)
             shares = " + ".join(f"{num} x {float(repeat):.3g}" for num, repeat in pairs)
             raise ConfigError(
-                f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase its repeat or weight."
+                f"data.sources gives less than one sample per epoch (samples x repeat: {shares}); increase the repeat or "
+                "weight of a source."
             )
 
     @property
@@ -80,8 +81,8 @@ class RepeatSchedule:
         extra samples are consecutive items in a fixed random order of the source's samples.
 
         Returns:
-            For each source (position of the first extra sample in the random order, number of extra samples). The number of
-            extra samples is 0 if `repeat` is an integer.
+            One pair for each source: (position of the first extra sample in the random order, number of extra samples). The
+            number of extra samples is 0 if `repeat` is an integer.
         """
         shares: list[tuple[int, int]] = []
         for repeat, num in zip(self.repeats, self.num_samples, strict=True):
@@ -111,9 +112,9 @@ def exact(number: float) -> Fraction:
 def repeats_of_weights(num_samples: Sequence[int], weights: Sequence[float]) -> list[Fraction]:
     """Convert the weights of sources to repeats: how often an epoch uses each sample of a source.
 
-    An epoch uses as many samples, with repeats, as all sources contain together. The share of a source in the epoch is
-    proportional to the weight of the source. If the weights are proportional to the sources' numbers of samples, every
-    repeat is 1.
+    The share of a source in the epoch is proportional to the weight of the source. An epoch uses as many samples as all
+    sources contain together, where a sample that is used twice counts twice. If the weights are proportional to the
+    sources' numbers of samples, every repeat is 1.
 
     Args:
         num_samples: number of samples of each source.
@@ -136,12 +137,12 @@ class StepPlan:
         step: global step, from 0.
         epoch: pass over the data, from 0.
         step_in_epoch: step inside the epoch, from 0.
-        bins: sample indices of every bin (one forward pass of one rank), without excluded samples. A bin is
-            `()` if all its samples are excluded, or if the epoch's last step has too few samples for all its bins.
+        bins: for every bin (one forward pass of one rank), the row numbers of its samples, without the samples that
+            `data.exclude` names. A row is one use of a sample. A bin is `()` if all its samples are excluded, or if the
+            epoch's last step has too few samples for all its bins.
         num_samples: number of samples in `bins`.
         num_tokens: number of tokens in `bins`.
-        repeat_index_of: int64 [rows]. For each row of the whole data (one use of a sample), the number of earlier rows with
-            the same sample id.
+        repeat_index_of: int64 [rows]. For each row of the whole data, the number of earlier rows with the same sample id.
         epoch_plan: plan of the epoch.
     """
 
@@ -155,11 +156,7 @@ class StepPlan:
     epoch_plan: EpochPlan = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Return the repeat index of each sample of a bin, for the collator.
-
-        The repeat index of a row (one use of a sample) is the number of earlier rows of the data with the same sample
-        id.
-        """
+        """Return, for each row of a bin, the number of earlier rows with the same sample id. A row is one use of a sample."""
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
@@ -177,8 +174,8 @@ class StepPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of samples and number of tokens of this step, for `loss.reduction` "sample" and "token". The summed loss
-        of this step is divided by one of these numbers before it is logged.
+        """Number of samples ("sample") and number of tokens ("token") of this step. The logged loss is the summed loss of
+        this step, divided by the number that `loss.reduction` names.
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
@@ -188,9 +185,8 @@ class PlanSampler:
     """All optimizer steps of a training run. Every epoch has new bins (packed batches) in a new order.
 
     A row is one possible use of a sample in an epoch. An epoch uses every row of the data once, or the rows that
-    `schedule` selects. With a schedule, epochs may have different numbers of steps. The first step of an epoch is then
-    computed from the numbers of steps of the earlier epochs. So a checkpoint needs to store only the step number, unless
-    the data changes during the run.
+    `schedule` selects. With a schedule, epochs may have different numbers of steps. The attributes determine the plans of
+    all epochs, so a checkpoint needs to store only the step number, unless the data changes during the run.
 
     Attributes:
         seq_lens: int64 [N], number of tokens of each of the N rows.
@@ -201,7 +197,7 @@ class PlanSampler:
         cost: cost of a bin. The plan balances this cost between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
-        level_bins: number of bins that ranks process at the same time, and that get similar costs; see `plan_epoch`.
+        level_bins: number of bins that the ranks process at the same time, see `plan_epoch`. These bins get similar costs.
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
@@ -209,11 +205,10 @@ class PlanSampler:
             that the other samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the
             data or the packing changed during the run.
-        given: maps an epoch to a plan that replaces the computed plan. A plan from the file `packing.plan` has as many steps
-            as the computed plan. If the data or the packing changed during the run, there is also the old plan of the epoch
-            in which the checkpoint was saved. The run finishes this epoch with the old plan. It contains row numbers of the
-            current data, and leaves out removed samples.
-        steps_per_epoch: number of steps of the first epoch. Without a schedule, all epochs have this number of steps.
+        given: maps an epoch to a plan that replaces the computed plan. The file `packing.plan` gives the plan of one epoch.
+            If the data or the packing changed during the run, the checkpoint gives the plan of the epoch in which it was
+            saved, so that the run finishes this epoch as planned. All plans contain row numbers of the current data.
+        steps_per_epoch: number of steps of the epoch in `start`. Without a schedule, all later epochs have the same number.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the cost of a bin of rows.
 
@@ -286,9 +281,7 @@ class PlanSampler:
         return self._first_epoch + bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches). The latest plan is
-        cached.
-        """
+        """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches)."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)

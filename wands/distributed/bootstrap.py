@@ -104,9 +104,9 @@ def start_together() -> Iterator[None]:
     there is no exchange.
 
     Raises:
-        WandsError: on every rank, if the block failed on some rank. The message is from the lowest rank that failed.
-        Exception: on a rank whose block raised an exception that is not a WandsError. The other ranks raise a
-            RankError that names this exception.
+        WandsError: on every rank, if the block failed on some rank. The message is from the lowest rank that failed. If
+            that rank's exception is not a WandsError, the other ranks raise a RankError that names the exception.
+        Exception: on a rank whose block raised an exception that is not a WandsError. This rank raises its own exception.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield

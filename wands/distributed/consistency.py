@@ -46,7 +46,7 @@ def check_agreement(
 
     Raises:
         ConfigError: if a text differs between ranks. All ranks raise the same message. The message contains the name of
-            the text, the ranks whose text differs from the text of most ranks, and the fix.
+            the value, the ranks whose text differs from the text of most ranks, and the fix.
     """
     text = json.dumps(sorted(parts.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=32).digest()
@@ -154,7 +154,7 @@ def tensor_checksum(tensor: Tensor) -> Tensor:
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.
 
-    Source: the finaliser of MurmurHash3 (Appleby), with its multipliers and shifts.
+    Source: the finalizer of MurmurHash3 (Appleby), with its multipliers and shifts.
     """
     bits = tensor.contiguous().flatten().view(_BITS[tensor.element_size()])
     assert bits.numel() < 1 << 32, "a tensor must have fewer than 2**32 elements"

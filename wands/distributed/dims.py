@@ -28,7 +28,7 @@ class ParallelDims:
         world_size: number of ranks.
         rank: global rank.
         ulysses_degree: number of consecutive ranks that divide the attention heads among themselves.
-        ring_degree: number of ranks in a ring, which exchange keys and values.
+        ring_degree: number of ranks in a ring. These ranks exchange keys and values.
     """
 
     world_size: int
@@ -57,7 +57,11 @@ class ParallelDims:
         return self.rank % self.cp_size
 
     def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
-        """Return the tokens of a bin that this rank holds. `seq_lens` is the number of tokens of each sample of the bin."""
+        """Return the tokens of a bin (the samples packed into one sequence) that this rank holds.
+
+        Args:
+            seq_lens: number of tokens of each sample of the bin.
+        """
         return ContextLayout.build(
             seq_lens, ulysses_degree=self.ulysses_degree, ring_degree=self.ring_degree, cp_rank=self.cp_rank
         )
@@ -93,9 +97,10 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If only `cp_size` is set, the Ulysses degree is as large as possible, because an all-to-all always sends less than a
-    ring of the same degree. The Ulysses degree must divide the number of heads, `cp_size` and the number of ranks per
-    node. The ring degree is `cp_size` divided by the Ulysses degree.
+    If the recipe sets a degree, this degree is used. If the recipe sets only `cp_size`, the Ulysses degree is the largest
+    number that divides the number of heads, `cp_size` and the number of ranks per node. A large Ulysses degree is best,
+    because an all-to-all always sends less than a ring of the same degree. The ring degree is `cp_size` divided by the
+    Ulysses degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.
@@ -164,7 +169,9 @@ class ProcessGroups:
 
 
 def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:
-    """Create one process group for each range of ranks, and return this rank's group; None if it has one rank.
+    """Create one process group for each range of ranks, and return this rank's group.
+
+    If each range contains only one rank, create no group, and return None.
 
     Args:
         partition: ranks of each group. The ranges have equal lengths and contain every rank once.

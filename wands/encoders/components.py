@@ -1,4 +1,4 @@
-"""Find the frozen components of a pipeline (such as the VAE), read their configs, and recognise the model variant."""
+"""Find the frozen components of a pipeline (such as the VAE), read their configs, and recognize the model variant."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_variant(model: str | Path) -> Variant:
-    """Return the variant of a pipeline, recognised from the config of its transformer and from its model_index.json.
+    """Return the variant of a pipeline, recognized from the config of its transformer and from its model_index.json.
 
     Args:
         model: diffusers pipeline folder or Hub id.

@@ -84,9 +84,9 @@ def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
     The tokenizer has only "vocabulary_sha256". A missing config key gives the same digest as the key with its default value.
 
     Args:
-        model: pipeline folder or Hub id. The Hub stores digests of weights that are not in `folder`.
+        model: pipeline folder or Hub id. For a Hub id, the Hub gives the digests of weight files that are not in `folder`.
         part: name of the component, such as "vae".
-        folder: folder with the component's config files.
+        folder: folder with the component's config files, and perhaps its weights.
     """
     if part == "tokenizer":
         with loading_part(model, part):

@@ -23,7 +23,7 @@ from wands.model.files.loading import load_index
 
 
 def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a copy of a clip that keeps only the conditioning frames of an image-to-video model. All other frames are grey (0).
+    """Return a copy of a clip that keeps only the conditioning frames of an image-to-video model. All other frames are gray (0).
 
     The conditioning frames are the first frame and, if `last_image` is true, the last frame.
 
@@ -44,7 +44,7 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
 
 
 class ImageEncoder:
-    """Frozen CLIP vision encoder with its image processor, which resizes and normalises images."""
+    """Frozen CLIP vision encoder with its image processor, which resizes and normalizes images."""
 
     def __init__(self, processor: Any, model: CLIPVisionModel) -> None:
         """Store an image processor and a CLIP encoder that are already loaded, and freeze the encoder."""

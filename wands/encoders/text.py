@@ -47,8 +47,8 @@ class TextEncoder:
     """UMT5 encoder with its tokenizer. It encodes one caption at a time, without padding.
 
     UMT5 masks padding, so padding would change only the cost and the rounding. Without padding, every bit of an
-    embedding depends only on its caption. Wan's DiT attends to 512 text tokens: the caption's
-    tokens, followed by equal zero tokens. The DiT of wands computes a single zero token, and weights it by their number.
+    embedding depends only on its caption. Wan's DiT attends to 512 text tokens: the tokens of the caption, then copies of a
+    zero token. The DiT of wands computes the zero token once, and multiplies its attention weight by the number of copies.
     """
 
     def __init__(self, tokenizer: Any, model: UMT5EncoderModel) -> None:
@@ -79,7 +79,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def encode(self, caption: str) -> Tensor:
-        """Clean a caption, tokenise it to at most 512 tokens (end token included), and encode the tokens.
+        """Clean a caption, tokenize it to at most 512 tokens (end token included), and encode the tokens.
 
         Args:
             caption: any text. An empty text gives the unconditional embedding.

@@ -15,7 +15,7 @@ from torch import Tensor
 from wands.encoders.components import find_part, loading_part
 
 TILE, TILE_STRIDE = 256, 192
-"""Height and width of a tile of the VAE, and distance between the starts of neighbouring tiles, in pixels.
+"""Height and width of a tile of the VAE, and distance between the starts of neighboring tiles, in pixels.
 
 Both are the defaults of diffusers. The fingerprint of a cache contains both numbers.
 """
@@ -76,7 +76,7 @@ class WanVideoEncoder:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels to normalised latents.
+        """Encode pixels to normalized latents.
 
         The latents are (posterior mean - latents_mean) / latents_std. latents_mean and latents_std are in the VAE's
         config.
@@ -99,26 +99,26 @@ class WanVideoEncoder:
         assert -1 <= low <= high <= 1, f"pixels are in [{low}, {high}], not in [-1, 1]"
         batch = pixels if pixels.ndim == 5 else pixels[None]
         posterior = self.vae.encode(batch.to(self.vae.device, self.vae.dtype)).latent_dist
-        latents = self.normalise(posterior.mode().float()).cpu()
+        latents = self.normalize(posterior.mode().float()).cpu()
         return latents if pixels.ndim == 5 else latents[0]
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Decode normalised latents to pixels. The result is close to the pixels that `encode` got.
+        """Decode normalized latents to pixels. The result is close to the pixels that `encode` got.
 
         Args:
-            latents: [C, f, h, w] of any float dtype: channels, frames, rows and columns of normalised latents.
+            latents: [C, f, h, w] of any float dtype: channels, frames, rows and columns of normalized latents.
 
         Returns:
             float32 [3, frames, rows, columns] in [-1, 1] on the CPU.
         """
-        restored = self.denormalise(latents.to(self.vae.device, torch.float32)).to(self.vae.dtype)
+        restored = self.denormalize(latents.to(self.vae.device, torch.float32)).to(self.vae.dtype)
         return self.vae.decode(restored[None]).sample[0].float().clamp(-1, 1).cpu()
 
-    def normalise(self, latents: Tensor) -> Tensor:
-        """Normalise the VAE's latents [channels, frames, rows, columns] for the DiT: (latents - latents_mean) / latents_std."""
+    def normalize(self, latents: Tensor) -> Tensor:
+        """Normalize the VAE's latents [channels, frames, rows, columns] for the DiT: (latents - latents_mean) / latents_std."""
         return (latents - self._mean) / self._std
 
-    def denormalise(self, latents: Tensor) -> Tensor:
-        """Undo `normalise`: return latents * latents_std + latents_mean."""
+    def denormalize(self, latents: Tensor) -> Tensor:
+        """Undo `normalize`: return latents * latents_std + latents_mean."""
         return latents * self._std + self._mean

@@ -19,7 +19,8 @@ def check_base(
     """Check that a DiT can replace the DiT of a base pipeline (option --base).
 
     The DiT's config must equal the config of the base's DiT. Keys that start with "_", and keys that the base's config does
-    not have, are not compared. The numbers of experts (DiTs for high and low noise) must also be equal.
+    not have, are not compared. The DiT's model and the base must have the same number of experts (DiTs for high or low
+    noise).
 
     Args:
         base: folder of the base pipeline.
@@ -56,8 +57,8 @@ def check_base(
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
     """Copy a base pipeline into the folder of an export.
 
-    Some files of the base are not copied: the DiTs that the export replaces, hidden files, README.md, the export record,
-    the loss plot and the samples.
+    Hidden files and the DiTs that the export replaces are not copied. Files that describe the base are not copied, either:
+    README.md, `RECORD_FILE`, `LOSS_FILE` and the folder `samples`.
 
     Args:
         base_dir: folder of the base pipeline.
@@ -79,8 +80,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 def carry_over(earlier: Path, out: Path) -> None:
     """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. A README.md that the user wrote is copied with the loss plot that it may show. A
-    README.md that contains `MARKER` was written by wands, and is not copied.
+    The folder `samples` is copied. A README.md with the line `MARKER` was written by wands, and is not copied. A README.md
+    without this line is copied. The loss plot is then copied, too, because this README.md may show it.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

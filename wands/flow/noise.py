@@ -30,7 +30,7 @@ class NoisyBatch:
 
     Attributes:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
-        target: fp32 [L, P], the velocity noise - x0.
+        target: fp32 [L, P], the velocity (noise - x0).
         sigmas: fp32 [S], noise level of each sample.
         timesteps: fp32 [M] for M timesteps. A sample without conditioning tokens has one timestep, 1000 * sigma. A sample
             with conditioning tokens has two timesteps: 0 for its conditioning tokens, then 1000 * sigma for its other tokens.
@@ -97,8 +97,8 @@ def add_noise(
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
     """Draw the noise level for one use of a sample.
 
-    With `flow.stratified`, the noise level is computed from a number from 0 to 1, the `stratum` of `sample_sigma`. The number
-    is random in the sample's first epoch, and grows by the golden ratio, modulo 1, in every further epoch. The numbers of
+    With `flow.stratified`, the noise level is computed from a number from 0 to 1 (argument `stratum` of `sample_sigma`). In
+    epoch 0, this number is random. In every further epoch, the golden ratio is added to it, modulo 1. The numbers of
     consecutive epochs then cover the range from 0 to 1 evenly.
 
     Args:
@@ -108,8 +108,8 @@ def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[f
         sigma_range: (smallest, largest) sigma.
     """
     start = rng(seed, replace(key, epoch=0), "sigma_start").random() if flow.stratified else 0.0
-    stratum = [(start + key.epoch * _GOLDEN_RATIO) % 1.0] if flow.stratified else []
-    return sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range, *stratum)
+    stratum = (start + key.epoch * _GOLDEN_RATIO) % 1.0 if flow.stratified else None
+    return sample_sigma(rng(seed, key, "sigma"), flow, *sigma_range, stratum)
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:

@@ -53,23 +53,26 @@ def with_clip_shift(flow: FlowConfig, num_tokens: int) -> FlowConfig:
 
 
 def sample_sigma(
-    generator: np.random.Generator, flow: FlowConfig, low: float = 0.0, high: float = 1.0, *stratum: float
+    generator: np.random.Generator,
+    flow: FlowConfig,
+    low: float = 0.0,
+    high: float = 1.0,
+    stratum: float | None = None,
 ) -> float:
     """Draw a noise level from the recipe's distribution, truncated to the range from `low` to `high`.
 
     The distribution is a mixture of two parts: the distribution `flow.timestep_sampling` after the shift by
-    `flow.flow_shift`, and a uniform distribution, which is not shifted and has the weight `flow.mix_uniform`. The range
-    applies to the mixture. The function truncates the inverse CDF instead of rejecting draws outside the range, so every
-    call takes two numbers from the generator.
+    `flow.flow_shift`, and a uniform distribution, which is not shifted and has the weight `flow.mix_uniform`. The function
+    truncates the inverse CDF instead of rejecting draws outside the range, so every call takes exactly two numbers from
+    the generator.
 
     Args:
         generator: source of two uniform numbers.
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts.
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: optional; one number from 0 to 1. Without this number, sigma is random. With this number, sigma is a function
-            of the number, and the random numbers are not used. Numbers that are spread evenly from 0 to 1 give sigmas with
-            the distribution of the truncated mixture.
+        stratum: number from 0 to 1 that determines sigma, in place of the random numbers. Numbers that are spread evenly from
+            0 to 1 give sigmas with the distribution of the truncated mixture. If it is None, sigma is random.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.
@@ -80,7 +83,8 @@ def sample_sigma(
     base_low, base_high = (shift_sigma(bound, 1.0 / flow.flow_shift) for bound in (low, high))
     uniform_mass = flow.mix_uniform * (high - low)
     base_mass = (1.0 - flow.mix_uniform) * _mass(flow, base_low, base_high)
-    for pick in stratum:
+    if stratum is not None:
+        pick = stratum
         share = uniform_mass / ((uniform_mass + base_mass) or 1.0)
         quantile = max(pick / share if pick < share else (pick - share) / (1.0 - share), 2.0**-54)
     # In a range whose mass underflows in float64, sigma is uniform.
@@ -141,9 +145,8 @@ def sigma_weight(sigmas: Tensor, flow: FlowConfig) -> Tensor:
 
 
 def _mass(flow: FlowConfig, low: float, high: float) -> float:
-    """Return the probability that the recipe's distribution draws a sigma between `low` and `high`.
-
-    All values are for sigma before the shift by `flow.flow_shift`.
+    """Return the probability that a sigma with the distribution `flow.timestep_sampling` is between `low` and `high`. The
+    shift by `flow.flow_shift` is not applied.
     """
     if flow.timestep_sampling == "uniform":
         return high - low
@@ -154,10 +157,10 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 
 
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
-    """Map `quantile`, a number from 0 to 1, to a sigma, so that uniform numbers give the recipe's distribution in [low, high].
+    """Map `quantile`, a number from 0 to 1, to a sigma in [low, high]. The shift by `flow.flow_shift` is not applied.
 
-    All values are for sigma before the shift by `flow.flow_shift`. As `quantile` grows, sigma grows from `low` to `high`, or
-    falls from `high` to `low`, depending on the distribution and the range. Both directions give the same distribution.
+    Uniform random quantiles give sigmas with the distribution `flow.timestep_sampling`, truncated to [low, high]. For some
+    distributions and ranges, sigma falls as `quantile` grows.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -216,7 +219,8 @@ def _bisect(is_below: Callable[[float], bool], left: float, right: float) -> tup
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32 so that sigma, and the timestep computed from sigma in fp32, stay between `low` and `high`.
+    """Round sigma to fp32, so that the rounded sigma stays between `low` and `high`, and the fp32 timestep 1000 * sigma stays
+    between 1000 * `low` and 1000 * `high`.
 
     In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
     the range of the other expert.

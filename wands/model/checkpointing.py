@@ -53,14 +53,13 @@ class SelectiveCheckpoint:
     Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again.
 
     Args:
-        blocks: blocks of the model. Until `close` is called, hooks on the linear layers of the blocks detect which layer
-            runs.
+        blocks: blocks of the model. Their linear layers get hooks, which `close` removes.
         saved: names of tensors that stay on the device.
         offloaded: names of tensors that are offloaded to host memory.
         operators: maps a tensor name to the torch operators whose result is this tensor, such as an attention operator.
-            Names in `PROJECTIONS` need no entry, because the hooks detect these tensors.
-        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Two models
-            can share an offloader if each backward pass ends before the forward pass of the other model starts.
+            A name in `PROJECTIONS` needs no entry, because hooks find the tensor as the result of a linear layer.
+        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Models can
+            share one offloader, if the backward pass of one model ends before the forward pass of another model starts.
 
     Attributes:
         offloader: host memory for offloaded tensors. If no offloader was given, this is None before the first forward
@@ -118,7 +117,7 @@ class SelectiveCheckpoint:
         self._current_projection = projection
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context manager in which autograd offloads the block's input `hidden`, and no other saved tensor."""
+        """Return a context manager in which autograd offloads `hidden`. Other tensors that autograd saves stay on the device."""
         assert self.offloader is not None
         # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
         put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
@@ -136,10 +135,7 @@ class SelectiveCheckpoint:
         return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the tensor name, such as "query_proj", of an operator's result that is kept for the backward pass.
-
-        Return None for a result that must be computed again.
-        """
+        """Return the name of the kept tensor that `op` computes, such as "query_proj". None if `op` computes no kept tensor."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:
@@ -150,7 +146,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """Tensor of a block's forward pass that stays on the device for the backward pass, detached from its autograd graph."""
+    """Kept tensor that stays on the device. `take` returns it, without its autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)
@@ -164,8 +160,8 @@ class _SavedTensor:
 class _Run(TorchDispatchMode):
     """Dispatch mode for one of the two runs of a block.
 
-    In the first run (forward pass), the mode appends (operator, result) to the queue `kept` for each result to keep. In the
-    second run (backward pass), the mode takes these results from the queue, and computes all other results again.
+    The first run is in the forward pass: the mode appends a pair (operator, result) to the queue `kept` for each kept tensor.
+    The second run is in the backward pass: the mode takes the kept results from the queue, and all other operators run again.
     """
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:

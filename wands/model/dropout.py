@@ -25,18 +25,20 @@ _SIDES = {"tokens": 1, "text": 2, "image": 3, "time": 4}
 
 
 class RowKeys(dict[str, Tensor]):
-    """Hash keys of the rows in one forward pass, from which all dropout layers of a model compute their masks.
+    """Row keys of one forward pass, from which all dropout layers of a model compute their masks.
 
-    A row is one token or one timestep. A `RowKeys` is a dict that maps each of the four kinds of rows to the keys of its
-    rows, int64 [number of rows]: "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time"
-    (timesteps).
+    A row is one token or one timestep. A row key is a hash that identifies the row. The class is a dict that maps each kind
+    of row to an int64 tensor with one row key for each row. The kinds are "tokens" (video tokens), "text" (text tokens),
+    "image" (CLIP tokens) and "time" (timesteps).
     """
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the keys of all rows (tokens and timesteps) of packed samples. The next call replaces the keys.
+        """Compute the row keys of packed samples, which replace all row keys in this dict.
+
+        A row key is a hash that identifies one token or one timestep.
 
         Args:
-            meta: metadata of the packed samples, with `dropout_keys`.
+            meta: metadata of the packed samples. Its `dropout_keys` must have one key for each sample.
             image_len: number of CLIP tokens of each sample, 0 without CLIP.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"
@@ -58,14 +60,15 @@ class RowKeys(dict[str, Tensor]):
 
 
 class KeyedDropout(nn.Module):
-    """Dropout layer like `torch.nn.Dropout`, but with masks that are hashes instead of random numbers.
+    """Dropout layer like `torch.nn.Dropout`, but without random numbers: masks are hashes of row keys and the layer's name.
 
-    The mask of a sample is therefore independent of the other packed samples, the rank, restarts and the device.
+    A row is one token or one timestep, and a row key is a hash that identifies the row. The mask of a sample does not
+    depend on the other packed samples, the rank, restarts or the device.
 
     Args:
         p: dropout probability.
         name: name of the layer. Layers with different names have independent masks.
-        keys: keys of the layer's input rows (tokens or timesteps), from which the hashes are computed.
+        keys: row keys of the current forward pass. `keys.set` must be called before each forward pass.
     """
 
     def __init__(self, p: float, name: str, keys: RowKeys) -> None:
@@ -75,10 +78,10 @@ class KeyedDropout(nn.Module):
         self._salt = int.from_bytes(digest, "little", signed=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop values in training: map x [..., C] to a tensor of the same shape.
+        """Apply dropout to x [..., C] in training; in evaluation, return x.
 
-        x has one row of C channels for each token or timestep, in the order of the keys in `RowKeys`. If the rows are text
-        tokens, x ends with one more row, for the padding of all samples. No value of the padding is dropped.
+        x has one row of C channels for each token or timestep, in the order of the row keys in `RowKeys`. If the rows are
+        text tokens, x has one more row at the end, for the padding that all samples share. No value in this row is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -97,7 +100,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
         lora_p: dropout probability of the LoRA inputs. 0 does not change the dropout layers of the LoRA.
 
     Returns:
-        The row keys that all new layers share.
+        The row keys that all new layers share. Call their method `set` before each forward pass.
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):
@@ -111,7 +114,10 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the kind of rows in the input of a layer with this name: "image", "text", "time" or "tokens"."""
+    """Return what the rows of a layer's input are: "tokens" (video), "text", "image" (CLIP tokens) or "time" (timesteps).
+
+    `name` is the name of the layer in the DiT.
+    """
     if "image_embedder" in name or ".add_k_proj" in name or ".add_v_proj" in name:
         return "image"
     if "text_embedder" in name or ".attn2.to_k" in name or ".attn2.to_v" in name:
@@ -135,9 +141,9 @@ class _Drop(torch.autograd.Function):
 
 
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
-    """Return a copy of x [..., C] with dropout in the first `len(rows)` rows.
+    """Return a copy of x [..., C] with dropout in the first `len(rows)` rows. Later rows do not change.
 
-    `rows` contains the key of each of these rows, and `salt` is the hash of the layer's name. All other rows do not change.
+    `rows` contains row keys, and `salt` is the hash of the layer's name.
     """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
@@ -160,11 +166,11 @@ def _threshold(p: float) -> int:
 def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
     """Return a mask that is True for the values that dropout keeps, bool [N, C] for N rows and C channels.
 
-    The row's key, the layer's `salt` and the index of a pair of adjacent channels are hashed to 32 bits. Each channel of the
-    pair uses 16 of these bits.
+    One hash of 32 bits is computed for each row and each pair of adjacent channels, with 16 bits for each channel. A value is
+    dropped if its 16 bits are a number below p * 2**16.
 
     Args:
-        rows: int64 [N], key of each row (token or timestep).
+        rows: int64 [N], row keys (hashes that identify the rows).
         salt: hash of the layer's name.
         channels: number of channels, C.
         p: dropout probability.
@@ -181,13 +187,13 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the key of each row (token or timestep), int64 [number of rows].
+    """Return the row keys of all rows of one kind, int64 [number of rows].
 
-    The key is a hash of the sample's key, the kind of the row, and the position of the row in the sample.
+    A row key is a hash of the sample's key, the kind of the row, and the position of the row in the sample.
 
     Args:
         samples: int64, key of each sample.
-        side: kind of rows: "tokens", "text", "image" or "time".
+        side: kind of the rows: "tokens", "text", "image" or "time".
         segment_ids: sample index of each row.
         positions: position of each row in its sample.
     """

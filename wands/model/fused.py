@@ -1,4 +1,4 @@
-"""Pointwise parts of a transformer block in few passes over memory: add, normalise, modulate, rotate and cast.
+"""Pointwise parts of a transformer block in few passes over memory: add, normalize, modulate, rotate and cast.
 
 Each part is an autograd function with a hand-written backward pass. The forward pass and the backward pass are
 operators of `compiled_op`. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and
@@ -28,18 +28,18 @@ CHUNK = 256
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return index tables for sums over the tokens of each timestep. All blocks share the cached result.
 
-    The tokens of a timestep share one row of gate, factor and shift, so the gradient of the row is a sum over these tokens.
-    For the sum, the tokens of each timestep are divided into chunks of at most `CHUNK` tokens. The sum over chunks has a
-    fixed order, unlike the atomic additions of `index_add_` on a GPU.
+    The gradients of gate, factor and shift are such sums. The tokens of each timestep are divided into chunks of at most
+    `CHUNK` tokens. First the tokens of each chunk are summed, then the chunks of each timestep. The order is fixed, unlike
+    the order of the atomic additions of `index_add_` on a GPU.
 
     Args:
         lens: number of tokens of each of M timesteps; the sum is L.
         device: device of the tables.
 
     Returns:
-        (ids, rows, valid, chunks). ids is int64 [L], the timestep of each token. rows is int64 [C, CHUNK], the indices of
-        the tokens of each of C chunks. valid is fp32 [C, CHUNK, 1], 0 where a short chunk has no token, else 1. chunks is
-        fp32 [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
+        (ids, rows, valid, chunks). ids: int64 [L], timestep of each token. rows: int64 [C, CHUNK], indices of the tokens
+        of each of C chunks; a short chunk ends with indices that do not count. valid: fp32 [C, CHUNK, 1], 0 for an index
+        that does not count, 1 for all others. chunks: fp32 [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
     """
     spans = [
         (timestep, start, end)
@@ -75,13 +75,14 @@ def add_norm_forward(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add an update to the residual stream and normalise the sum, for the forward pass of `_AddNorm`.
+    """Add an update to the residual stream and normalize the sum, for the forward pass of `_AddNorm`.
 
     `ids` is the timestep of each token. `_AddNorm` describes the other arguments.
 
     Returns:
-        (total, normed, mean, rstd). total is hidden + update * gate, or an empty tensor if `update` is None. normed is the
-        modulated layer norm of this sum. mean and 1 / rstd are the sum's mean and standard deviation for each token.
+        (total, normed, mean, rstd). total is the sum hidden + update * gate. normed is the modulated layer norm of the sum.
+        mean and 1 / rstd are the mean and the standard deviation of the sum for each token. If `update` is None, total is
+        an empty tensor, and the sum is `hidden`.
     """
     total = hidden
     if update is not None:
@@ -160,7 +161,7 @@ def gated_add_backward(
 def norm_rotate_forward(
     x: Tensor, weight: Tensor, rotation: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
+    """Normalize tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
 
     Args:
         x: [L, D], L tokens of width D.
@@ -169,7 +170,7 @@ def norm_rotate_forward(
         eps: eps of the RMS norm.
 
     Returns:
-        (normalised and rotated tokens [L, D], 1 / root mean square of each token [L, 1]).
+        (normalized and rotated tokens [L, D], 1 / root mean square of each token [L, 1]).
     """
     # In fp32, also if x or the weight is bf16.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -180,9 +181,10 @@ def norm_rotate_forward(
 def norm_rotate_backward(
     dout: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, rotation: Tensor | None, needs_weight: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the arguments (x, weight) of `norm_rotate_forward` from the gradient `dout` of its tokens.
+    """Return the gradients of the arguments (x, weight) of `norm_rotate_forward`.
 
-    `rstd` is the second result of `norm_rotate_forward`. If `needs_weight` is False, the weight's gradient is empty.
+    `dout` is the gradient of the first result of `norm_rotate_forward`, and `rstd` is the second result. If `needs_weight` is
+    False, the weight's gradient is an empty tensor.
     """
     dunit = _rotate(dout.to(rstd.dtype), rotation, -1.0)
     unit = x.to(rstd.dtype) * rstd
@@ -205,10 +207,9 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return what the backward pass needs of `update`; None if there is no update.
+    """Return the tensor to save for the backward pass: `update`, or an empty tensor if only the dtype of `update` is needed.
 
-    The gate's gradient needs the values of `update`. Without this gradient, an empty tensor with
-    the dtype of `update` is enough.
+    Only the gate's gradient needs the values of `update`. If `update` is None, return None.
     """
     return update if needs_gate or update is None else update.new_empty(0)
 
@@ -227,11 +228,11 @@ class _AddNorm(torch.autograd.Function):
         hidden: fp32 or fp64 [L, D], residual stream: L tokens of width D.
         update: [L, D]; None adds nothing.
         gate: [M, D], factor of the update for each of M timesteps; None means 1.
-        factor: [M, D], factor of the normalised tokens.
-        shift: [M, D], added to the normalised tokens.
+        factor: [M, D], factor of the normalized tokens.
+        shift: [M, D], added to the normalized tokens.
         lens: number of tokens of each timestep; the sum is L.
         eps: eps of the layer norm.
-        dtype: dtype of the normalised tokens.
+        dtype: dtype of the normalized tokens.
 
     Returns:
         (hidden + update * gate, layer_norm(hidden + update * gate) * factor + shift). The second tensor has `dtype`.
@@ -282,7 +283,7 @@ class _GatedAdd(torch.autograd.Function):
 
 
 class _NormRotate(torch.autograd.Function):
-    """Normalise tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
+    """Normalize tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
 
     Args:
         x: [L, D], L tokens of width D = H * d.

@@ -70,7 +70,7 @@ def add_lora(
     """Freeze the model and add a trainable LoRA.
 
     lora_A has random initial values from PEFT's uniform distribution, and lora_B is zero. The values depend only on the
-    seed and the name of the layer, so they are the same for every number of ranks.
+    seed and the name of the layer, so they are the same for every number of GPUs.
 
     Args:
         model: packed DiT. Its parameters may already be partitioned by ZeRO-3. The new LoRA parameters are not
@@ -81,7 +81,7 @@ def add_lora(
 
     Raises:
         ConfigError: if a pattern in `lora.targets` matches no layer, or a layer of `start` does not fit the model or
-            the rank.
+            has a LoRA rank other than `lora.rank`.
     """
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
@@ -120,7 +120,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
 
     Raises:
         ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. Also if a layer of
-            `start` is not selected by `lora.targets`, or does not fit the model or the rank.
+            `start` is not selected by `lora.targets`, does not fit the model, or has a LoRA rank other than `lora.rank`.
     """
     targets = find_targets(model, lora.targets)
     if not targets:
@@ -135,7 +135,7 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
     """Return the LoRA in the weights of a checkpoint, as a dict that maps a layer name to its two LoRA matrices.
 
     Args:
-        state: maps a parameter name to its value. Parameters that do not belong to the LoRA are left out.
+        state: maps a parameter name to its value. The function ignores parameters that do not belong to the LoRA.
         lora: LoRA settings of the run that wrote the checkpoint.
     """
     weights = {name: tensor for name, tensor in state.items() if ".lora_" in name}
@@ -144,11 +144,11 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
 
 
 def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
-    """Read the LoRA of one expert from a file in any LoRA layout that `wands convert` reads.
+    """Read the LoRA of one DiT from a file in any LoRA layout that `wands convert` reads.
 
     Args:
         path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.
-        expert: DiT that the LoRA is for.
+        expert: the DiT.
         key: recipe key that contains the path, for error messages, such as lora.init_from.
 
     Raises:
@@ -167,10 +167,10 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
-    """Read the LoRA of one expert from the file that `lora.init_from` names. Return None if the key is not set.
+    """Read the initial LoRA of one DiT from the file that `lora.init_from` names. Return None if this key is not set.
 
     Raises:
-        ConfigError: if the file also contains full-size updates of parameters, which a LoRA run cannot train.
+        ConfigError: if the file contains full-size updates of parameters, which a LoRA run cannot train.
     """
     if lora.init_from is None:
         return None
@@ -186,11 +186,11 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
 class MergedLoras:
     """Callable that merges LoRAs into base weights, in float64.
 
-    A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update of a linear layer is
-    alpha / rank * lora_B @ lora_A. For any other parameter, the LoRA file contains the update in full size.
+    A merged weight is the base weight plus the sum of scale * update over all LoRAs. The update is
+    alpha / rank * lora_B @ lora_A, or a tensor in the LoRA file that has the shape of the parameter.
 
     Args:
-        loras: (scale, update) of each LoRA. scale is the user's factor for the LoRA.
+        loras: (scale, update) of each LoRA. scale is a factor that the user chose, 1 for the LoRA as it was trained.
     """
 
     def __init__(self, loras: Sequence[tuple[float, LoraUpdate]]) -> None:
@@ -224,7 +224,7 @@ class MergedLoras:
 
         Args:
             name: name of the parameter.
-            weight: value of the parameter without LoRAs. It is returned unchanged if no LoRA changes this parameter.
+            weight: value of the parameter without LoRAs. If no LoRA changes the parameter, this value is returned.
         """
         merged = weight
         for scale, update in self._loras:

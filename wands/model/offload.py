@@ -30,9 +30,9 @@ _GROUPS_ON_DEVICE = 2
 
 
 class CopyStream:
-    """Base class of streams that run copies in the order of the calls.
+    """Runs copies one after another. On a device without CUDA, each copy is done when `run` returns.
 
-    The base class is used for devices without streams. Its method `run` returns when the copy is done.
+    The subclass `_CudaCopyStream` runs copies on a CUDA device, in parallel with the computation.
     """
 
     def run(self, copy: Callable[[], None]) -> Any:
@@ -40,10 +40,7 @@ class CopyStream:
         copy()
 
     def wait(self, event: Any) -> None:
-        """Make later computation wait until a copy and all earlier copies are done.
-
-        `event` is what `run` returned for this copy.
-        """
+        """Make later computation wait for the copy whose `run` returned `event`, and for all earlier copies."""
 
 
 class _CudaCopyStream(CopyStream):
@@ -63,7 +60,7 @@ class _CudaCopyStream(CopyStream):
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """Return a new CUDA stream for copies. For a device without streams, return an object that copies at once."""
+    """Return the object that runs copies between the host and a device: a `_CudaCopyStream` if the device is a GPU."""
     return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 
@@ -90,8 +87,7 @@ class ActivationOffloader:
         host_bytes: size in bytes of the tensors that are offloaded now.
         peak_host_bytes: maximum of `host_bytes` so far.
         reserved_bytes: size in bytes of all pages. For a CUDA device, the pages are pinned. Free pages are reused and
-            never released. For a CPU device, numpy allocates the pages, so that torch's memory counters count only the
-            activations.
+            never released.
     """
 
     def __init__(
@@ -160,8 +156,8 @@ class ActivationOffloader:
 class _Group:
     """Tensors that one block of the model offloads.
 
-    The handle of each tensor refers to its group. When the backward pass takes one tensor, its handle calls the group's
-    `prefetch`, which starts to copy back the other tensors before they are needed.
+    When the backward pass takes one tensor of the group, `prefetch` starts to copy back the other tensors before they are
+    needed.
     """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:

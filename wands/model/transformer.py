@@ -62,7 +62,7 @@ class PackedWanTransformer(WanTransformer3DModel):
     @functools.wraps(WanTransformer3DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        assert self.config.cross_attn_norm, "every Wan model normalises the queries of the cross-attention"
+        assert self.config.cross_attn_norm, "every Wan model normalizes the queries of the cross-attention"
         embedder = self.condition_embedder
         for linear in (embedder.time_embedder.linear_1, embedder.time_embedder.linear_2, embedder.time_proj):
             linear.__class__ = Fp32Linear
@@ -88,7 +88,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         Args:
             self_attention: self-attention of packed tokens, such as the result of
                 `wands.attention.ulysses.context_attention`.
-            backend: attention kernel of the cross-attention. Cross-attention needs no tokens of other ranks.
+            backend: attention kernel of the cross-attention.
         """
         for block in self.blocks:
             block.attn1.set_processor(SelfAttentionProcessor(self_attention))
@@ -232,21 +232,21 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config as JSON, with diffusers' class name, so that other tools can load the model."""
+        """Return the config as JSON. The class name in it is diffusers' `WanTransformer3DModel`, which other tools can load."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 
 
 @dataclass(frozen=True)
 class CrossSegments:
-    """Queries and keys that attend to each other in cross-attention, the same in every block.
+    """Segments of the cross-attention, the same in every block.
 
-    Each sample is one segment. The queries of a segment attend only to the keys of the segment.
+    There is one segment for each sample. The queries of a segment are the sample's video tokens, and attend only to the keys
+    of this segment.
 
     Attributes:
-        text: segments whose queries are a sample's video tokens, and whose keys are the sample's padded text tokens.
-        image: segments whose queries are a sample's video tokens, and whose keys are the CLIP tokens of the sample's
-            images. None for a model without CLIP.
+        text: segments whose keys are the sample's padded text tokens.
+        image: segments whose keys are the CLIP tokens of the sample's images. None for a model without CLIP.
     """
 
     text: PaddedSegments
@@ -296,7 +296,7 @@ class PackedWanBlock(WanTransformerBlock):
 
 
 class AddNorm(FP32LayerNorm):
-    """Layer norm that first adds an update to the residual stream, and then modulates the normalised tokens."""
+    """Layer norm that first adds an update to the residual stream, and then modulates the normalized tokens."""
 
     compiled = False
 
@@ -317,7 +317,7 @@ class AddNorm(FP32LayerNorm):
             gate: [M, D], factor of the update for each of M timesteps; None means 1.
             table: (factor, shift), each [M, D]. None means this module's weight and bias.
             lens: number of tokens of each timestep.
-            dtype: dtype of the normalised tokens.
+            dtype: dtype of the normalized tokens.
 
         Returns:
             (residual stream with the update, modulated layer norm of this residual stream).
@@ -337,7 +337,7 @@ class NormRotate(nn.RMSNorm):
     compiled = False
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
-        """Normalise x [tokens, width] in at least fp32, rotate it, and return it in the dtype of x.
+        """Normalize x [tokens, width] in at least fp32, rotate it, and return it in the dtype of x.
 
         Args:
             x: [L, D], L tokens of width D.
@@ -353,7 +353,7 @@ class NormRotate(nn.RMSNorm):
 
 
 class SelfAttentionProcessor:
-    """Attention processor that projects, normalises and rotates q, k and v, and calls a given function for attention."""
+    """Attention processor that projects, normalizes and rotates q, k and v, and calls a given function for attention."""
 
     def __init__(self, self_attention: SelfAttention) -> None:
         self.self_attention = self_attention
@@ -361,7 +361,7 @@ class SelfAttentionProcessor:
     def __call__(
         self, attn: WanAttention, hidden_states: Tensor, *_: None, rotation: Tensor, meta: PackedMeta
     ) -> Tensor:
-        """Run self-attention on hidden states [local tokens, width], and return a tensor of the same shape."""
+        """Run self-attention on hidden states [tokens of this rank, width], and return a tensor of the same shape."""
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
         k = _heads(attn, attn.norm_k(attn.to_k(hidden_states), rotation))
         v = _heads(attn, attn.to_v(hidden_states))
@@ -371,8 +371,9 @@ class SelfAttentionProcessor:
 class CrossAttentionProcessor:
     """Attention processor for cross-attention to images and to text. The text is zero-padded to 512 tokens.
 
-    Tokens attend to the padding, as in official Wan. The padding is computed as one key with a larger weight. Images
-    have separate keys and values. The results of text attention and image attention are added.
+    Video tokens also attend to the padding, as in official Wan. All padding tokens of the text are equal, so they are
+    computed as one key with a larger weight. Images have separate keys and values. The results of text attention and image
+    attention are added.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -474,10 +475,10 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 def _stock_float(x: Tensor) -> Tensor:
-    """Cast float64 to float32 where diffusers' `WanTransformer3DModel` casts to float32. Return other dtypes unchanged.
+    """Cast float64 to float32. Return other dtypes unchanged.
 
-    In float64 tests, this model and diffusers' model then round at the same places and give equal results. In training, the
-    tensors at these places need no cast.
+    diffusers' `WanTransformer3DModel` casts to float32 at the same places, so that both models give equal results in tests
+    with float64.
     """
     return x.float() if x.dtype == torch.float64 else x
 

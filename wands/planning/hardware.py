@@ -52,7 +52,7 @@ class Machine:
         network_bandwidth: bandwidth of one GPU's network card, in bytes/s.
         ranks_per_node: number of GPUs in a node.
         host_memory: host memory of a node in bytes.
-        host_bandwidth: bandwidth between one GPU and the host in bytes/s, if all GPUs of the node copy at the same time.
+        host_bandwidth: bandwidth between one GPU and the host, while all GPUs of the node copy, in bytes/s.
         linear_flops: FLOP/s of large matrix products in bf16.
         attention_flops: maps the name of an attention kernel to (FLOP/s of its forward pass, FLOP/s of its backward pass).
         copy_bandwidth: bytes per second that the GPU reads and writes in its own memory. A copy of n bytes counts as 2 n
@@ -81,8 +81,7 @@ class Machine:
         """Return the FLOP/s of an attention kernel: (forward pass, backward pass).
 
         Args:
-            backend: name of the kernel. If `attention_flops` does not contain the name, such as "auto", the fastest
-                kernel is used.
+            backend: name of a kernel in `attention_flops`. For any other name, such as "auto", the fastest kernel is used.
         """
         fastest = min(self.attention_flops.values(), key=lambda speeds: 1 / speeds[0] + 2.5 / speeds[1])
         return self.attention_flops.get(backend, fastest)
@@ -94,7 +93,8 @@ class Machine:
     def world_bandwidth(self, gpus: int) -> float:
         """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
-        Between nodes, the all-gather uses all network cards of a node at once.
+        On one node, the result is `node_bandwidth`. On several nodes, the result is the smaller of two bandwidths:
+        `node_bandwidth`, and the sum of the bandwidths of a node's network cards.
         """
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
@@ -148,15 +148,13 @@ MACHINES = {
 def machine_named(
     name: str, *, gpu_memory: float | None, gpus_per_node: int | None, **own: float | None
 ) -> Machine:
-    """Return a machine of `MACHINES`, in which the user's numbers replace the machine's numbers.
-
-    If an argument is None, the machine's number stays unchanged.
+    """Return a copy of a machine in `MACHINES` with the user's numbers. If an argument is None, the machine's number is kept.
 
     Args:
-        name: name of the machine.
-        gpu_memory: the user's memory of one GPU in GB.
-        gpus_per_node: the user's number of GPUs in a node.
-        own: further numbers of the user, by name: host_memory in GB, node_bandwidth and network_bandwidth in GB/s.
+        name: key in `MACHINES`.
+        gpu_memory: memory of one GPU in GB.
+        gpus_per_node: number of GPUs in a node.
+        own: other attributes of `Machine`: host_memory in GB, node_bandwidth and network_bandwidth in GB/s.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -164,8 +162,8 @@ def machine_named(
     machine = MACHINES.get(name.lower())
     if machine is None:
         raise ConfigError(
-            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}. If only the memory of your GPU "
-            "is different, also set --gpu-memory."
+            f"--hardware {name} is not a known machine; use one of {', '.join(MACHINES)}. If your GPU is one of these "
+            "with another memory size, also set --gpu-memory."
         )
     changes: dict[str, Any] = {key: value * GB for key, value in own.items() if value is not None}
     if gpu_memory is not None:
@@ -175,7 +173,7 @@ def machine_named(
 
 
 def measurement_file(device: str) -> Path:
-    """Return the file in the user's cache folder for the measured speeds of a device.
+    """Return the path of the file with the measured speeds of a device, in the user's cache folder.
 
     Args:
         device: name of the device. All names that contain the same key of `PEAK_TFLOPS`, such as "NVIDIA H200" and

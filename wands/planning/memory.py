@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes of device memory that the run needs: the property `peak` multiplied by `MARGIN`."""
+        """Bytes of device memory that the run needs: `peak`, and a margin for rounding and fragmentation in the allocator."""
         return self.peak * MARGIN
 
 
@@ -72,7 +72,7 @@ def reserved_memory(workload: Workload) -> float:
 
 
 def estimate_memory(workload: Workload) -> Memory:
-    """Predict the memory of one rank at the peak of a run: in a training step, or while the run samples videos."""
+    """Predict the memory of one rank at the peak of a run. The peak is in a training step, or while the run samples videos."""
     states, activations = _States(workload), Activations(workload)
     moments = [states.during_update()]
     for blocks_left, held in activations.moments():
@@ -202,7 +202,7 @@ class _States:
         return host
 
     def _during_step(self) -> dict[str, float]:
-        """Return the bytes that each component uses on the device during the whole step."""
+        """Return the bytes of each component that stay on the device from the start of a step to its end."""
         models, held = self.workload.num_models, defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:
@@ -230,7 +230,7 @@ class Activations:
     """Sizes in bytes of one rank's activations and their gradients, at each moment of the backward pass.
 
     Args:
-        workload: model, recipe and parallel degrees of the run, and the number of tokens in its largest forward pass.
+        workload: sizes of the run.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -271,7 +271,7 @@ class Activations:
         Sampling needs no gradients, so only the activations of one layer exist at a time.
         """
         shape, narrow = self.shape, self.narrow
-        # Query and key are in fp32 while they are normalised and rotated.
+        # Query and key are in fp32 while they are normalized and rotated.
         attention = (14 + 6 * narrow) * shape.dim
         ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * shape.ffn_dim
         tokens = self.workload.video_tokens / self.workload.cp_size
@@ -330,7 +330,7 @@ class Activations:
         # per token that LoRA layers keep (low).
         wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
         if self.workload.compiled:
-            # Queries and keys are kept in the compute dtype before their norm, and no normalised tokens are kept.
+            # Queries and keys are kept in the compute dtype before their norm, and no normalized tokens are kept.
             wide, narrow_rows = 3, narrow_rows + 3
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:

@@ -86,10 +86,10 @@ class Task:
         return lens
 
     def most_samples(self, max_tokens: int) -> int:
-        """Return an estimate, rather too high than too low, of the number of clips in a bin with at most `max_tokens` tokens.
+        """Return an estimate of the largest number of clips in a bin with at most `max_tokens` tokens.
 
-        A bin holds the clips of one forward pass. The estimate is `max_tokens` divided by the mean length of
-        the shortest 50 % of all clips.
+        A bin holds the clips of one forward pass. The estimate is `max_tokens` divided by the mean length of the shortest
+        50 % of all clips.
         """
         shorter = self.by_length[: max(len(self.by_length) // 2, 1)]
         return max(min(int(max_tokens // max(shorter.mean(), 1)), len(self.by_length)), 1)
@@ -167,7 +167,7 @@ class Candidate:
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
     """Return a `Machine` with the real memory of the machine that runs this process.
 
-    The bandwidths and the peak FLOP/s are defaults, because predictions of memory do not use them.
+    Use the result only to predict memory: its bandwidths and FLOP/s are the defaults of `Machine`.
 
     Args:
         device_type: "cuda" or "cpu".
@@ -193,8 +193,8 @@ def check_memory(task: Task, ds_name: str) -> str | None:
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
 
     Returns:
-        None if the run fits. Otherwise a text with the memory that the run needs, and with this change. If no change of
-        settings is enough, the text suggests larger GPUs, smaller clips or a LoRA.
+        None if the run fits. Otherwise a text with two parts: the memory that the run needs, and the change of settings. If
+        no change is enough, the second part suggests other GPUs, smaller clips or a LoRA.
     """
     run = Candidate(task, ds_name, task.workload)
     if run.fits:
@@ -205,11 +205,10 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
 
-    Among equally fast combinations, the simplest settings come first. The list is empty if combinations are valid, but none
-    fits.
+    Among equally fast combinations, the simplest settings come first. If no valid combination fits, the list is empty.
 
-    A bin holds the clips of one forward pass. If a combination does not fit with the recipe's bin size, a smaller bin size
-    is used, close to the largest size that fits. The longest clip fits into a bin of any of these sizes.
+    A bin holds the clips of one forward pass. If a combination does not fit with the recipe's bin size, the search uses a
+    smaller bin size, close to the largest size that fits. A bin always has space for the longest clip.
 
     Raises:
         ConfigError: if every combination is invalid. The message is the reason why the first combination is invalid.
@@ -304,11 +303,10 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
 
 
 def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
-    """Return the given settings with the recipe's bin size. If the run does not fit the machine, return the settings with a
-    smaller bin size, close to the largest bin size that fits.
+    """Return the given settings with the recipe's bin size, or with a smaller bin size if the run does not fit the machine.
 
-    A bin holds the clips of one forward pass. If the run does not fit even with bins that hold only the longest clip,
-    return None.
+    A bin holds the clips of one forward pass. The smaller bin size is close to the largest size that fits. If a bin with
+    only the longest clip is still too large, return None.
 
     Args:
         task: the run and the machine.
@@ -344,7 +342,7 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 def _find_cure(task: Task, ds_name: str) -> str:
     """Find the smallest change of settings that makes a run fit its machine, and return the end of an error message.
 
-    The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests larger
+    The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests other
     GPUs, smaller clips or a LoRA.
 
     Args:

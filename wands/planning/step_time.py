@@ -116,7 +116,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s utilisation: FLOP/s of the model without recomputation, divided by the machine's peak."""
+        """Model FLOP/s utilization: FLOP/s of the model without recomputation, divided by the machine's peak."""
         return self.flops * self.micro_steps / self.seconds / self.machine.peak
 
 
@@ -177,11 +177,11 @@ def _zero_traffic(
 ) -> tuple[Traffic, float]:
     """Return (ZeRO's transfers in a micro step, seconds of ZeRO's other work per optimizer step).
 
-    The other work runs once per optimizer step, not in every micro step. Depending on the ZeRO stage, it is the reduction
+    The other work runs once per optimizer step. The ZeRO stage and the offloading decide whether it includes the reduction
     of the gradients, the gather of the updated weights, and the update on the host.
 
-    ZeRO's transfers can overlap only with compute during which the ring transfers nothing. If a pass has too little of
-    this compute, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
+    ZeRO's transfers can overlap only with compute during which the ring transfers nothing. Transfers that take longer than
+    this compute are partly exposed (`Traffic.exposed`).
 
     Args:
         workload: sizes of the run.

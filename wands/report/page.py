@@ -50,7 +50,7 @@ def report(options: ReportOptions) -> Path:
         if not (run["recipe"] or run["events"] or run["metrics"]):
             raise ConfigError(
                 f"RUNS {run['folder']} is not a run folder (it contains no recipe.yaml, events.jsonl or metrics.jsonl); "
-                "give the output_dir of a training."
+                "give the output_dir of a training run."
             )
     runs = [run | {"thumbnails": _clip_thumbnails(run)} for run in runs]
     out = options.out or options.runs[0] / (PAGE_NAME if len(runs) == 1 else "comparison.html")
@@ -61,7 +61,7 @@ def report(options: ReportOptions) -> Path:
 def write_report(run_folder: Path) -> None:
     """Write `report.html` into a run folder. A failure is logged as a warning and never raises an error.
 
-    Rank 0 calls this function after each evaluation, after samples, and after the event `end` or `stop` is written.
+    Rank 0 calls this function after each evaluation, after sample videos are made, and when the training ends or stops.
     """
     page = run_folder / PAGE_NAME
     try:
@@ -94,7 +94,8 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Return the HTML text of the page of one run, or of a page that compares runs.
 
     Args:
-        runs: results of `read_run`. The key `thumbnails` may map sample ids to images (WebP in base64).
+        runs: results of `read_run`. Each may also have the key `thumbnails`, which maps the sample id of a training clip to
+            an image (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """
     return render(
@@ -126,8 +127,9 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
         "start", "end": smallest and largest x of all curves.
         "steps": values of x to label on the x axis.
         "ticks": values of y to label on the y axis.
-        "lines": (name, CSS classes, points, outline, x texts, y texts) of each curve. `points` and `outline` are the SVG points
-            of the curve and of its band. The texts are the values of x and y at the points.
+        "lines": (name, CSS classes, points, outline, x texts, y texts) of each curve. `points` are the SVG points of the
+            curve. `outline` are the SVG points around its band, "" without a band. The texts are the values of x and y at the
+            points of the curve.
     """
     from matplotlib.ticker import MaxNLocator
 

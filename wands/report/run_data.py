@@ -36,11 +36,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         `changes`: maps each recipe key that differs from its default to (value, default).
         `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys whose value is null.
         `steps`: step of each row of `metrics`, int64 [N].
-        `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update are left out.
+        `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update do not count in
+            the mean.
         `window`: number of steps in the running mean.
         `loss_by_sigma`: mean loss of each step in ten intervals of the noise level sigma, float64 [N, 10]. The intervals are 0
             to 0.1, 0.1 to 0.2 and so on. NaN if a step has no noise level in an interval.
-        `evaluations`: maps "raw" and "ema" to the rows of evaluations.jsonl.
+        `evaluations`: maps "raw" (the trained weights) and "ema" (their moving average) to their rows of evaluations.jsonl.
         `start`: last event "start" or "restart" of the run; {"step": 0} if there is no such event.
         `state`: running, finished, stopped, failed, or silent (no step for a long time).
         `step`: number of training steps that the run has made.
@@ -155,17 +156,17 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
 
 
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
-    """Return, for each prompt, the middle frame of the sample video at each sampled training step. The model card shows them.
+    """Return the frames for the model card: for each prompt, the middle frame of each of its sample videos.
 
     Args:
         run: result of `read_run`.
-        weights: "raw" for samples of the trained weights, "ema" for samples of their moving average. The samples of step 0 are
+        weights: "raw" for videos of the trained weights, "ema" for videos of their moving average. The videos of step 0 are
             included for both.
-        last_step: samples of later steps are left out.
+        last_step: videos of later steps are left out.
 
     Returns:
-        A dict from a title such as "a cat (steps 0, 100)" to the frames, uint8 [number of steps, rows, columns, 3]. {} if the
-        run has no samples.
+        A dict that maps a title, such as "a cat (steps 0, 100)", to the frames of these steps, uint8 [number of steps, rows,
+        columns, 3]. {} if the run has no sample videos.
     """
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
@@ -179,10 +180,10 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
 
 
 def is_learning(run: Mapping[str, Any]) -> list[str]:
-    """Answer in one to three sentences whether a run learns.
+    """Return one to three texts that say whether a run learns.
 
-    The answer depends on the change of the loss on held-out clips since step 0. Without held-out losses, the answer is one
-    sentence with the reason why the question cannot be answered yet.
+    The answer depends on the change of the loss on held-out clips since step 0. If this change is unknown, the result is
+    one text with the reason. If the gradient of every step is 0, the result is one text that says "No".
 
     Args:
         run: result of `read_run`.
@@ -216,6 +217,6 @@ def is_learning(run: Mapping[str, Any]) -> list[str]:
     if math.isfinite(parting - margin):
         grows = parting > margin
         text = f"The loss gap between held-out and train clips has {'' if grows else 'not clearly '}grown since step 0"
-        memorises = ": the model also memorises its train clips" if grows else ""
-        sentences.append(f"{text} ({parting:+.5f}, margin {margin:.5f}){memorises}.")
+        memorizes = ": the model also memorizes its train clips" if grows else ""
+        sentences.append(f"{text} ({parting:+.5f}, margin {margin:.5f}){memorizes}.")
     return sentences

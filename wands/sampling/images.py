@@ -49,7 +49,7 @@ def read_images(requests: Sequence[SampleRequest]) -> tuple[list[ConditionImages
 def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Image.Image:
     """Read an image or one frame of a video, and return it in RGB with the requested size.
 
-    The image is scaled to cover the requested size and cropped at its centre, by the same code that decodes training clips.
+    The image is scaled to cover the requested size and cropped at its center, by the same code that decodes training clips.
 
     Args:
         path: a video, or an image in any format that FFmpeg or Pillow reads.

@@ -40,9 +40,9 @@ class Lora:
         path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, this is the
             path of the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: DiT for the tensors whose keys name no DiT: "transformer", or "transformer_2" for the low-noise expert.
-            Tensors whose keys start with "transformer_2" are always added to the low-noise expert. If `subfolder` is
-            "transformer_2" and the file contains such tensors, the other tensors are not used.
+        subfolder: DiT to which the tensors are added: "transformer", or "transformer_2" (the low-noise expert). Tensors whose
+            keys start with "transformer_2" are always added to the low-noise expert. If the file contains such tensors,
+            "transformer_2" skips all other tensors of the file.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -87,7 +87,8 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
         scale = math.nan
     if not math.isfinite(scale):
         raise ConfigError(
-            f"{flag}={text} must end in a number after the '='. Write PATH or PATH=SCALE, such as lora.safetensors=0.8."
+            f"{flag}={text} must end in a number after the last '='. Write PATH or PATH=SCALE, such as "
+            "lora.safetensors=0.8."
         )
     return path, scale
 
@@ -169,9 +170,9 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
 
 def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
-    """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or keep their dtype if it is wider.
+    """Cast both matrices of a LoRA pair to the DiT's dtype `dtype`, or to the dtype of lora_B if that dtype is wider.
 
-    The cast must come before `lora_tensors`, which multiplies lora_B by alpha / rank. In a narrower dtype, the product would
+    Call this function before `lora_tensors`, which multiplies lora_B by alpha / rank. In a narrower dtype, the product would
     lose digits.
     """
     dtype = torch.promote_types(pair.lora_B.dtype, dtype)

@@ -40,9 +40,9 @@ class DiTSource:
         folder: for a diffusers folder, its path or Hub id. For a checkpoint, the step folder.
         subfolder: subfolder of `folder` that contains the DiT; "" if `folder` contains the DiT itself.
         label: flag and value that the user typed, for error messages.
-        config: diffusers config of the DiT, for a checkpoint. None for a diffusers folder, which contains the config.
-        load: function that returns a checkpoint's weights: fp32 CPU tensors by diffusers parameter name. None for a diffusers
-            folder, which contains the weights.
+        config: for a checkpoint, the diffusers config of the DiT. None for a diffusers folder, which contains the config.
+        load: for a checkpoint, a function that returns the weights: fp32 CPU tensors by diffusers parameter name. None for a
+            diffusers folder, which contains the weights.
     """
 
     folder: str
@@ -111,8 +111,8 @@ def find_pipeline(
     for part, dit in replaced.items():
         if part not in parts:
             raise ConfigError(
-                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Use --transformer, or set "
-                "--model to the pipeline that was trained."
+                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Use --transformer for a DiT "
+                "of this model, or set --model to a pipeline with two experts."
             )
     for lora in loras:
         if lora.subfolder not in parts:
@@ -291,7 +291,7 @@ def load_components(
 
     Args:
         source: result of `find_pipeline`.
-        dits: maps "transformer" or "transformer_2" to the loaded DiT.
+        dits: maps "transformer" or "transformer_2" to the loaded DiT. None builds the pipeline without this DiT.
         dtype: dtype of the text encoder. The VAE and the image encoder are loaded in fp32.
     """
     dtypes = {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32}

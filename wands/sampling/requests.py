@@ -85,12 +85,12 @@ def read_prompts(path: Path) -> list[SampleRequest]:
 
     Args:
         path: `.txt` file with one prompt per line, or `.jsonl` file with one JSON object per line. The keys of an
-            object are `prompt` (or `caption`) and any other field of `SampleRequest`. Empty lines are skipped. Keys
-            that name a clip, such as `video`, are ignored. Relative image paths start at the folder of the prompt file.
+            object are `prompt` (or `caption`, `text` or `cap`) and any other field of `SampleRequest`. Keys with the path of
+            a training clip, such as `video`, are ignored. Empty lines are skipped. Relative image paths start at the folder
+            of the prompt file.
 
     Returns:
-        One request per line, in the order of the file. A request overrides only the command line options for which its
-        line contains a field.
+        One request per line, in the order of the file. Only the fields that a line contains are set in its request.
 
     Raises:
         ConfigError: if the file is missing, is empty, has a wrong suffix, or contains invalid lines. The error lists
@@ -196,8 +196,8 @@ def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleR
     Exceptions:
 
     - If the request sets `guidance_scale`, an unset `guidance_scale_2` stays unset. Both experts then use `guidance_scale`.
-    - If the scheduler of the published pipeline has the official shift, an unset `flow_shift` stays unset. The shift of the
-      pipeline's scheduler is then used.
+    - If the model was published with a scheduler that has the official shift, an unset `flow_shift` stays unset. The
+      scheduler of the loaded pipeline then keeps its own shift.
     - Without guidance, an unset negative prompt becomes empty.
     """
     options = asdict(sampling)

@@ -87,7 +87,7 @@ def sample_latents(
             after the other, as diffusers does.
 
     Returns:
-        The final normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
+        The final normalized latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
 
     Raises:
         WandsError: if the latents are not finite.
@@ -160,7 +160,7 @@ def decode_latents(pipeline: AnyPipeline, latents: Tensor, *, tiled: bool = Fals
 
     Args:
         pipeline: pipeline whose VAE decodes the latents.
-        latents: normalised latents, fp32 [latent channels, latent frames, latent rows, latent columns].
+        latents: normalized latents, fp32 [latent channels, latent frames, latent rows, latent columns].
         tiled: decode overlapping tiles of each frame, with diffusers' tile sizes.
 
     Returns:

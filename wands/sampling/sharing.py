@@ -51,10 +51,10 @@ def plan_ranks(
     Args:
         variant: variant of the model. The Ulysses degree must divide its number of attention heads.
         ulysses_degree: number of ranks over which the attention heads are divided; None chooses the largest valid degree.
-        ring_degree: number of ranks in the ring of ring attention. None uses the number of ranks that divide the tokens (all
-            ranks, or half of them after a split) divided by the Ulysses degree.
+        ring_degree: number of ranks in the ring of ring attention; None chooses the degree that uses all ranks.
         split: whether to split the ranks into two halves, one for each prediction of classifier-free guidance (for the prompt
-            and for the negative prompt). The ranks are not split if a half is not divisible by the given degrees.
+            and for the negative prompt). The degrees then apply to each half. The ranks are split only if their number is
+            divisible by 2 x (product of the given degrees).
 
     Returns:
         The parallel dimensions of this rank.
@@ -89,8 +89,7 @@ def plan_ranks(
 def share_pipeline(
     pipeline: AnyPipeline, dims: ParallelDims, kernel: str = "auto"
 ) -> dist.ProcessGroup | None:
-    """Initialise `torch.distributed` for all ranks of the launcher, and change the pipeline of this rank so that all ranks
-    sample each video together.
+    """Initialize `torch.distributed`, and change this rank's pipeline so that all ranks sample each video together.
 
     After this call, all ranks must call the pipeline with the same arguments, and all ranks get the same latents.
 
@@ -121,15 +120,14 @@ def set_attention(
 ) -> None:
     """Change the transformers of a pipeline in place, so that a kernel of wands computes their self-attention.
 
-    If the ranks do not divide the tokens of a video, a transformer keeps diffusers' attention in two cases: `kernel` is
-    "native", or no kernel of wands can be used. On a CPU and in fp32, no kernel of wands can be used.
+    If several ranks share the tokens of a video, all transformers are changed. Otherwise a transformer keeps diffusers'
+    attention in two cases: `kernel` is "native", or `usable_backends` finds no kernel, as on a CPU or in fp32.
 
     Args:
         pipeline: result of `load_pipeline`.
         device: device of the pipeline.
-        groups: process groups of the ranks that divide the tokens of a video.
-        kernel: "auto" for a kernel of wands, "native" for diffusers' attention. It has no effect if the ranks divide the
-            tokens.
+        groups: process groups of the ranks that share the tokens of a video.
+        kernel: "auto" for a kernel of wands, "native" for diffusers' attention. Ignored if several ranks share the tokens.
     """
     for transformer in filter(None, (pipeline.transformer, pipeline.transformer_2)):
         target = device, transformer.dtype, transformer.config.attention_head_dim

@@ -77,12 +77,13 @@ class FragmentAdamW8bit(AdamW8bit):
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
         """Return the states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
 
-        If a stored range equals the fragment, its states are returned unchanged. Otherwise the result has fp32 moments.
+        If a stored range equals the fragment, the states of this range are returned unchanged. Otherwise the moments in the
+        result are fp32.
 
         Args:
             fragment: a fragment of this rank.
-            stored: (index of the first value in the flattened parameter, states) of each stored range that overlaps with
-                the fragment, in ascending order.
+            stored: (start, states) of each stored range that overlaps with the fragment, in ascending order. `start` is the
+                index of the range's first value in the flattened parameter.
         """
         first, last = fragment.start, fragment.start + fragment.numel
         moments = []
@@ -95,11 +96,11 @@ class FragmentAdamW8bit(AdamW8bit):
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state dict, and convert each fragment's moments to the format in which this optimizer updates them.
+        """Load a state dict, and convert the moments of each fragment to the format that `quantize` returns.
 
-        fp32 moments of large parameters are quantized. 8-bit moments of small parameters are decoded to fp32. In
-        states from earlier versions of wands, the blocks of 256 values start at the beginning of a flat tensor instead of a
-        parameter. Such 8-bit moments are decoded and quantized again with the new blocks.
+        8-bit moments have one scale for each block of 256 values. In states from earlier versions of wands, the first block
+        starts at the beginning of a flat tensor. Now the first block starts at the beginning of a parameter, so moments with
+        the old blocks are quantized again.
         """
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():
@@ -139,8 +140,8 @@ def dequantize(states: States, start: int) -> States:
 
     Args:
         states: moments of the range, and the scales of 8-bit moments. fp32 moments are returned unchanged.
-        start: index of the first value of the range in the flattened parameter. It determines which values have a common
-            scale: each block of 256 values has one scale, and blocks start at the multiples of 256 of the flattened parameter.
+        start: index of the range's first value in the flattened parameter. It determines which values have a common scale:
+            values 0 to 255 of the flattened parameter have one scale, values 256 to 511 the next scale, and so on.
     """
     if "absmax1" not in states:
         return states
@@ -161,8 +162,8 @@ def quantize(moments: States, shape: Sequence[int], start: int) -> States:
     Args:
         moments: moments of the range as fp32 values.
         shape: shape of the whole parameter.
-        start: index of the first value of the range in the flattened parameter. It determines which values have a common
-            scale: each block of 256 values has one scale, and blocks start at the multiples of 256 of the flattened parameter.
+        start: index of the range's first value in the flattened parameter. It determines which values have a common scale:
+            values 0 to 255 of the flattened parameter have one scale, values 256 to 511 the next scale, and so on.
     """
     if not _is_quantized(shape):
         return moments

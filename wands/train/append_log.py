@@ -115,8 +115,8 @@ class EventLog:
     an `error` event.
 
     Args:
-        run: the checked training run. If it resumes, create this log before the `StepLog`, which removes rows from
-            `metrics.jsonl`. The `restart` event contains the last step of these rows.
+        run: the checked training run. If it resumes, create this log before the `StepLog`. This log reads the last step in
+            `metrics.jsonl` for the `restart` event, and the `StepLog` removes rows from `metrics.jsonl`.
         rank: rank of this process.
 
     Attributes:

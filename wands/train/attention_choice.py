@@ -20,10 +20,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 def fastest_backend(times: dict[str, dict[int, float]]) -> str:
     """Return the name of the fastest attention kernel, or of the fastest combination of cuDNN with another kernel.
 
-    `get_backend` takes this name. A name such as "cudnn:1024:torch" means two kernels: cuDNN for segments of 1,024 tokens or
-    more, and torch for shorter segments. The result has the smallest sum of times over all lengths. If two sums are equal, the
-    kernel that comes first in `times` wins. The times of cuDNN count 5 % more than measured, because cuDNN builds a plan for each
-    new length.
+    The name is an argument for `get_backend`. For example, "cudnn:1024:torch" means cuDNN for segments (clips in a packed
+    sequence) of 1,024 tokens or more, and torch for shorter segments. The fastest choice has the smallest sum of times over
+    all segment lengths. cuDNN's times are increased by 5 %, because cuDNN builds a plan for each new length.
 
     Args:
         times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is
@@ -72,7 +71,10 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
 
     With `attention.backend=auto` in bf16 on a GPU, rank 0 chooses among the kernels that run on all ranks. If the checkpoint
     contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
-    rank 0 measures the kernels. With another value of `attention.backend`, in fp32 or on a CPU, nothing is measured.
+    rank 0 measures the kernels.
+
+    Nothing is measured with another value of `attention.backend`, in fp32, on a CPU, or if no kernel except cuDNN runs on
+    all ranks. Then the result is the kernel that `attention_backend` returns.
 
     Args:
         run: the checked training run.
@@ -82,7 +84,7 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
 
     Returns:
         (attention kernel, choice to store in checkpoints). The choice is a dict with the keys "backend" (name of the kernel)
-        and "setup" (GPU, torch version and usable kernels). It is None if rank 0 had nothing to choose.
+        and "setup" (GPU, torch version and usable kernels). It is None if the kernel is from `attention_backend`.
     """
     names, heads, head_dim = [], run.shape.num_heads // run.degrees.ulysses, run.shape.head_dim
     if (run.recipe.attention.backend, run.recipe.precision.compute, device.type) == ("auto", "bf16", "cuda"):

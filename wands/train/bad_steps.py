@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 WINDOW = 128
 """Number of past updates with which an update is compared."""
 MIN_UPDATES = 20
-"""Number of past updates that are needed to recognise a spike."""
+"""Number of past updates that are needed to recognize a spike."""
 
 
 class BadSteps:

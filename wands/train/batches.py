@@ -57,7 +57,9 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Read the data of a step as `rank_slices` does, and add noise. Return for each trained DiT the data of each micro step.
+    """Read the data of a step as `rank_slices` does, and add noise.
+
+    The result contains one list for each trained DiT, with the data of each micro step.
 
     The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
     the sample in the epoch. They do not depend on the rank or the bin.
@@ -80,8 +82,7 @@ def read_rows_of_bin(
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
 
-    Only the latent frames that contain tokens of this rank are read. The other frames are filled with zeros until the rank's
-    part is cut out; the result contains none of these zeros.
+    Latent frames without tokens of this rank are not read.
 
     Args:
         collator: collator that packs the samples.

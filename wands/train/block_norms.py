@@ -15,10 +15,10 @@ from wands.train.engine_state import Fragment
 
 @torch.no_grad()
 def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
-    """Measure the gradient norm of each block, and prepare the measurement of the change of its weights.
+    """Measure the gradient norm of each block, and prepare to measure how much the update changes the block's weights.
 
-    Every rank must call this function after the backward pass and before the update. For the change of the weights, each rank
-    copies its part of the fp32 master weights to host memory: 4 bytes for each trained weight of the part.
+    Every rank must call this function after the backward pass and before the update. Each rank copies its part of the fp32
+    master weights to host memory, to compare them after the update: 4 bytes for each trained weight of the part.
 
     Returns:
         A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of each

@@ -133,7 +133,7 @@ class CheckpointSaver:
 
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
-            plan: packing plan of the last step. `epoch.json` gets the plan of all steps of this step's epoch.
+            plan: packing plan of the last step. It contains the plan of the whole epoch, which is written to `epoch.json`.
             required: whether the checkpoint must be complete when this method returns.
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 

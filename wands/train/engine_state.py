@@ -40,9 +40,10 @@ class Fragment(NamedTuple):
         start: index of the first value of the range in the flattened parameter.
         numel: number of values of the range.
         shape: shape of the whole parameter.
-        tensor: flat tensor that contains the range.
-        offset: index of the first value of the range in the flat tensor.
-        flat: index of the flat tensor in the order of the optimizer's parameters; 0 for a frozen parameter.
+        tensor: tensor that contains the range: a flat tensor, or for a frozen parameter its values on this rank.
+        offset: index of the first value of the range in `tensor`.
+        flat: index of the flat tensor in the order of the optimizer's parameters. A frozen parameter has no flat tensor, and
+            the index 0.
     """
 
     name: str
@@ -73,7 +74,7 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
-    With `weights_only`, the states of the optimizer are left out. The JSON object has these keys:
+    With `weights_only`, the result has no states of the optimizer, such as its momentum. The JSON object has these keys:
 
     - "fragments": maps the name of each trained parameter to [start of this rank's range, shape of the whole parameter,
       index of the tensor that the optimizer updates].
@@ -198,13 +199,13 @@ def _optimizer_state(
 
     Args:
         engine: the engine.
-        base: result of `_base_optimizer`.
+        base: the torch optimizer inside the engine's ZeRO optimizer.
         fragments: all fragments (ranges of flattened parameters) of this rank.
         files: files of the checkpoint.
 
     Returns:
-        A dict in the format of the key "state" of the optimizer's state dict: it maps the index of each tensor that the
-        optimizer updates to the states of this tensor.
+        A dict from the index of each tensor that the optimizer updates to the states of this tensor. It is the value of the
+        key "state" in the optimizer's state dict.
     """
     flats, state = _flats(base), dict[int, dict[str, Any]]()
     layout = _places(fragments), [flat.numel() for flat in flats]
@@ -245,13 +246,10 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Return the flat tensors whose momentum DeepSpeed stores for whole parameters, not only for this rank's fragments.
+    """Return {index of a flat tensor: its fragments} for each flat tensor that Muon updates.
 
-    Only Muon at ZeRO-1 and ZeRO-2 has such a momentum.
-
-    Returns:
-        A dict from the index of each such flat tensor to its fragments, in the order in which the momentum contains the
-        parameters. {} if there is no such flat tensor.
+    A flat tensor is a tensor that the optimizer updates. At ZeRO-1 and 2 without CPU offload, DeepSpeed stores the momentum
+    of whole parameters for such a flat tensor, in the order of the returned fragments. In all other cases, the result is {}.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -264,15 +262,17 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
 
 def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
-    """Return the optimizer states of a flat tensor with only those values of Muon's momentum that this rank owns.
+    """Cut Muon's momentum to the fragments (ranges of flattened parameters) that this rank owns.
 
-    At ZeRO-1 and 2, DeepSpeed stores Muon's momentum for every whole parameter of which the rank owns a fragment. In the
-    result, the momentum has the shape of the flat tensor. The other states are unchanged.
+    At ZeRO-1 and 2, a rank that owns a fragment of a parameter stores the momentum of the whole parameter.
 
     Args:
-        values: states of the flat tensor (a tensor that the optimizer updates).
-        own: fragments (ranges of flattened parameters) in the flat tensor.
+        values: optimizer states of a flat tensor (a tensor that the optimizer updates).
+        own: this rank's fragments in the flat tensor, in the order of their offsets.
         flat: the flat tensor.
+
+    Returns:
+        A copy of `values` in which the momentum has the shape of the flat tensor.
     """
     momentum = torch.zeros(flat.shape, dtype=values[MOMENTUM].dtype)
     for fragment, whole in zip(own, values[MOMENTUM].split([math.prod(f.shape) for f in own]), strict=True):
@@ -289,12 +289,12 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
     Args:
         fragment: a fragment of this rank.
-        layout: (fragments, sizes of the flat tensors) of this rank now, in the format of the keys "fragments" and "flat_sizes"
-            of `engine_tensors`.
+        layout: this rank's current values of "fragments" and "flat_sizes", as in the result of `engine_tensors`.
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the checkpoint has another layout, and one of these states is not a single number.
+        CheckpointError: if the layout in the checkpoint differs from `layout`, and one of these states is a tensor with
+            several values.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
@@ -337,16 +337,16 @@ def _flats(base: Any) -> list[Tensor]:
 
 
 def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the optimizer states of a flat tensor as one dict without nested dicts.
+    """Return the optimizer states of a flat tensor (a tensor that the optimizer updates) as one dict without nested dicts.
 
     Args:
-        values: states of the flat tensor. The value of a parameter's name is a dict with the states of this parameter. In
-            states from earlier versions of wands, another key maps to a dict with the states of the whole flat tensor.
+        values: the states. A nested dict contains the states of one parameter if its key is in `names`. Under any other
+            key, it contains states of the whole flat tensor, as written by earlier versions of wands.
         names: names of the parameters in the flat tensor.
 
     Returns:
-        The states. Each state of a parameter has a key such as "blocks.0.attn1.to_q.weight/state1". All other states keep
-        their keys.
+        The states. The state of a single parameter has a key such as "blocks.0.attn1.to_q.weight/state1". All other
+        states keep their keys.
     """
     result = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for owner, states in values.items():
@@ -380,7 +380,7 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
 
 
 def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
-    """Return (start, number of values) of this rank's part of a parameter at ZeRO-3, without padding.
+    """Return (index of the first value, number of values) of this rank's part of a flattened parameter, without padding.
 
     Args:
         parameter: a parameter that ZeRO-3 has partitioned.

@@ -25,10 +25,11 @@ FORMAT = "wands-plan-1"
 
 
 def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
-    """Return a run that trains one epoch in the bins of a plan file. A bin is the list of samples of one forward pass.
+    """Return a run that takes the bins of one epoch from a plan file. A bin is the list of samples of one forward pass.
 
-    The other epochs are planned without the file. A user may edit the key `indices` of the bins, to move samples to other
-    bins and steps. The file must keep the samples of the epoch, the number of steps, and the number of bins in each step.
+    The file contains the number of the epoch. The other epochs are planned without the file. A user may edit the key
+    `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number of steps, and the
+    number of bins in each step must stay the same.
 
     Args:
         run: the checked training run.
@@ -90,8 +91,8 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
 def follow_data(run: TrainingRun) -> TrainingRun:
     """Let a resumed run finish its epoch with the plan in the checkpoint, if the data or the planning has changed.
 
-    Added clips take effect with the next epoch. So does another way of packing, if this version of wands packs clips in
-    another way than the version that wrote the checkpoint. Removed clips are left out at once.
+    Removed clips are left out at once. Added clips are used from the next epoch on. If this version of wands packs clips
+    differently from the version that wrote the checkpoint, the new packing also begins with the next epoch.
 
     Args:
         run: the checked training run, whose steps are planned for the data as it is now.

@@ -101,8 +101,8 @@ class Evaluator:
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether the user has requested to stop the run now. Then this method returns True only for the last step
-                of the run. Other evaluations are left to the resumed run.
+            ends: whether the user has requested to stop the run now. If so, the result is True only if the run has made all
+                its steps. The resumed run makes the other evaluations.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
@@ -262,22 +262,22 @@ def summarize(
     losses: Sequence[float],
     base: Sequence[float | None] | None = None,
 ) -> Row:
-    """Return the mean losses of an evaluation: a row of `evaluations.jsonl` without step, weights and seconds.
+    """Return the mean losses of an evaluation: a row of `evaluations.jsonl` without "step", "weights" and "seconds".
 
     Args:
         plan: clips and noise levels.
         samples: result of `EvaluationPlan.samples`.
         losses: result of `measure`.
-        base: loss of each clip in the first evaluation, with which the losses are compared. None for the first evaluation.
+        base: loss of each clip in the first evaluation, to compare `losses` with. None if this is the first evaluation.
 
     Returns:
         A dict with these keys. A mean loss is None if there is no loss to average.
         `held_out`, `train`: mean loss of the held-out clips and of the training clips.
         `gap`: `held_out` - `train`.
         `change`, `train_change`: results of `paired_change` for held-out and training clips; None in the first evaluation.
-        `by`: mean losses of groups of samples. The keys are "sigma" (a group for each DiT and quantile of the noise level),
-            "expert", "kind" and "length" (a group for each range of token counts). Each value is a list of dicts, one for
-            each group, with the keys "name" (of the group), "held_out", "train" and "sigma" (mean noise level).
+        `by`: mean losses of groups of samples. The keys say how samples are grouped: "sigma" (by DiT and quantile of the
+            noise level), "expert", "kind" (by condition) and "length" (by number of tokens). Each value is a list with a
+            dict for each group: "name" of the group, mean losses "held_out" and "train", and mean noise level "sigma".
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]

@@ -31,7 +31,7 @@ class EvaluationClip(StrictModel):
     """A clip that each evaluation uses, and its noise levels.
 
     Attributes:
-        key: key of the sample in its data set.
+        key: key of the clip in its data set.
         side: "held_out" or "train".
         num_tokens: number of video tokens.
         sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated, in the order of
@@ -127,18 +127,19 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 
 
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
-    """Choose the number of noise levels and the number of clips, so that the evaluations stay within a budget of FLOPs.
+    """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    More noise levels are preferred to more clips.
+    The number of noise levels (a key of `QUANTILES`) is chosen first, as large as the budget allows for a single clip. Then
+    as many clips are chosen as the budget allows.
 
     Args:
-        costs: FLOPs of each item at a single noise level, summed over all evaluations of the run. An item is a clip, or a pair
-            of a held-out clip and a training clip if the run has both. Items are used in this order.
+        costs: FLOPs of each clip at a single noise level, summed over all evaluations of the run. If the run has held-out
+            clips and training clips, each value is for a pair: one clip of each kind.
         budget: largest number of FLOPs for all evaluations of the run.
 
     Returns:
-        (number of noise levels of each clip, number of items of `costs` to use); (1, 1) if the budget is too small for any
-        plan.
+        (number of noise levels of each clip, number of clips or pairs to use from the start of `costs`). (1, 1) if the budget
+        is too small for the first clip or pair at one noise level.
     """
     sums = np.cumsum(np.array(costs, float))
     fitting = ((num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES)
@@ -148,8 +149,9 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
     """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
 
-    Each evaluation makes one forward pass for each trained DiT and each condition of `kinds_of`. In a run with an `ema` section,
-    each evaluation after step 0 makes as many more with the moving average. `num_experts` is the number of trained DiTs.
+    Each evaluation makes one forward pass for each pair of a trained DiT and a condition of `kinds_of`. In a run with an `ema`
+    section, each evaluation after step 0 makes these passes twice: with the weights and with their moving average.
+    `num_experts` is the number of trained DiTs.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
@@ -181,9 +183,9 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
     """Choose clips of a data set for the evaluation. Return (key, number of video tokens) pairs, the first choice first.
 
-    Samples in `data.exclude` and samples with more than `packing.max_tokens` tokens are left out. The order of the choice is
-    pseudorandom: it follows a hash of each sample's key. If several samples come from one source clip, one sample of every source
-    clip comes first, then a second sample of each source clip, and so on.
+    Clips in `data.exclude` and clips with more than `packing.max_tokens` tokens are left out. The order of the choice is
+    pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same
+    source file, one clip of every source file is chosen before a second clip of any source file.
 
     Args:
         run: the checked training run.
@@ -231,7 +233,7 @@ def plan_cache(run: TrainingRun, most: int) -> EvaluationPlan:
 
 
 def plan_settings(recipe: Recipe) -> dict[str, Any]:
-    """Return a dict from each recipe key that determines the clips of the evaluation, such as "max_clips", to its value."""
+    """Return the recipe keys that determine the clips of the evaluation, such as "max_clips", with their values."""
     section = recipe.eval.model_dump(include={"max_share", "max_clips", "cache"}) if recipe.eval else {}
     return section | {"holdout": recipe.data.holdout}
 

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import psutil
 
+PATIENT_LAUNCHER = "wands.train.restart"
+"""Launcher that waits for the save after a signal. Other launchers kill their workers after 30 s."""
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
-    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "wands.train.restart"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", PATIENT_LAUNCHER),
     *("accelerate", "srun", "slurmstepd"),
     *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
 }

@@ -67,7 +67,7 @@ class StepLog:
         """Write the results of a step.
 
         Args:
-            row: result of `step_metrics`. The expected seconds to the end of the run are added as `eta_seconds`.
+            row: result of `step_metrics`. This method adds `eta_seconds`, the expected seconds to the end of the run.
             results: result of each trained DiT on this rank.
         """
         step, total_steps = row["step"], self._run.sampler.total_steps
@@ -95,8 +95,8 @@ class StepLog:
     def _eta(self, seconds: float, steps_left: int) -> float:
         """Return the expected seconds to the end of the run.
 
-        The expected time of each remaining step is the median duration of the last steps, plus a share of saves and evaluations:
-        the time of all saves and evaluations so far / the number of steps so far.
+        The expected time of each remaining step is a sum. The first term is the median duration of the last steps. The
+        second term is the time of all saves and evaluations so far, divided by the number of steps so far.
 
         Args:
             seconds: duration of the step that has just ended.
@@ -109,7 +109,7 @@ class StepLog:
         return steps_left * (median(self._recent) + between / num_steps)
 
     def close(self) -> None:
-        """Write the rows that could not be written before, or report that rows are missing."""
+        """Try again to write the rows that could not be written. If this fails too, report how many rows are missing."""
         for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()
@@ -162,9 +162,9 @@ def step_metrics(
             `loss.reduction` selects.
         of_sigmas: result of `sigma_sums`, summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
-        measured: maps `lr` to the learning rate of this step, `seconds` to the duration of the step including the wait for
-            data, `data_wait` to the seconds that the slowest rank waited for data, and `own_seconds` to the result of
-            `ComputeTimes.end_step`: seconds of each rank in the feed-forward layers, or None.
+        measured: a dict with the keys `lr` (learning rate of this step), `seconds` (duration of the step including the wait
+            for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (seconds of each rank in
+            the feed-forward layers, or None: the result of `ComputeTimes.end_step`).
 
     Returns:
         A dict with the items of `measured` and these keys:
@@ -176,14 +176,14 @@ def step_metrics(
         `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
-        `fill`: `tokens` / (number of bins x `packing.max_tokens`).
+        `fill`: `tokens` / (number of bins with samples x `packing.max_tokens`).
         `imbalance`: cost of the slowest rank / mean cost of the ranks. The cost of a rank is summed over its micro steps.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
-        `grad_norm_blocks`, `update_ratio_blocks`: in measured steps, the results of `measure_blocks`. With two experts, the
-        name of the expert and a dot come before the name of each block.
+        `grad_norm_blocks`, `update_ratio_blocks`: results of `measure_blocks`; missing if this step was not measured. With
+        two experts, the name of the expert and a dot come before the name of each block.
     """
     run, device = trainer.run, trainer.device
     tflops = run.step_flops(plan.bins) / measured["seconds"] / run.world_size / 1e12

@@ -41,7 +41,7 @@ _NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model ca
 
 
 def fingerprint_once(model: str) -> Mapping[str, Any]:
-    """Return the fingerprint of a model's encoders on rank 0, and {} on other ranks, because hashing a UMT5 takes seconds."""
+    """Return the fingerprint of a model's encoders on rank 0. Return {} on other ranks, because the hashing takes seconds."""
     return fingerprint_pipeline(model) if os.environ.get("RANK", "0") == "0" else {}
 
 
@@ -130,8 +130,8 @@ def prepare_run(
         encoders: function from a model path to the fingerprint of its VAE and text encoder. The fingerprint is compared
             with the fingerprint in a cache.
         checkpoint: checkpoint that the run resumes from. With a checkpoint, `lora.init_from` is not read.
-        is_dry_run: True if the run is only checked and not started. A new run is then checked without the files of its model,
-            if the model is a published model that is not downloaded.
+        is_dry_run: True if the run is only checked and not started. In a dry run without a checkpoint, a published model need
+            not be downloaded. The files of a model that is not downloaded are not checked.
         problems: problems that were found before this call, with the names of the recipe sections and files that
             failed. Checks that need a failed section or file are skipped.
 
@@ -224,7 +224,8 @@ def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
     if recipe.train.bins_per_step % dp_size:
         raise ConfigError(
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
-            f"processes / cp_size); use {dp_size} or a multiple of {dp_size}."
+            f"processes / cp_size); use {dp_size} or a multiple of {dp_size}. In a resumed run, change parallel.cp_size or the "
+            "number of processes instead."
         )
 
 

@@ -47,7 +47,7 @@ MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> Iterator[T]:
     """Yield the batch of each step, and profile the steps that the recipe's section `profile` selects.
 
-    If a run resumes after the first selected step, it profiles its first steps instead.
+    If a run resumes after the first selected step, the same number of steps is profiled from the first resumed step on.
 
     Args:
         trainer: objects of the training process.
@@ -122,8 +122,8 @@ def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str,
     scope. An event of the backward pass belongs to the scope of its forward operator, and is not counted as a call.
 
     Args:
-        events: events of the profiler, with shapes.
-        ring_rank: rank of this process in its ring of ring attention, on which the FLOPs of its attention depend.
+        events: events of the profiler, recorded with the shapes of their inputs.
+        ring_rank: rank of this process in its ring of ring attention. Ranks of a ring can have different attention FLOPs.
 
     Returns:
         A dict that maps each scope with events to an array of four numbers: calls, CPU time in microseconds, GPU time in

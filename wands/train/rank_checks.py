@@ -113,9 +113,8 @@ def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
 def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
     """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
-    One all-gather sends the checksums of all parameters. The check does not change the training, and leaves no
-    parameter gathered. ZeRO partitions and their optimizer states are not compared, because each rank has different
-    partitions.
+    The check does not change the training. Parts of parameters and optimizer states that ZeRO divides among the ranks are not
+    compared, because each rank has different parts.
 
     Args:
         engine: DeepSpeed engine of a DiT.

@@ -32,6 +32,8 @@ _log = logging.getLogger("wands.train.restart")  # this module is also `__main__
 
 MAX_RESTARTS = 3
 """Number of restarts without a new checkpoint after which the run ends."""
+_SAVE_TIMEOUT = 3600
+"""Seconds that workers have, after a signal, for the current step and the save. torchrun's 30 s are less than a long step."""
 _RESUME = "wands/resume"
 _RESTART = f"%s; restarting (restart %d of at most {MAX_RESTARTS} without a new checkpoint)"
 _GIVE_UP = (
@@ -44,8 +46,8 @@ class RestartingAgent(LocalElasticAgent):
     """torchrun's agent on a node, which restarts the workers of the node after a crash.
 
     The agent does not restart the workers after an error that only the user can fix, after a stop that a signal requested, or
-    after `MAX_RESTARTS` restarts without a new checkpoint. Restarted workers get the option `--resume`, also on a node that
-    joins the run later.
+    after `MAX_RESTARTS` restarts without a new checkpoint. Restarted workers get the option `--resume`. So do workers on a node
+    that joins the run after a restart.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:
@@ -84,6 +86,12 @@ class RestartingAgent(LocalElasticAgent):
         if worker_group.store.underlying_store.check([_RESUME]):
             worker_group.spec.args = (*self._args, "--resume")  # replaces an earlier --resume PATH
         return super()._start_workers(worker_group)
+
+    def _shutdown(self, *signals: Any, **options: Any) -> None:
+        # torchrun passes a signal only if it received one. After a crash, the other workers do not save.
+        if signals and self._pcontext:
+            self._pcontext.close(signals[0], _SAVE_TIMEOUT)
+        super()._shutdown(*signals, **options)
 
     def _read_latest(self) -> str:
         with suppress(OSError):

@@ -37,8 +37,8 @@ class TrainingRun:
 
     Attributes:
         recipe: recipe with all defaults filled in.
-        ds_config: config for `deepspeed.initialize`, complete except for the learning rate, which `build_engine`
-            multiplies by the factor of `optim.scale_lr`.
+        ds_config: config for `deepspeed.initialize`. Only its learning rate is not final: `build_engine` multiplies it by the
+            factor of `optim.scale_lr`.
         transformer_config: diffusers config of the DiT.
         variant: variant of the model.
         experts: the trained DiTs. Each step updates these DiTs one after the other.
@@ -51,7 +51,7 @@ class TrainingRun:
         checkpoint: checkpoint that the run resumes from; None for a new run.
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
         samples: requests for the sample videos that the run generates during the training.
-        has_model_files: False for a dry run without the files of the model, which were not checked.
+        has_model_files: False for a dry run of a model that is not downloaded, because there were no files to check.
         data_change: text about clips that were added or removed since the checkpoint; None without a change.
     """
 
@@ -100,9 +100,9 @@ class TrainingRun:
     def data_summary(self) -> dict[str, Any]:
         """Numbers about the training data for the model card. A clip counts once, however often an epoch repeats it.
 
-        The keys are "num_samples", "num_tokens" and "licenses". "licenses" is a list of (licence, number of clips) pairs with the
-        20 most frequent licences. If needed, pairs for "others" and for "not stated" follow. The list is empty if no clip states
-        a licence.
+        The keys are "num_samples", "num_tokens" and "licenses". "licenses" is a list of (license, number of clips) pairs with the
+        20 most frequent licenses. If needed, pairs for "others" and for "not stated" follow. The list is empty if no clip states
+        a license.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), self.data.licenses, strict=True)
         clips = {key: rest for key, *rest in rows if key not in self.sampler.excluded}
@@ -127,8 +127,8 @@ class TrainingRun:
         """Return a digest of the properties that determine in which order training reads the samples.
 
         The properties are the keys and lengths of the samples, the repeats of each source, and, with
-        `packing.buffer_size`, the positions of the samples in the cache. If a resumed run has the same digest as its
-        checkpoint, the same version of wands plans the same steps.
+        `packing.buffer_size`, the positions of the samples in the cache. A resumed run with the digest and the
+        version of wands of its checkpoint plans the same steps.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
@@ -155,10 +155,10 @@ class TrainingRun:
 
     @cached_property
     def base_fingerprint(self) -> str | None:
-        """Digest of some values of the base weights and of the merged LoRAs. `sample_digest` chooses the values.
+        """Digest of some values of the base weights and of the merged LoRAs. None for random base weights.
 
-        A resumed LoRA run compares it with the digest in its checkpoint, to detect that the base weights have changed.
-        The digest is None for random base weights, and for a full finetune, because its checkpoints contain all weights.
+        A resumed LoRA run compares this digest with the digest in its checkpoint, to detect that the base weights have
+        changed. A full finetune has the digest None, because its checkpoints contain all weights.
         """
         model = self.recipe.model
         if self.recipe.lora is None or model.init == "random":
@@ -193,8 +193,8 @@ class TrainingRun:
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
-        token counts with its weight in the mask. A first frame that is given as a condition is not trained. Which samples
-        have such a frame is random, so the expected number of its tokens is subtracted. See also `StepPlan.denominators`.
+        token counts with its weight in the mask. The tokens of a first frame that is a condition are not trained. Samples
+        with such a frame are drawn at random, so the expected number of these tokens is subtracted.
         `data.sources[].loss_weight` does not change the denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]

@@ -122,7 +122,7 @@ def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[st
     Returns:
         A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `run.samples`, a dot, and
         "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP) or "image_latents" (the VAE's latents
-        before normalisation). Tensors that sampling does not need are missing.
+        before normalization). Tensors that sampling does not need are missing.
 
     Raises:
         WandsError: on all ranks, if the encoders cannot be loaded.
@@ -165,7 +165,7 @@ def _encode(
         if getattr(view, "image_encoder", None) is not None:
             tensors[f"{i}.image_embeds"] = view.encode_image(both)
         pixels = to_pixels(np.stack([np.asarray(image) for image in both]))
-        if not pipeline.config.expand_timesteps:  # the other frames are grey
+        if not pipeline.config.expand_timesteps:  # the other frames are gray
             video = pixels.new_zeros(3, request.num_frames, request.height, request.width)
             video[:, [0, -1][: len(both)]] = pixels
             pixels = video
@@ -322,8 +322,8 @@ class RunSamples:
                 groups, each remaining group generates the first of these videos and discards the result.
 
         Returns:
-            On the first rank of a group with a number, the row of samples.jsonl. On a rank that failed, a dict with the keys
-            `number`, `weights` and `reason` for the event "sample failed". None on all other ranks.
+            On a rank that failed, a dict with the keys `number`, `weights` and `reason` for the event "sample failed".
+            Otherwise, on the first rank of a group that keeps its video, the row of samples.jsonl. None on all other ranks.
         """
         run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
         has_video, started = dims.dp_rank < len(numbers), time.perf_counter()
@@ -348,9 +348,10 @@ class RunSamples:
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
-        """Return (pipeline, images) to generate the video of a request without its text encoder, image encoder and VAE encoder.
+        """Return (pipeline, images) to generate the video of a request.
 
-        The pipeline returns the stored encodings of the request. The images are blank, because the pipeline does not encode them.
+        The pipeline uses stored encodings of the request's prompts and images instead of encoders. So the returned images
+        are blank.
 
         Args:
             number: index of the request in `run.samples`.

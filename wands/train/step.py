@@ -33,9 +33,9 @@ class StepResult:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. It is not divided by a number of samples or tokens:
             the logged loss is the sum over all ranks / `TrainingRun.count`.
         clips: (key, noise level, weight) of each sample in the bins of this rank. The key consists of the sample id, the
-            epoch and the number of the sample's earlier uses in the epoch. A padding sample, which fills an empty bin, has
-            the weight 0.
-        errors: fp64, for each of `clips` the mean squared error over the trained tokens.
+            epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's
+            data source, or 0 for a padding sample, which fills an empty bin.
+        errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
         blocks: result of `measure_blocks`; empty if the blocks were not measured.
@@ -57,9 +57,9 @@ class StepResult:
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample in the bins of this rank, without padding samples.
 
-        The keys of each dict are the fields of `SampleKey`, `sigma` (the noise level) and `loss`: the mean squared error over
-        the trained tokens, weighted by the mask if the sample has one, before the multiplication by the loss weights of the
-        sample's source and noise level.
+        The keys of each dict are the fields of `SampleKey`, `sigma` (the noise level) and `loss`. The loss is the mean squared
+        error over the trained tokens, weighted by the mask if the sample has one. The loss weights of the sample's source
+        and noise level are not applied.
         """
         return [
             {**vars(key), "sigma": sigma, "loss": loss}

@@ -17,7 +17,7 @@ from wands.train.trainer import Trainer
 WINDOW = 50
 """Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
 SLOW = 1.2
-"""Ratio above which a rank is slow: its time / the median time of the other ranks, for the same work."""
+"""Ratio from which a rank is slow: its time / the median time of the other ranks, for the same work."""
 
 
 class ComputeTimes:
@@ -99,16 +99,16 @@ class ComputeTimes:
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
     """Find the ranks that are slower than the other ranks.
 
-    A rank is slow only if both its seconds and its seconds per input value (element of the layers' inputs) are high. The
-    seconds alone would also report a rank with more tokens than the other ranks. The seconds per value alone would also
-    report a rank with fewer tokens, because each layer has a constant cost.
+    Each rank has two ratios, one for each column of `table`: the rank's number / the median of the other ranks. A rank is
+    slow if both ratios are at least `SLOW`. The seconds alone would also report a rank with more tokens than the other ranks.
+    The seconds per value alone would also report a rank with fewer tokens, because each layer has a constant cost.
 
     Args:
-        table: [world_size, 2], for each rank its seconds per step and its seconds per input value.
+        table: [world_size, 2], for each rank its seconds per step and its seconds per input value (element of the layers'
+            inputs).
 
     Returns:
-        A dict that maps each slow rank to a ratio, slowest rank first. Each column of `table` gives a ratio: the rank's
-        number / the median of the other ranks. The dict contains the smaller ratio.
+        A dict that maps each slow rank to the smaller of its two ratios, slowest rank first.
     """
     ratios = {}
     for rank in range(len(table) if len(table) > 1 else 0):

@@ -95,7 +95,7 @@ def _trained(run: TrainingRun) -> list[str]:
     recipe = run.recipe
     lines = [f"merged LoRA: {merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras]
     if recipe.lora:
-        start = f", initialised from {recipe.lora.init_from}" if recipe.lora.init_from else ""
+        start = f", initialized from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
             f"{run.num_trained / 1e6:,.1f} M parameters are trained{start}"
@@ -120,7 +120,7 @@ def _trained(run: TrainingRun) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Return the lines that list the dtypes of the weights, the fp32 master weights, the gradients and the quantised
+    """Return the lines that list the dtypes of the weights, the fp32 master weights, the gradients and the quantized
     base model of a LoRA.
     """
     weights, compute = recipe.precision.weights, recipe.precision.compute
@@ -129,7 +129,7 @@ def _storage(recipe: Recipe) -> list[str]:
         lines = ["weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)"]
         if not recipe.lora:
             lines.append(
-                "masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in "
+                "masters fp32, initialized from the rounded weights; gradients computed in bf16, reduced in "
                 f"{recipe.precision.reduce}"
             )
     elif compute == "bf16":

@@ -21,8 +21,8 @@ SILENCE = 30.0
 class Terminal:
     """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log`.
 
-    On a terminal, the package rich keeps the live line at the bottom. It prints the texts, and all other output of this process,
-    above the live line.
+    On a terminal, the package rich keeps a live line with the progress at the bottom. All other output of this process
+    appears above this line.
 
     Args:
         echo: function that prints a text on rank 0; None on the other ranks, which print nothing.
@@ -48,7 +48,7 @@ class Terminal:
     def show(self, text: str) -> bool:
         """Replace the text of the live line, which shows the progress below all other output.
 
-        Return whether there is a live line. There is none without a terminal.
+        Return True on rank 0 with a terminal. Otherwise there is no live line: do nothing and return False.
         """
         if self._live.is_started:
             self._last = time.monotonic()

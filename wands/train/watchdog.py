@@ -27,7 +27,7 @@ import torch
 from wands.distributed.consistency import group_ranks, name_ranks
 from wands.errors import RankError, one_line
 from wands.texts import safe_lines
-from wands.train.launcher import Ancestor
+from wands.train.launcher import PATIENT_LAUNCHER, Ancestor
 
 REQUESTS = ("save", "save_quit", "check")
 """Names of the request files in a run folder."""
@@ -51,18 +51,18 @@ The wait after a lost connection is short, because launchers soon kill the remai
 class Watchdog:
     """Thread that watches a training process, used in a `with` statement around the whole run.
 
-    If the launcher ends, or SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives, the thread sets
-    `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is nothing to
-    save and the process exits at once. A second SIGINT, at least `ONE_REQUEST` seconds after the first, also ends the process
-    at once. The thread can end the process while the main thread waits for other ranks. A signal that was ignored at the start
-    stays ignored.
+    A stop is requested if the launcher ends, or if SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives. The thread
+    then sets `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is
+    nothing to save, and the process exits at once. A SIGINT that arrives more than `ONE_REQUEST` seconds after the first
+    signal ends the process at once. A signal that was ignored at the start of the process stays ignored.
 
     If a step does not end in time, or the connection to another rank breaks, the ranks write their stacks and the process
     ends with one message that names the ranks that do not answer.
 
     Args:
         launcher: processes from the parent of this process to its launcher. See `find_launcher`.
-        heartbeat: function that gets the current work and its seconds so far, about once a second.
+        heartbeat: function that is called about once a second with the name of the current work and its duration so far in
+            seconds.
 
     Attributes:
         stop_requested: whether to save a checkpoint and stop.
@@ -132,16 +132,19 @@ class Watchdog:
         The first step is part of the start of the run, which `watch_run` limits.
 
         Args:
-            step: number of the step in messages.
+            step: number of the step, for messages.
         """
         limit = max(STEP_FACTOR * max(self._durations), STEP_FLOOR)
         self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Inform the watchdog that a step has ended. From then on, a request to stop saves a checkpoint before the run stops.
+        """Inform the watchdog that a step has ended.
+
+        From the first call on, a run that is requested to stop saves a checkpoint first. Before the first call, such a
+        request ends the process at once.
 
         Args:
-            step: number of the step, which messages contain.
+            step: number of the step, for messages.
             seconds: duration of the step.
         """
         self._durations.append(seconds)
@@ -151,7 +154,7 @@ class Watchdog:
         """Begin work other than a step, such as saving a checkpoint, and limit its time.
 
         Args:
-            work: name of the work in messages.
+            work: name of the work, for messages.
             limit: largest number of seconds. None uses the `timeout` of `watch_run`.
         """
         # A new tuple, also if its values are equal.
@@ -217,8 +220,9 @@ class Watchdog:
             os._exit(exit_code)
         self.stop_requested = True
         limit = ""
-        if self._launcher and self._first_signal is not None:
-            limit = f" {self._launcher[-1].name} may kill the run after 30 s; then {self._remains()}"
+        name = self._launcher[-1].name if self._launcher else None
+        if name not in (None, PATIENT_LAUNCHER) and self._first_signal is not None:
+            limit = f" {name} may kill the run after 30 s; then {self._remains()}"
         _print(f"{reason}; saving a checkpoint after this step, then stopping.{limit}")
 
     def _remains(self) -> str:

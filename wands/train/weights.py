@@ -21,9 +21,9 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
     """Read the configs of the model that the recipe names.
 
     Args:
-        recipe: recipe.
-        name: name of a published variant, whose configs are part of wands. It replaces `model.path` of the recipe. None reads
-            the config files in `model.path`.
+        recipe: recipe. Its `model.path` is the folder or hub id of the model.
+        name: name of a published variant, to read the configs of this variant from wands. None reads the configs in
+            `model.path`.
 
     Returns:
         (config, variant, experts). `config` is the diffusers config of the DiT. `experts` are the DiTs to train. Their
@@ -36,8 +36,8 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
     path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
     if not path:
         raise ConfigError(
-            "model.path is not set; add --set model.path=DIR_OR_HUB_ID. For wands plan, --variant with the name of a published "
-            "model, such as wan2.1-t2v-14b, is also enough."
+            "model.path is not set; add --set model.path=DIR_OR_HUB_ID. With wands plan, you can instead name a published model, "
+            "such as --variant wan2.1-t2v-14b."
         )
     index, config = load_index(path), load_config(path)
     try:

@@ -117,7 +117,7 @@ def test_equals_the_stock_pipeline_and_its_latents_decode_to_the_video(tiny_pipe
     assert torch.equal(latents, wanted)
     np.testing.assert_array_equal(frames, (video * 255).round().astype(np.uint8))
 
-    # The written latents, denormalised as the pipeline does it, decode to the very video.
+    # The written latents, denormalized as the pipeline does it, decode to the very video.
     mean, std = (
         torch.tensor(stock.vae.config[key]).view(-1, 1, 1, 1) for key in ("latents_mean", "latents_std")
     )
@@ -128,7 +128,7 @@ def test_equals_the_stock_pipeline_and_its_latents_decode_to_the_video(tiny_pipe
     assert frames.std() > 1
 
 
-def test_saved_latents_are_the_final_normalised_ones(tiny_pipeline: Path, tmp_path: Path) -> None:
+def test_saved_latents_are_the_final_normalized_ones(tiny_pipeline: Path, tmp_path: Path) -> None:
     result = infer(tiny_pipeline, ["a dog"], out_dir=tmp_path, save_latents=True, **SMALL)[0]
     assert result.latents == tmp_path / "000_a-dog.safetensors"
     saved = load_file(result.latents)["latents"]
@@ -874,7 +874,7 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
 
 
 def test_untied_text_embedding_is_refused(tiny_pipeline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The transformers bug of late 2025: `encoder.embed_tokens` keeps its random initialisation."""
+    """The transformers bug of late 2025: `encoder.embed_tokens` keeps its random initialization."""
     load = WanPipeline.from_pretrained
 
     def untied(*args: object, **kwargs: object) -> WanPipeline:

@@ -290,7 +290,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "other.safetensors": "--lora=/other.safetensors fits no parameter of the transformer: all 1 parameters of the LoRA are "
         "missing there, such as blocks.99.attn1.to_q.weight.",
         "no_lora.safetensors": "--lora=/no_lora.safetensors is not a LoRA of Wan. Unknown keys: ",
-        "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a blocks.0.attn1.to_q.weight of shape [48, 7], but",
+        "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a parameter blocks.0.attn1.to_q.weight of shape [48, 7]",
         "fp8.safetensors": "--lora=/fp8.safetensors does not fit the transformer (",
     }.items():
         assert said(folder, lora=[tmp_path / name]).startswith(words)

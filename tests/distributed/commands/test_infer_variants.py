@@ -408,9 +408,9 @@ def test_pictures_of_any_format(tmp_path: Path, suffix: str) -> None:
 def test_first_and_last_frame_of_a_video(tmp_path: Path) -> None:
     frames = np.repeat(np.arange(0, 250, 10, dtype=np.uint8), 32 * 64 * 3).reshape(25, 32, 64, 3)
     for fps in (5, 24):
-        save_video(tmp_path / "grey.mp4", frames, fps)
+        save_video(tmp_path / "gray.mp4", frames, fps)
         for last, value in ((False, 0), (True, 240)):
-            found = np.asarray(read_image(tmp_path / "grey.mp4", 32, 64, last=last))
+            found = np.asarray(read_image(tmp_path / "gray.mp4", 32, 64, last=last))
             assert abs(found.astype(int) - value).max() <= 3
 
 
@@ -450,7 +450,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "--negative-prompt='no' has no effect"),
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Set --lora to the file"),
-        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number after the '='. Write"),
+        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much must end in a number after the last '='. Write"),
         ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert, but"),
     ],
 )  # fmt: skip
@@ -470,11 +470,11 @@ def test_one_sentence_before_weights_are_read(
 def test_a_negative_prompt_of_a_row_without_guidance(
     tiny_variant: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    rows = [{"prompt": "a", "negative_prompt": "dull, grey"}, {"prompt": "b"}]
+    rows = [{"prompt": "a", "negative_prompt": "dull, gray"}, {"prompt": "b"}]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     folder = tiny_variant("wan2.1-t2v-1.3b")
     with pytest.raises(
-        ConfigError, match=r"^--negative-prompt='dull, grey' of prompt 1 has no effect with --guidance=1,"
+        ConfigError, match=r"^--negative-prompt='dull, gray' of prompt 1 has no effect with --guidance=1,"
     ):
         infer(folder, [], prompts_file=tmp_path / "p.jsonl", out_dir=tmp_path, guidance_scale=1.0, **SMALL)
     request = SampleRequest(prompt="b", guidance_scale=1)

@@ -221,7 +221,7 @@ def test_the_training_input_is_what_the_stock_pipeline_builds(name: str, made: C
 
 
 def _zero_latents(patch: pytest.MonkeyPatch) -> None:
-    """Zeros where the latents of grey frames belong."""
+    """Zeros where the latents of gray frames belong."""
     encode = WindowEncoder.encode
 
     def wrong(self: WindowEncoder, windows: Any) -> list[dict[str, Tensor]]:
@@ -293,8 +293,8 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
         ((key, reason),) = reasons
         assert key == "still"
         assert (
-            "gives one frame, but an image-to-video model needs a first frame and further frames to generate"
-            in reason
+            "gives one frame, but an image-to-video model needs more frames: it generates a video from "
+            "the first frame" in reason
         )
     # Of so few samples HDF5's own tables are a large part.
     assert told.cache_bytes == pytest.approx(done.report.num_bytes, abs=8000)

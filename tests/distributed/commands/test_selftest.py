@@ -113,11 +113,11 @@ def pixels_from_0_to_1(patch: Patch) -> None:
 
 
 def mean_and_std_inverted(patch: Patch) -> None:
-    patch.setattr(WanVideoEncoder, "normalise", WanVideoEncoder.denormalise)
+    patch.setattr(WanVideoEncoder, "normalize", WanVideoEncoder.denormalize)
 
 
 def mean_and_std_skipped(patch: Patch) -> None:
-    patch.setattr(WanVideoEncoder, "normalise", lambda self, latents: latents)
+    patch.setattr(WanVideoEncoder, "normalize", lambda self, latents: latents)
 
 
 def text_of_226_tokens(patch: Patch) -> None:
@@ -136,8 +136,8 @@ def untied_embeddings(patch: Patch) -> None:
     patch.setattr(UMT5EncoderModel, "from_pretrained", untied)
 
 
-def zeros_instead_of_grey(patch: Patch) -> None:
-    """Latents that are zero where the frames are grey, and the given images encoded alone."""
+def zeros_instead_of_gray(patch: Patch) -> None:
+    """Latents that are zero where the frames are gray, and the given images encoded alone."""
     given_frames, encode = selftest_encoders.given_frames, WanVideoEncoder.encode
     given: list[tuple[torch.Tensor, bool]] = []
 
@@ -158,13 +158,13 @@ def zeros_instead_of_grey(patch: Patch) -> None:
     patch.setattr(WanVideoEncoder, "encode", zeros)
 
 
-def black_instead_of_grey(patch: Patch) -> None:
+def black_instead_of_gray(patch: Patch) -> None:
     right = selftest_encoders.given_frames
 
     def black(pixels: torch.Tensor, last_image: bool) -> torch.Tensor:
-        grey = right(pixels, last_image)
-        grey[:, 1 : -1 if last_image else None] = -1.0
-        return grey
+        gray = right(pixels, last_image)
+        gray[:, 1 : -1 if last_image else None] = -1.0
+        return gray
 
     patch.setattr(selftest_encoders, "given_frames", black)
 
@@ -246,9 +246,9 @@ BUGS = [
     (mean_and_std_skipped, T2V, {"vae.latents"}),
     (untied_embeddings, T2V, {"text.tied"}),
     (text_of_226_tokens, T2V, {"text.length"}),
-    (zeros_instead_of_grey, I2V, {"image.condition"}),
-    (zeros_instead_of_grey, FLF2V, {"image.condition"}),
-    (black_instead_of_grey, FLF2V, {"image.condition"}),
+    (zeros_instead_of_gray, I2V, {"image.condition"}),
+    (zeros_instead_of_gray, FLF2V, {"image.condition"}),
+    (black_instead_of_gray, FLF2V, {"image.condition"}),
     (last_states_of_clip, I2V, {"image.embeds"}),
     (first_frame_at_t, TI2V, {"first_frame.timesteps"}),
     (latent_frames_shifted, TI2V, {"vae.latents", "first_frame.latents"}),

@@ -114,7 +114,7 @@ def test_the_checksum_sees_every_change():
     others = [changed(lambda t, i=i: nudge(t, i)) for i in range(len(values))]
     others += [changed(lambda t: nudge(t, 7, -1)), changed(compensate), changed(negative_zero)]
     others += [values.flip(0), values.roll(1), values[torch.randperm(3000)], values[:-1]]
-    for i in range(0, 2998, 2):  # neighbours change places
+    for i in range(0, 2998, 2):  # neighbors change places
         swapped = values.clone()
         swapped[i], swapped[i + 1] = values[i + 1], values[i]
         others.append(swapped)
@@ -151,8 +151,8 @@ PARTS: list[tuple[list[dict[str, str]], str | None]] = [
         "ConfigError: the size of rank 0, of rank 3 differs from the size of ranks 1-2; start every rank with the same size.",
     ),
     (  # other names
-        [{"size": "4"}, {"size": "4"}, {"size": "4"}, {"colour": "red"}],
-        "ConfigError: the size of rank 3 (missing) differs from the size of ranks 0-2, and so does the colour; start every "
+        [{"size": "4"}, {"size": "4"}, {"size": "4"}, {"color": "red"}],
+        "ConfigError: the size of rank 3 (missing) differs from the size of ranks 0-2, and so does the color; start every "
         "rank with the same size.",
     ),
     (  # consequences stand behind their cause, what differs elsewhere in a line of its own

@@ -114,7 +114,7 @@ def test_a_run_that_moves_is_the_run_that_stays(
 def test_a_run_that_moves_at_every_step(
     kind: str, undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool
 ):
-    """Each step in another cell, in an order in which neighbours have nothing in common more often than not."""
+    """Each step in another cell, in an order in which neighbors have nothing in common more often than not."""
     variant, more = KINDS[kind]
     for number, cell in enumerate(random.Random(0).sample(CELLS, 20), start=1):
         moved = go_on(worlds, tiny_variant(variant), tmp_path, cell, number, *more)
@@ -182,7 +182,7 @@ def test_a_checkpoint_before_the_first_update(
 # ---- other optimizers
 
 MOVES = {
-    # Muon's orthogonalisation may amplify differences of 1e-7 in the gradients; seen were 1e-7, and 2e-6 with 8 bits.
+    # Muon's orthogonalization may amplify differences of 1e-7 in the gradients; seen were 1e-7, and 2e-6 with 8 bits.
     "muon": (1e-5, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
     "adamw8bit": (2e-5, [(2, 3, "dp"), (1, 1, "dp"), (4, 2, "dp"), (2, 0, "ring")]),
     "adafactor": (TOLERANCE, [(2, 0, "dp"), (1, 0, "dp"), (4, 0, "ring")]),

@@ -114,7 +114,7 @@ def test_what_deepspeed_would_pass_over_or_trip_on(user: dict[str, Any], said: s
 
 
 def test_what_zero_plus_plus_needs():
-    """Quantised weights need a GPU; groups of ranks with a second copy of the weights have equal sizes."""
+    """Quantized weights need a GPU; groups of ranks with a second copy of the weights have equal sizes."""
     recipe = load_recipe(None, ("train.bins_per_step=12",))
 
     def merged(key: str, value: Any, device_type: str) -> Any:

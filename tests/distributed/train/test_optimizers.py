@@ -268,7 +268,7 @@ def test_muon_is_that_of_torch_at_every_stage(
         for stage in (0, 1, 2, 3)
     }
     run = runs[0][0]
-    with monkeypatch.context() as patch:  # torch orthogonalises in bf16, DeepSpeed on a CPU in fp32
+    with monkeypatch.context() as patch:  # torch orthogonalizes in bf16, DeepSpeed on a CPU in fp32
         patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
         wanted = alone(run, _torch_muon, 0)
     matrices = [name for name, value in run.start.items() if is_hidden_matrix(name, value.shape)]

@@ -308,8 +308,8 @@ def test_what_cannot_be_right_is_refused(
 
 
 @pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
-def test_codes_are_not_quantised_again(key: str, tiny_pipeline: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"lora\.quantize=int8 stores quantised weights, which ZeRO\+\+"):
+def test_codes_are_not_quantized_again(key: str, tiny_pipeline: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"lora\.quantize=int8 stores quantized weights, which ZeRO\+\+"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.quantize=int8"), zero(3, **{key: True}), 1)
 
 
@@ -377,7 +377,7 @@ def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Pat
             ("precision.weights=bf16", "precision.reduce=bf16"),
             [
                 "weights bf16 (linear layers, patches), fp32 (time embedding, modulation, norms, head)",
-                "masters fp32, initialised from the rounded weights; gradients computed in bf16, reduced in bf16",
+                "masters fp32, initialized from the rounded weights; gradients computed in bf16, reduced in bf16",
             ],
         ),
         (

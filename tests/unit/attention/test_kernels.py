@@ -212,7 +212,7 @@ class Wrong:
 
 MISTAKES = {
     "ignores the scale": "out is off by",
-    "ignores the segments": "out must be 0 in rows of q that attend to no key",
+    "ignores the segments": "out must be 0 where the exact result is 0",
     "ignores the strides": "out is off by",
     "backward ignores the strides": "d[qkv] summed over two blocks is off by",
     "lse in log2": "lse is off by",
@@ -220,13 +220,13 @@ MISTAKES = {
     "lse in bf16": "lse is off by",
     "lse of another dtype": "lse is torch.bfloat16",
     "lse [T, H]": "lse is torch.float32 .438, 2., but must be torch.float32 .2, 438.",
-    "lse +inf in empty rows": "lse must be -inf in rows of q that attend to no key",
-    "garbage in empty rows": "out must be 0 in rows of q that attend to no key",
+    "lse +inf in empty rows": "lse must be -inf where the exact result is -inf",
+    "garbage in empty rows": "out must be 0 where the exact result is 0",
     "nan": "out is off by nan",
     "backward recomputes lse": "d[qkv] summed over two blocks is off by",
     "backward recomputes out": "d[qkv] summed over two blocks is off by",
     "backward takes out for dout": "d[qkv] summed over two blocks is off by",
-    "garbage in gradients of empty rows": "dk summed over two blocks must be 0 in rows of q that attend to no key",
+    "garbage in gradients of empty rows": "dk summed over two blocks must be 0 where the exact result is 0",
     "dq without the scale": "dq summed over two blocks is off by",
     "+inf is not a closed row": "dv of rows whose lse is .inf",
 }

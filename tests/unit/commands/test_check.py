@@ -191,7 +191,7 @@ def test_a_mask_that_does_not_fit_rejects_its_clip(clips_dir: Path, tmp_path: Pa
     reasons = {clip.key: clip.reason for clip in report.clips}
     assert report.notes == ("2 of 3 clips have a mask",)
     assert reasons["a"] == reasons["c"] == ""
-    assert "b.mask.png is a mask of aspect ratio 0.425 for a clip of 2.353" in reasons["b"]
+    assert "b.mask.png is a mask of aspect ratio 0.425 for a clip of aspect ratio 2.353" in reasons["b"]
 
 
 def test_it_says_how_much_footage_is_used(clips_dir: Path, tmp_path: Path) -> None:

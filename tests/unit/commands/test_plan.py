@@ -219,7 +219,7 @@ def test_what_cannot_be_planned(options, words):
 def test_without_a_model():
     with pytest.raises(
         ConfigError,
-        match=r"model\.path is not set; add --set model\.path=DIR_OR_HUB_ID\. For wands plan, --variant",
+        match=r"model\.path is not set; add --set model\.path=DIR_OR_HUB_ID\. With wands plan, you can",
     ):
         run(None)
     report = run(None, variant="wan2.2-ti2v-5b")

@@ -231,8 +231,8 @@ def test_a_mask_is_stored_and_encodes_its_clip_again(
     rgb = next(
         decode_clip(source / "man.mask.png", ClipSpec(1, man.latents.shape[2] * 8, man.latents.shape[3] * 8))
     )
-    grey = np.clip((rgb.frames[0].mean(axis=2) - 5) / 245, 0, 1)
-    tokens = grey.reshape(grey.shape[0] // 16, 16, -1, 16).mean(axis=(1, 3))
+    gray = np.clip((rgb.frames[0].mean(axis=2) - 5) / 245, 0, 1)
+    tokens = gray.reshape(gray.shape[0] // 16, 16, -1, 16).mean(axis=(1, 3))
     assert man.token_weights.shape == (man.latents.shape[1], *tokens.shape)
     for frame in man.token_weights.float().numpy():
         np.testing.assert_allclose(frame, tokens, atol=0.03)

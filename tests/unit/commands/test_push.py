@@ -273,9 +273,9 @@ def test_the_card_lists_the_licences_of_the_data(small: Path, hub: FakeHub) -> N
     send(small, hub)
     files = hub.files(NAME)
     head, body = read_card(files["README.md"].decode())
-    (row,) = (line for line in body.splitlines() if line.startswith("| Licences of the clips"))
+    (row,) = (line for line in body.splitlines() if line.startswith("| Licenses of the clips"))
     assert row == (
-        r"| Licences of the clips | CC-BY-4.0 (1,200), https://a.b/by \| \<b\>x\</b\> \[y\](z) \`q\` \*s\*\\n\# t\\x1b (3), "
+        r"| Licenses of the clips | CC-BY-4.0 (1,200), https://a.b/by \| \<b\>x\</b\> \[y\](z) \`q\` \*s\*\\n\# t\\x1b (3), "
         r"LICENSE.txt (2), not stated (29) |"
     )
     assert head["license"] == "apache-2.0"  # of the model
@@ -285,7 +285,7 @@ def test_the_card_lists_the_licences_of_the_data(small: Path, hub: FakeHub) -> N
 def test_the_card_is_silent_about_licences_that_nobody_stated(small: Path, hub: FakeHub) -> None:
     write_record(small, RECORD | {"data": RECORD["data"] | {"licenses": []}})
     send(small, hub)
-    assert b"Licences" not in hub.files(NAME)["README.md"]
+    assert b"Licenses" not in hub.files(NAME)["README.md"]
 
 
 @pytest.mark.parametrize(

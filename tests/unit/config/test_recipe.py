@@ -62,9 +62,9 @@ def laughs(first: str, nested: str) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (laughs("[x, y]", "[%s]"), "aliases expand to more than 10000 values"),
-        (laughs("{x: y}", "{<<: [%s]}"), "aliases expand to more than 10000 values"),
-        ("train: &train {epochs: *train}", "aliases expand to more than 10000 values"),
+        (laughs("[x, y]", "[%s]"), "more than 10000 values after its aliases are expanded"),
+        (laughs("{x: y}", "{<<: [%s]}"), "more than 10000 values after its aliases are expanded"),
+        ("train: &train {epochs: *train}", "more than 10000 values after its aliases are expanded"),
         (
             "train: !!python/object/apply:os.getcwd []",
             "python/object/apply:os.getcwd in line 1 is not allowed",

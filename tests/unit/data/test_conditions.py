@@ -64,14 +64,14 @@ def stock_input(folder: Path, frames: np.ndarray, last_image: bool) -> tuple[Ten
 
 
 def image_latents(folder: Path, frames: np.ndarray, last_image: bool) -> Tensor:
-    """As they lie in a cache: of a video whose missing frames are grey."""
+    """As they lie in a cache: of a video whose missing frames are gray."""
     pixels = to_pixels(frames)
     pixels[:, 1 : -1 if last_image else None] = 0.0
     return WanVideoEncoder(load(folder).vae).encode(pixels)
 
 
 def zeros_for_latents(folder: Path, frames: np.ndarray, last_image: bool) -> Tensor:
-    """The mistake: nothing instead of what the VAE makes of grey."""
+    """The mistake: nothing instead of what the VAE makes of gray."""
     encoder, pixels = WanVideoEncoder(load(folder).vae), to_pixels(frames)
     latents = image_latents(folder, frames, last_image) * 0
     latents[:, :1] = encoder.encode(pixels[:, :1])

@@ -1,4 +1,4 @@
-"""Held-out clips: a matter of the clip's name, never of its neighbours. Spans of films, and duplicates that never straddle."""
+"""Held-out clips: a matter of the clip's name, never of its neighbors. Spans of films, and duplicates that never straddle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_all_samples_of_a_clip_are_on_one_side(
     fraction: float,
     twin: bool,
 ) -> None:
-    """Windows, captions and sizes, as the scan names them; with `twin` a neighbour makes keys keep their extension."""
+    """Windows, captions and sizes, as the scan names them; with `twin` a neighbor makes keys keep their extension."""
     name = f"{folder}{stem}{extension}"
     path, captions = Path("/in") / name, ["one caption", "another"]
     whole = (None, None)

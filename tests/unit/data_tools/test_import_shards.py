@@ -64,7 +64,7 @@ def model(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def latents(
     seed: int, shape: tuple[int, ...] = (16, 3, 4, 6), contrast: float = 1.0, jitter: float = 0.2
 ) -> Tensor:
-    """Normalised latents of a clip of some contrast."""
+    """Normalized latents of a clip of some contrast."""
     generator = torch.Generator().manual_seed(seed)
     spread = contrast * (jitter * torch.randn(shape[0], 1, 1, 1, generator=generator)).exp()
     shift = 0.3 * torch.randn(shape[0], 1, 1, 1, generator=generator)
@@ -193,7 +193,7 @@ def test_unusable_samples_say_why(model: Path, tmp_path: Path) -> None:
         "not multiples of patch_size": energon_sample(latents(1, (16, 3, 5, 6))),
         "not finite": energon_sample(nan),
         "constant in a channel": energon_sample(flat),
-        "not normalised": energon_sample(raw(good)),
+        "not normalized": energon_sample(raw(good)),
         "missing caption": energon_sample(good, " "),
         "not an object with a caption": energon_sample(good, caption=3),  # type: ignore[arg-type]
         "model_version=wan2.2": energon_sample(good, model_version="wan2.2"),
@@ -231,7 +231,7 @@ def test_sources_without_a_sample(
     assert main([str(tmp_path / name), "--model", str(model), "--out", str(tmp_path / "cache")]) == 2
     part = {"empty": "looked for .tar", "gone": "no such folder", "both": "both tars and TFRecords"}
     assert (
-        part.get(name, "no usable sample: 1 rejected (first: latents are not normalised: the channels")
+        part.get(name, "no usable sample: 1 rejected (first: latents are not normalized: the channels")
         in capsys.readouterr().err
     )
     assert not (tmp_path / "cache").exists()
@@ -260,8 +260,8 @@ def test_another_encoding_is_another_cache(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("contrast", [0.4, 0.6, 1.0, 1.4])
-def test_normalisation_is_told_from_the_profile(model: Path, contrast: float) -> None:
-    """Also where DFM's own rule (no normalisation if 0.5 < std < 2) leaves latents as they are."""
+def test_normalization_is_told_from_the_profile(model: Path, contrast: float) -> None:
+    """Also where DFM's own rule (no normalization if 0.5 < std < 2) leaves latents as they are."""
     variant = variant_of(json.loads((model / "transformer" / "config.json").read_text()))
     std, refused = torch.tensor(WAN_STD), 0
     for seed in range(100):
@@ -403,7 +403,7 @@ def test_unusable_records_say_why(model: Path, tmp_path: Path) -> None:
         "text embedding of shape (5, 7)": record(tensor, padded(5, 7)),
         "not finite": record(tensor, text / 0),
         "not valid protobuf": b"\xff" * 50,
-        "not normalised": record(raw(tensor), text),
+        "not normalized": record(raw(tensor), text),
         "not a serialized tensor": short.SerializeToString(),
     }
     path = tfrecord(tmp_path / "file_00-9.tfrec", list(cases.values()))

@@ -30,8 +30,8 @@ def texture(seed: int, blur: float = 2) -> np.ndarray:
     """Smooth noise, uint8 [112, 192, 3]."""
     noise = np.random.default_rng(seed).normal(size=(HEIGHT, WIDTH)).astype(np.float32)
     smooth = cv2.GaussianBlur(noise, (0, 0), blur)
-    grey = np.clip(128 + 45 * smooth / smooth.std(), 0, 255).astype(np.uint8)
-    return np.repeat(grey[..., None], 3, 2)
+    gray = np.clip(128 + 45 * smooth / smooth.std(), 0, 255).astype(np.uint8)
+    return np.repeat(gray[..., None], 3, 2)
 
 
 def moving_square(seed: int = 0, step: int = 3, count: int = 32) -> list[np.ndarray]:
@@ -92,8 +92,8 @@ def test_sharpness_and_brightness(tmp_path: Path):
     small = [cv2.resize(picture, (96, 64), interpolation=cv2.INTER_AREA)] * 4
     assert measured(write_clip(tmp_path / "c.mp4", small, fps=FPS))["sharpness"] < 0.5 * sharp["sharpness"]
     for level in (51, 204):
-        grey = [np.full((HEIGHT, WIDTH, 3), level, np.uint8)] * 4
-        assert measured(write_clip(tmp_path / "d.mp4", grey, fps=FPS))["brightness"] == pytest.approx(
+        gray = [np.full((HEIGHT, WIDTH, 3), level, np.uint8)] * 4
+        assert measured(write_clip(tmp_path / "d.mp4", gray, fps=FPS))["brightness"] == pytest.approx(
             level / 255, abs=0.01
         )
 

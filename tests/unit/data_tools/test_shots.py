@@ -117,7 +117,7 @@ def test_dissolves_fades_black_and_static_parts_are_left_out(single_shots: list[
 
 
 def test_samples_never_contain_a_frame_of_the_next_shot(tmp_path: Path):
-    """Shots of one grey level each: the decoded level names the shot, at frame rates that do not divide evenly."""
+    """Shots of one gray level each: the decoded level names the shot, at frame rates that do not divide evenly."""
     levels = np.resize([10, 220, 120, 200, 70], 24)
     wave = (15 + 14.9 * np.sin(np.arange(64) / 64 * 2 * np.pi))[None, :, None] + np.zeros((48, 1, 3))
     frames = [(level + np.roll(wave, 3 * step, 1)).astype(np.uint8) for level in levels for step in range(37)]

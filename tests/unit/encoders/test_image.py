@@ -41,7 +41,7 @@ def test_clip_states_are_the_stock_pipelines(
     assert ours.std() > 0.1
 
 
-def test_frames_that_are_not_given_are_mid_grey() -> None:
+def test_frames_that_are_not_given_are_mid_gray() -> None:
     pixels = torch.rand(3, 9, 16, 16) * 2 - 1
     for last_image in (False, True):
         video = given_frames(pixels, last_image)

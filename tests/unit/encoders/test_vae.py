@@ -42,7 +42,7 @@ def encoder(measured: Path) -> WanVideoEncoder:
 
 @pytest.fixture(scope="module")
 def frames() -> np.ndarray:
-    """uint8 [9, 32, 48, 3]: smooth colour, full range."""
+    """uint8 [9, 32, 48, 3]: smooth color, full range."""
     t, y, x = np.meshgrid(np.linspace(0, 3, 9), np.linspace(0, 4, 32), np.linspace(0, 5, 48), indexing="ij")
     waves = [np.sin(x + t), np.cos(y - t), np.sin(x * y / 3)]
     return np.stack([(127.5 + 127.5 * wave).round() for wave in waves], -1).astype(np.uint8)
@@ -89,13 +89,13 @@ def test_the_default_is_the_stock_vae_bit_for_bit(
     vae = AutoencoderKLWan.from_pretrained(measured, subfolder="vae", torch_dtype=torch.float32)
     pixels = to_pixels(frames)
     assert torch.equal(
-        encoder.encode(pixels), encoder.normalise(vae.encode(pixels[None]).latent_dist.mode()[0])
+        encoder.encode(pixels), encoder.normalize(vae.encode(pixels[None]).latent_dist.mode()[0])
     )
 
 
 @pytest.fixture(scope="module")
 def wide() -> Tensor:
-    """Pixels [3, 5, 288, 480], larger than a tile: smooth colour in motion."""
+    """Pixels [3, 5, 288, 480], larger than a tile: smooth color in motion."""
     t, y, x = torch.meshgrid(
         torch.arange(5.0), torch.linspace(0, 12, 288), torch.linspace(0, 20, 480), indexing="ij"
     )
@@ -143,10 +143,10 @@ def test_decode_equals_diffusers(measured: Path, encoder: WanVideoEncoder, frame
     assert to_frames(encoder.decode(latents)).shape == frames.shape
 
 
-def test_normalise_round_trip(encoder: WanVideoEncoder) -> None:
+def test_normalize_round_trip(encoder: WanVideoEncoder) -> None:
     raw = torch.randn(16, 2, 3, 3)
-    assert torch.allclose(encoder.denormalise(encoder.normalise(raw)), raw, atol=1e-6)
-    assert mismatch(encoder.normalise(raw), raw) > 0.1
+    assert torch.allclose(encoder.denormalize(encoder.normalize(raw)), raw, atol=1e-6)
+    assert mismatch(encoder.normalize(raw), raw) > 0.1
 
 
 def _skipped(self: WanVideoEncoder, latents: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ def test_bugs_of_mean_and_std_are_caught(
     monkeypatch: pytest.MonkeyPatch,
     bug: Callable[..., Tensor],
 ) -> None:
-    monkeypatch.setattr(WanVideoEncoder, "normalise", bug)
+    monkeypatch.setattr(WanVideoEncoder, "normalize", bug)
     assert mismatch(encoder.encode(to_pixels(frames)), stock_latents(measured, frames)) > 0.05
 
 

@@ -165,7 +165,7 @@ def test_the_share_and_the_mean():
 
 
 def test_masks_are_independent():
-    """Between layers, rows, neighbouring channels and samples: correlations stay in the noise."""
+    """Between layers, rows, neighboring channels and samples: correlations stay in the noise."""
     rows = torch.arange(2048) * 2654435761
     one = keep_mask(rows, 1, 512, 0.5).double() * 2 - 1
     others = {

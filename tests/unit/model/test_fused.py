@@ -23,6 +23,7 @@ from wands.model.modulation import gated_add
 from wands.model.transformer import AddNorm, NormRotate, PackedWanTransformer
 from wands.planning.memory import Activations
 from wands.planning.workload import Workload
+from wands.transfer import to_device
 from wands.variants import DiTShape
 
 WIDTH, HEAD_DIM = 12, 6
@@ -204,27 +205,34 @@ def test_a_block_keeps_what_the_memory_estimate_says(compiled: bool, lora: bool)
     assert kept[1] - kept[0] == pytest.approx(activations._block() - activations._copies(), rel=0.02)
 
 
-def compiled_and_plain(dtype: torch.dtype, packs: list) -> Iterator[tuple[Tensor, Tensor]]:
+def compiled_and_plain(
+    dtype: torch.dtype, packs: list, device: str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Outputs and gradients of both ways, pack by pack, under autocast for bf16."""
     models: list[PackedWanTransformer] = []
+    backend = choose_backend("reference", device, dtype)
     for compiled in (True, False):
-        models.append(build_pair(torch.float32)[1])
+        models.append(build_pair(torch.float32)[1].to(device))
+        models[-1].set_attention(context_attention(backend), backend)
         models[-1].set_compile(compiled)
     for pack in packs:
         ways = []
         for model in models:
             model.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-                output = run_packed(model, pack)
+            inputs = pack.tokens, pack.meta, pack.row_timesteps, pack.text_embeds
+            with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                output = model(*to_device(inputs, device))
             output.square().sum().backward()
             ways.append([output.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
         yield from zip(*ways, strict=True)
 
 
-@pytest.mark.full
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.full), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_compiled_code_computes_the_same(dtype: torch.dtype, tolerance: float):
-    for ours, plain in compiled_and_plain(dtype, [make_pack(num) for num in (2, 5)]):
+def test_compiled_code_computes_the_same(dtype: torch.dtype, tolerance: float, device: str):
+    for ours, plain in compiled_and_plain(dtype, [make_pack(num) for num in (2, 5)], device):
         assert (ours - plain).norm() <= tolerance * plain.norm().clamp(min=1e-3)
 
 

@@ -413,8 +413,8 @@ def changed(step: int, mean: float, half: float = 0.01, train: float | None = No
         ([changed(10, 0.005)], ("Not visible yet", "may be the same"), ()),
         ([changed(10, -0.005)], ("Not visible yet",), ("Yes",)),
         ([changed(10, -0.1), changed(20, -0.05)], ("Yes", "lowest at step 10 and has risen by 0.05000"), ()),
-        ([changed(10, -0.1, train=-0.2)], ("has grown since", "memorises", "+0.10000, margin 0.01414"), ()),
-        ([changed(10, -0.1, train=-0.11)], ("not clearly grown",), ("memorises",)),
+        ([changed(10, -0.1, train=-0.2)], ("has grown since", "memorizes", "+0.10000, margin 0.01414"), ()),
+        ([changed(10, -0.1, train=-0.11)], ("not clearly grown",), ("memorizes",)),
         ([{"step": 10, "change": {"mean": -0.1, "low": None, "high": None}}], ("Not visible yet", "too few clips"), ("inf",)),
     ],
 )  # fmt: skip

@@ -15,12 +15,12 @@ from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_she
 
 
 def video(colors: list[tuple[int, int, int]], height: int = 32, width: int = 48) -> np.ndarray:
-    """One flat colour a frame."""
+    """One flat color a frame."""
     return np.stack([np.full((height, width, 3), color, np.uint8) for color in colors])
 
 
 def columns_of(sheet: np.ndarray, color: tuple[int, int, int]) -> tuple[int, int, int]:
-    """First column, last column and number of pixels of a colour."""
+    """First column, last column and number of pixels of a color."""
     found = (sheet == color).all(axis=2)
     assert found.any(), color
     columns = np.flatnonzero(found.any(axis=0))
@@ -35,20 +35,20 @@ def test_pick_frames_takes_first_last_and_even_steps() -> None:
 
 
 def test_clip_stands_left_of_its_sample_in_order(tmp_path: Path) -> None:
-    red, green, blue, grey = (200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)
+    red, green, blue, gray = (200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)
     rows = [
         SheetRow("first", [video([red, green]), video([blue], 16, 64)]),
-        SheetRow("second", [video([grey], 48, 32)]),
+        SheetRow("second", [video([gray], 48, 32)]),
     ]
     save_contact_sheet(tmp_path / "deep" / "sheet.png", rows, frames_per_row=2)
     with Image.open(tmp_path / "deep" / "sheet.png") as image:
         sheet = np.asarray(image.convert("RGB"))
-    first, second, right, below = (columns_of(sheet, color) for color in (red, green, blue, grey))
+    first, second, right, below = (columns_of(sheet, color) for color in (red, green, blue, gray))
     assert first[0] < first[1] < second[0] < second[1] < right[0]
     assert below[0] == first[0]
     # Aspect kept inside the cell of 144 x 256: 2:3 and 3:2 fill its height, 1:4 its width.
     assert [area[2] for area in (first, second, right, below)] == [144 * 216, 144 * 216, 64 * 256, 144 * 96]
-    rows_of = [np.flatnonzero((sheet == color).all(axis=2).any(axis=1)) for color in (red, grey)]
+    rows_of = [np.flatnonzero((sheet == color).all(axis=2).any(axis=1)) for color in (red, gray)]
     assert rows_of[0][-1] < rows_of[1][0]
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["sheet.png"]
 

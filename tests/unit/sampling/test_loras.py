@@ -175,7 +175,7 @@ def test_what_the_model_lacks_is_named(tmp_path: Path, caplog: pytest.LogCapture
     [
         (
             {"patch_embedding.diff": torch.ones(48, 9, 1, 2, 2)},
-            "changes a patch_embedding.weight of shape [48, 9, 1, 2, 2], but",
+            "changes a parameter patch_embedding.weight of shape [48, 9, 1, 2, 2]",
         ),
         (
             {"blocks.0.self_attn.q.dora_scale": torch.ones(48, 1)},

@@ -252,17 +252,17 @@ def test_shipped_vae_on_real_clips(shipped_vae, clips_dir, clip):
     pixels = train_tiny_vae.to_pixels(window)
     mse = (decoded - pixels).square().mean().item()
     assert 10 * math.log10(4 / mse) >= DECIBELS[shipped_vae.config.z_dim]
-    # Colour, not grey: what the pixels have beside their own grey value correlates with the original's.
-    colour, shown = (x - x.mean(0, keepdim=True) for x in (pixels, decoded))
-    assert torch.corrcoef(torch.stack([colour.flatten(), shown.flatten()]))[0, 1] > 0.8
+    # Color, not gray: what the pixels have beside their own gray value correlates with the original's.
+    color, shown = (x - x.mean(0, keepdim=True) for x in (pixels, decoded))
+    assert torch.corrcoef(torch.stack([color.flatten(), shown.flatten()]))[0, 1] > 0.8
     mean, std = (
         torch.tensor(getattr(shipped_vae.config, key))[:, None, None, None]
         for key in ("latents_mean", "latents_std")
     )
-    normalised = (latents - mean) / std
+    normalized = (latents - mean) / std
     # One clip's share of statistics measured over four clips.
-    assert normalised.mean().abs() < 0.5
-    assert 0.5 < normalised.std() < 1.6
+    assert normalized.mean().abs() < 0.5
+    assert 0.5 < normalized.std() < 1.6
 
 
 @pytest.mark.parametrize("channels", sorted(train_tiny_vae.PRESETS))

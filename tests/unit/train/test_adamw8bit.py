@@ -53,7 +53,7 @@ def start_values() -> dict[str, Tensor]:
 
 
 def gradients() -> list[Tensor]:
-    """Of all parameters in a row. Those of the gain are far smaller than its neighbours'."""
+    """Of all parameters in a row. Those of the gain are far smaller than its neighbors'."""
     generator = torch.Generator().manual_seed(1)
     scales = torch.cat(
         [torch.full((size,), 1e-4 if name == "gain" else 1.0) for name, size in sizes().items()]
@@ -217,7 +217,7 @@ def moments_of(ranks: Sequence[FragmentAdamW8bit]) -> dict[str, dict[str, Tensor
 
 @pytest.mark.parametrize("bounds", [[], [3500], [1000, 7001, 9300], [7300]])
 def test_moments_move_to_other_ranks_within_one_code(bounds: list[int]):
-    """Only blocks that a boundary between ranks cuts are quantized again, each value to a neighbouring code at most."""
+    """Only blocks that a boundary between ranks cuts are quantized again, each value to a neighboring code at most."""
     ranks, others = cut([3000, 7100]), cut(bounds)
     for gradient in gradients():
         step(ranks, gradient)

@@ -58,7 +58,7 @@ def forget_visits(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
     run.data.keys[:] = ["mock-000000"] * len(run.data.keys)
 
 
-def read_the_neighbour(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def read_the_neighbor(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
     read = run.data.read
     patch.setattr(run.data, "read", lambda i, frames: read((i + 1) % 7, frames))
 
@@ -84,7 +84,7 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
         (lose_a_sample, "_check_step"),
         (deal_a_bin_twice, "_check_step"),
         (forget_visits, "_check_step"),
-        (read_the_neighbour, "read_rows_of_bin"),
+        (read_the_neighbor, "read_rows_of_bin"),
         (read_another_length, "rank_slice"),
         (cumulate(lambda ends: ends.flip(0)), "__post_init__"),  # not monotone
         (cumulate(lambda ends: ends + 1), "__post_init__"),  # does not begin at 0

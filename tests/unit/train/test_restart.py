@@ -93,3 +93,45 @@ def test_the_end_without_progress_is_one_sentence(results: tuple[Path, dict[str,
     assert (
         "rank 0 ended with exit code -9; restarting (restart 3 of at most 3 without a new checkpoint)" in text
     )
+
+
+# The worker saves for three seconds; torchrun alone would kill it after one second.
+SAVING_WORKER = """#!/usr/bin/env bash
+trap 'sleep 3; touch saved; exit 143' TERM
+touch started
+while :; do sleep 0.1; done
+"""
+SIGNAL_DRIVER = """
+import os, signal, sys, threading, time
+from torch.distributed import run
+from wands.train import restart
+
+def send():
+    while not os.path.exists("started"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=send, daemon=True).start()
+sys.argv = ["restart", "--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+if any("--shutdown-timeout" in action.option_strings for action in run.get_args_parser()._actions):
+    sys.argv += ["--shutdown-timeout", "1"]
+sys.argv += ["--monitor-interval", "0.01", "--no-python", os.path.abspath("worker"), "train"]
+restart.main()
+"""
+
+
+def test_workers_may_save_after_a_signal(tmp_path: Path):
+    worker = tmp_path / "worker"
+    worker.write_text(SAVING_WORKER)
+    worker.chmod(0o755)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNAL_DRIVER],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "SignalException" in done.stderr
+    assert (tmp_path / "saved").exists()

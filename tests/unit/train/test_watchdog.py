@@ -127,9 +127,10 @@ with module.Watchdog(launcher):
     assert done.stderr == f"wands: {reason} before the end of the first step; there is nothing new to save.\n"
 
 
-def test_the_message_names_what_remains_if_the_launcher_kills_the_run():
-    done = run_alone("""
-with module.Watchdog([Ancestor(psutil.Process(), "deepspeed")]) as watchdog:
+@pytest.mark.parametrize("launcher", ["deepspeed", "wands.train.restart"])
+def test_the_message_names_what_remains_if_the_launcher_kills_the_run(launcher: str):
+    done = run_alone(f"""
+with module.Watchdog([Ancestor(psutil.Process(), "{launcher}")]) as watchdog:
     watchdog.end_step(1, 0.1)
     watchdog.saved = Path("run/checkpoints/step_00000500")
     send(signal.SIGINT)
@@ -137,7 +138,8 @@ with module.Watchdog([Ancestor(psutil.Process(), "deepspeed")]) as watchdog:
         time.sleep(0.01)
 """)
     sentence = "deepspeed may kill the run after 30 s; then run/checkpoints/step_00000500 remains"
-    assert sentence in done.stderr
+    assert (sentence in done.stderr) == (launcher == "deepspeed")
+    assert "saving a checkpoint after this step, then stopping." in done.stderr
 
 
 @pytest.mark.slow

@@ -32,13 +32,14 @@ How to add a kernel:
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add a `FlashBackend` to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
-   tests/unit/attention/test_kernels.py. For a CUDA kernel, add the name to the tests of `auto`, which list the order of
-   all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
+   tests/unit/attention/test_kernels.py. For a CUDA kernel, add the name to the tests of `auto`, which list the order
+   of all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
    without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
-   self-check. Add a CUDA kernel to docs/performance.md (table and order of `auto`), to the help text of
-   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py: fractions of the peak for forward and
-   backward, only for GPUs that run the kernel. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of every
-   `FlashBackend` of `FLASH_BACKENDS`. Then run scripts/build_reference.py.
+   self-check. For any other CUDA kernel, such as the fp8 kernel of step 1, write a test marked `gpu`, with the steps
+   of `check_against_plain` and the kernel's own tolerance. Add a CUDA kernel to docs/performance.md (table and order
+   of `auto`), to the help text of `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py:
+   fractions of the peak for forward and backward, only for GPUs that run the kernel. `bash scripts/gpu.sh --only
+   attention` measures the TFLOP/s of every kernel that runs on the GPU. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
    else, skip its other cases in `test_cuda_backend_keeps_the_contract`. On a machine with several GPUs, also run
@@ -94,10 +95,11 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention kernel for packed rows. Rows of q attend only to rows of k in the same segment.
+    """An attention kernel for packed sequences: rows of q attend only to rows of k in the same segment (sequence).
 
     Attributes:
-        name: value of `attention.backend` that selects the kernel.
+        name: value of `attention.backend` that selects the kernel. Register the kernel in `BACKENDS` or `FLASH_BACKENDS`:
+            self-attention looks it up there by this name.
         run_forward: the kernel's forward pass, with the arguments and results of `forward`. In its results, rows of q
             that attend to no key may contain any values, because `forward` overwrites these rows.
         run_backward: the kernel's backward pass, with the arguments and results of `backward`. In its results, rows of q

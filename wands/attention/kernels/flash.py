@@ -165,7 +165,7 @@ def _flash4_backward(
 
 
 def _options(s: Segments, scale: float) -> dict[str, Any]:
-    """Return the keyword arguments of the forward pass that the flash-attn packages 2, 3 and 4 have in common."""
+    """Return the keyword arguments that are the same for the flash-attn packages 2, 3 and 4."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return {name: getattr(s, name) for name in names} | {"softmax_scale": scale}
 
@@ -187,16 +187,14 @@ def _batched(x: Tensor) -> Tensor:
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     """Return a kernel that runs cuDNN once for each long segment, and `short` once for all short segments together.
 
-    cuDNN builds a plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments come in so
-    many different pairs of lengths that building the plans would take too long.
+    cuDNN builds an execution plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments
+    have so many different lengths that building their plans would take too long.
 
-    PyTorch looks up a plan by the shapes and strides of q, k and v only, but the plan also depends on the strides of dout and
-    out. A plan that was built for other strides of dout or out would give wrong results without an error. All tensors are
-    therefore made contiguous.
+    All tensors are made contiguous, because PyTorch looks up a plan only by the shapes and strides of q, k and v. A plan that was
+    built for other strides of dout or out would give wrong results without an error.
 
     cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
-    [1, H, T, 1], or [1, H, T] before torch 2.9. These requirements and shapes are from PyTorch's source. The kernel has not
-    run on a GPU yet.
+    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
 
     Args:
         min_rows: a segment is long if it has at least this number of rows of q and also of k.
@@ -239,10 +237,10 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments in which only the rows of short segments attend.
+    """Return the segments, changed so that no row of a long segment takes part in attention.
 
-    A long segment has at least `min_rows` rows of q and of k. Its rows stay in place, but attend to nothing: two segments
-    replace the long segment, one with its rows of q and no keys, and one with its rows of k and no queries.
+    A segment is long if it has at least `min_rows` rows of q and of k. Two segments replace each long segment: one with the
+    rows of q and no keys, and one with the rows of k and no queries.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

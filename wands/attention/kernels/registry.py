@@ -42,8 +42,8 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     installed, supports the GPU, and passes `check_backend`. `auto` logs a warning for each kernel that fails
     `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
 
-    Exception: if `auto` finds several usable kernels, bf16 training does not call this function. Instead,
-    wands/train/attention_choice.py measures the kernels and takes the fastest kernel.
+    Training in bf16 on a GPU is an exception: with `auto`, wands/train/attention_choice.py measures the usable kernels and
+    takes the fastest one.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.

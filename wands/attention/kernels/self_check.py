@@ -45,8 +45,8 @@ def check_backend(
 
     The inputs are random packed rows. The kernel first attends to all keys at once. Then, as in ring attention, the kernel
     attends to two blocks of keys, and the two results are merged. The backward pass of each block gets the merged `out`
-    and `lse`. In another test, the `lse` of all rows of q is +inf, and all gradients must be 0. In the last test, all rows
-    of q attend to a single key. The global random state does not change.
+    and `lse`. In another test, the backward pass gets the lse +inf for all rows of q, and all gradients must be 0. In the
+    last test, all rows of q attend to a single key. The global random state does not change.
 
     Args:
         backend: the kernel.
@@ -135,7 +135,7 @@ class _Comparer:
         if not torch.equal(result[idle], exact[idle]):
             value = "-inf" if is_lse else "0"
             raise KernelError(
-                f"{name} must be {value} in rows of q that attend to no key, and in rows of k that no row of q attends to"
+                f"{name} must be {value} where the exact result is {value}, for example in rows of q that attend to no key"
             )
         result, exact = result[~idle], exact[~idle]
         if not exact.numel():
@@ -162,8 +162,8 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
 
     Returns:
         (rows, segments) for each block. `rows` are the indices in k of the block's rows. `segments` contains, for each
-        segment, the number of rows of q and the number of rows of the block. Each block ends with a copy of the last
-        `SPARE_ROWS` rows of k, which are in no segment.
+        segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS` rows of k are in no
+        segment, and both blocks contain them at the end.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])

@@ -78,7 +78,7 @@ BORDERS = "black borders: {} are learned as a part of the image; crop them with 
 
 
 def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
-    """Decode the clips of a source, and report each clip's samples, warnings and, if it is rejected, the reason.
+    """Decode the clips of a source, and report the samples and warnings of each clip, and why clips are rejected.
 
     `wands preprocess` with equal options decodes the clips in the same way. Thumbnails are made only for --html.
 
@@ -168,16 +168,17 @@ _Task = tuple[Path, *tuple[Any, ...]]
 
 
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
-    """Decode a clip, and return its samples, its warnings, and the reason if it is rejected.
+    """Decode a clip, and return its samples and warnings. The result of a rejected clip contains the reason.
 
-    The fields `key` and `caption` of the result are empty. Each `CheckedSample.key` contains only the suffix of the sample's
-    key, such as "#0001". `check` sets the two fields and puts the clip's key in front of each suffix.
+    `check` completes the result: it sets the empty fields `key` and `caption`, and puts the clip's key in front of each
+    `CheckedSample.key`, which is only a suffix such as "#0001" here.
 
     Args:
         spec: frame rate, size and length of the samples.
         variant: model variant.
         thumbnails: whether to make a thumbnail of the clip.
-        task: path of the clip and, unless the whole file is used, start, end, crop and mask (`ClipRecord.part`).
+        task: path of the file, then start, end, crop and mask from `ClipRecord.part`. If the path stands alone, the whole
+            file is used.
     """
     file_path, *part = task
     path = str(file_path)
@@ -241,8 +242,8 @@ def _decode_all(
 
     Args:
         decode: function that decodes the clip of a task.
-        tasks: clips to decode. None stands for a rejected entry of the source that has no clip file. The result for
-            None is an empty `CheckedClip`.
+        tasks: clips to decode. None stands for a rejection without a clip file to decode. The result for None is an
+            empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))
@@ -321,7 +322,8 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: the last decoded window (range of frames) of the file. Its properties describe all frames that were read.
+        clip: the last decoded window (range of frames) of the file. Its attributes `variable_fps` and `interlaced` describe
+            all frames that were read from the file.
         longest: number of frames of the longest sample from the file.
         spec: frame rate, size and length of the samples.
     """
@@ -332,7 +334,7 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
         f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp": clip.variable_fps,
         f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps": is_slow,
         "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT": clip.interlaced,
-        f"HDR: {source.hdr} brightness is kept as stored, which looks grey; convert the clip with "
+        f"HDR: {source.hdr} brightness is kept as stored, which looks gray; convert the clip with "
         f"ffmpeg -i IN -vf {TO_SDR} OUT": source.hdr,
         _describe_turn(source): source.rotation or source.mirrored,
         f"pixel aspect ratio: {source.sar}, used as {shown} square pixels": source.sar != 1,

@@ -126,7 +126,7 @@ class CheckReport:
     """Result of `wands check`.
 
     Attributes:
-        source: SOURCE as the user wrote it.
+        source: the argument SOURCE of `wands check`, as the user wrote it.
         variant: name of the model variant whose VAE strides and frame rate were used.
         spec: frame rate, size and length of the samples.
         clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
@@ -191,8 +191,8 @@ class CheckReport:
         }
 
     def footage(self) -> list[float]:
-        """Return three sums in seconds over the accepted clips: video that the samples use, video that the clips contain, and
-        video that samples of --clip-mode slide would use. A clip with several captions counts once.
+        """Return three sums over the accepted clips, in seconds: the video that the samples use, the whole clips, and the video
+        that the samples would use with --clip-mode slide. A clip with several captions counts once.
         """
         seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
         return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
@@ -229,7 +229,7 @@ class CheckReport:
         Args:
             width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
         """
-        table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colours
+        table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colors
         if len(self.clips) > SHOWN_CLIPS:
             lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
         lines += self.notes

@@ -166,8 +166,8 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but its file or folder name is a name for {expert}. "
-                "Rename the file or folder, or set SOURCE to this file; its name is then ignored."
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder stands for {expert}. "
+                "Rename the file or folder, or set SOURCE to this file, whose name is then ignored."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -324,9 +324,9 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        The remaining parts are copied from the attribute `rest`, a pipeline folder that the user gave, or else from the
-        source if the source is a diffusers pipeline. Otherwise, new files are written if the source has all components
-        and a tokenizer. If a component or the tokenizer is missing, a note is added to the result.
+        The parts are copied from the pipeline folder `rest`. If `rest` is None and the source is a diffusers pipeline, the
+        parts are copied from the source. If the source is no diffusers pipeline either, new files are written. New files
+        need a source with all components and a tokenizer; if one of these is missing, only a note is added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

@@ -27,7 +27,7 @@ class ComponentKind:
 
     Attributes:
         signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
-            have). wands recognises a file by these names.
+            have). wands recognizes a file by these names.
         names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
             all tensors, and a text that names the files in error messages.
         config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,

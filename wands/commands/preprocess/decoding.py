@@ -66,12 +66,13 @@ class Window:
 
     Attributes:
         clip: clip that contains the window.
-        suffix: end of the key of each of these samples. It names the window and the size.
+        suffix: end of the keys of the window's samples, which names the window and the size.
         meta: metadata that is equal for all samples of the window.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
-        arrays: maps array names, such as "latents", to the arrays to store. At first it contains only "token_weights" if the
-            clip has a mask. The encoder adds the other arrays, unless they are read from the cache.
+        arrays: maps array names, such as "latents", to the arrays to store. If the cache already contains the latents, all
+            arrays are read from the cache. Otherwise the encoder adds them, except "token_weights", which exists from the
+            start if the clip has a mask.
     """
 
     clip: Clip

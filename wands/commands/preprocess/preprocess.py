@@ -53,9 +53,10 @@ SUSPECT_SECONDS = 1800.0
 def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
-    If the cache contains samples from the same file, caption and time range, the clip is not encoded again. If only the
-    caption or the name of a clip is new, only the caption is encoded. A run on an existing cache needs the same settings as
-    the earlier run. After the run, the index of the cache contains exactly the samples of the source.
+    A clip is not encoded again if the cache contains its samples, made from the same file, caption and time range. If only
+    the name or the caption of a clip changed, the cached latents are used again, and only the caption is encoded. A run on
+    an existing cache needs the same settings as the earlier run. After the run, the index of the cache contains exactly the
+    samples of the source.
 
     If a time range of a file has several captions, this time range is decoded and encoded once. The samples of these
     captions share the latents in a shard.
@@ -172,7 +173,7 @@ class PreprocessRun:
         self.writer.refresh()
 
     def scan(self, scan: SourceScan) -> None:
-        """Find the clips of the source whose samples are not in the cache, and limit the workers to the number of these clips.
+        """Keep `scan` for the run. Limit the number of workers to the number of clips with samples that the cache lacks.
 
         Args:
             scan: usable and rejected clips of the source.
@@ -196,7 +197,7 @@ class PreprocessRun:
         """Encode all captions and then all clips that the cache lacks.
 
         Raises:
-            WandsError: if every worker failed, or workers died in several consecutive rounds without progress.
+            WandsError: if every worker failed, or workers died repeatedly without finishing an item.
         """
         self._run_rounds("captions", encode_captions, self._pending_captions)
         self._run_rounds("clips", encode_clips, self._pending_clips)
@@ -344,9 +345,11 @@ def _write_lines(path: Path, values: Sequence[Any]) -> None:
 
 
 def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any]:
-    """Return all settings that change the stored values of a sample by more than rounding errors. They are part of the
-    cache's fingerprint, because all samples of a cache must have equal settings. A new key must be absent if the setting
-    has its default value: otherwise, `wands preprocess` refuses to add samples to every earlier cache.
+    """Return all settings that change the stored values of a sample by more than rounding errors.
+
+    The settings are part of the cache's fingerprint, because all samples of a cache must have equal settings. If you add a
+    setting, leave its key out while the setting has its default value. Otherwise, the fingerprint changes, and
+    `wands preprocess` adds no samples to caches that were made before.
 
     The second and later values of --max-pixels are left out. These values only add samples of other sizes, whose keys
     contain the size.

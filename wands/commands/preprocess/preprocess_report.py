@@ -42,9 +42,9 @@ class PreprocessReport:
         waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if there was no clip to
             encode.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
-        footage: maps the key of each video clip in the index to three lengths in seconds: the length that its samples
-            use, the whole length, and the length that they would use with --clip-mode slide, which divides the whole clip into
-            samples.
+        footage: maps the key of each video clip in the index to three lengths in seconds: the part that its samples cover,
+            the whole clip, and the part that samples would cover with --clip-mode slide. This mode makes samples one after
+            another until the clip ends.
         still_clips: keys of the video clips whose sample has only one frame.
         losses: for each worker that ended early, a sentence with the reason.
         quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in

@@ -37,11 +37,11 @@ class Row:
     """One caption of a clip, with the digest and the cached samples of this caption.
 
     Attributes:
-        key: key of the clip and its caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
+        key: id of the pair of clip and caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
             The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
-        content: digest of the file, the time range, the crop, the mask, the caption and the licence.
-        license: licence of the clip, "" if it is not stated.
+        content: digest of the file, the time range, the crop, the mask, the caption and the license.
+        license: license of the clip, "" if it is not stated.
         present: suffixes of the cached samples of this caption.
     """
 
@@ -79,7 +79,7 @@ class Clip:
         The cache has one sample for each caption, window and size of a clip.
 
         Args:
-            suffix: end of the sample key, which names the window and the size.
+            suffix: end of the sample key, which names the window (range of frames) and the size.
         """
         return [row for row in self.rows if suffix not in row.present]
 
@@ -103,7 +103,7 @@ class SourceScan:
         """Read some bytes of every file to identify its content, and collect the captions of each clip.
 
         Args:
-            rows: rows of the source that may be used; a row is a clip with one caption.
+            rows: rows of the source that are not rejected yet; a row is a clip with one caption.
             rejected: rows that were rejected while the source was read.
             spec: frame rate, size and length of the samples.
             quarantine: maps the digest of a clip to the reason why the clip is rejected. It contains only clips that
@@ -205,10 +205,10 @@ class SourceScan:
     def footage(self, entries: Mapping[str, IndexEntry]) -> dict[str, Footage]:
         """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
 
-        The three lengths are the length that the cached samples of the clip use, the whole length of the clip, and the length
-        that its samples would use with --clip-mode slide, which divides the whole clip into samples.
+        The lengths are the part of the clip that its cached samples cover, the whole clip, and the part that samples would
+        cover with --clip-mode slide. This mode makes samples one after another until the clip ends.
 
-        Samples of early versions of wands, which stored less metadata, are left out.
+        Clips that an early version of wands encoded are left out, because it stored less metadata.
 
         Args:
             entries: samples of the cache by key.
@@ -238,7 +238,7 @@ def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[s
     area of a frame), and a text such as "#640x352" for each further value.
 
     Return None if the display size is unknown, or if the clip is too small for one of the values. The clip must then be
-    decoded. The decoder rejects a clip that is too small.
+    decoded.
 
     Args:
         spec: settings of the samples, with all values of --max-pixels.
@@ -278,7 +278,7 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests (content, video) of a row (clip with one caption).
 
     The digest `video` depends on the file's content, the time range, and the crop and mask if the row has them. The digest
-    `content` also depends on the caption, and on the licence if the row has a licence.
+    `content` also depends on the caption, and on the license if the row has a license.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
     digests do not include the settings of the samples, because all samples of a cache have the same settings.
@@ -299,8 +299,7 @@ def _read_pieces(path: Path) -> bytes:
     """Read bytes that identify the content of a file.
 
     From an image of at most 16 MiB, read the whole file. From other files, read nine blocks of 64 KiB: the first block, the
-    last block, and seven blocks between them. The blocks between are needed because different uncompressed videos may have equal
-    first and last blocks. Compressed videos that differ in any frame differ in most of the nine blocks.
+    last block, and seven blocks between them.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -318,7 +317,7 @@ def parse_part(text: str) -> tuple[int, int]:
     """Parse a value of the option --part, such as "3/16".
 
     Returns:
-        Number of the part, from 1, and number of parts: (3, 16) for "3/16".
+        (number of the part, counted from 1; number of all parts). For "3/16", this is (3, 16).
 
     Raises:
         ConfigError: if the value is not I/N with integers 1 <= I <= N.

@@ -63,7 +63,7 @@ class WorkerPool:
     def __init__(self, workers: int | None, device: str | None, text_device: str | None) -> None:
         """Choose the workers and their devices. No process is started.
 
-        A launcher is recognised by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
+        A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
             workers: number of worker processes if there is no launcher. None chooses one per GPU, or a single worker if
@@ -120,7 +120,7 @@ class WorkerPool:
             self.slots = list(range(self.size))
 
     def run(self, task: Task, settings: Any, shares: Mapping[int, Sequence[Any]]) -> Iterator[Event]:
-        """Run a task on the share of every worker, and yield the events of all workers.
+        """Run a task on the share of every worker, and yield the events that the workers report, such as a finished clip.
 
         Events are yielded when they happen. Under a launcher, the events of ranks other than rank 0 are yielded at the end.
 
@@ -230,7 +230,7 @@ def _wait_for_shared_disk(rank: int, settings: Any) -> None:
         if time.monotonic() - began > _SHARED_DISK_SECONDS:
             raise CacheError(
                 f"rank {rank} does not see {settings.work}. All nodes need the same --out on a shared file system. Without "
-                "a shared file system, start wands preprocess on each node with another part: --part 1/2, --part 2/2."
+                "a shared file system, start wands preprocess on each node with a different part: --part 1/2, --part 2/2."
             )
         time.sleep(1.0)
 

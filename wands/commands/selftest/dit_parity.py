@@ -233,7 +233,7 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
     The gradients are removed from the model.
 
     Args:
-        velocities: velocity [tokens, P] of each sample, for P channels of a token.
+        velocities: velocity [tokens, channels per token] of each sample.
         model: model after the backward pass.
     """
     answer = {f"sample {i}": velocity for i, velocity in enumerate(velocities)}
@@ -307,8 +307,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
 
-    On a GPU, the attention kernel is the first of `FLASH_BACKENDS` whose results are right on this machine. A training run in
-    bf16 may use another kernel, because it measures their speeds.
+    On a GPU, the attention kernel is the first of `FLASH_BACKENDS` whose results are right on this machine. Training in bf16
+    may use another kernel, because training chooses the fastest.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)

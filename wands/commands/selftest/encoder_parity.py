@@ -22,9 +22,9 @@ from wands.errors import ConfigError
 from wands.model.files.official import LATENTS_22
 
 MEAN_BAND, STD_BAND = 0.5, (0.3, 1.6)
-"""Largest absolute mean, and range of the standard deviation, of the normalised latents of an ordinary clip.
+"""Largest absolute mean, and range of the standard deviation, of the normalized latents of an ordinary clip.
 
-Without normalisation, the latents of Wan 2.1 would have a standard deviation of about 2.2.
+Without normalization, the latents of Wan 2.1 would have a standard deviation of about 2.2.
 """
 PSNR_FLOOR = 15.0
 CAPTIONS = (
@@ -40,7 +40,7 @@ class VaePart:
 
     Attributes:
         pixels: pixels of the clip as the stock pipeline prepares them, fp32 [3, frames, height, width].
-        latents: normalised latents of the clip as the stock pipeline computes them.
+        latents: normalized latents of the clip as the stock pipeline computes them.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -89,7 +89,7 @@ def check_pixels(part: VaePart) -> Result:
 
 
 def check_latents(part: VaePart) -> Result:
-    """Compare the normalised latents of `wands preprocess` with the latents of diffusers' stock pipeline."""
+    """Compare the normalized latents of `wands preprocess` with the latents of diffusers' stock pipeline."""
     latents, variant = part.encoder.encode(part.pixels), part.setup.variant
     shape = [variant.dit.out_channels, *variant.latent_size(*part.pixels.shape[1:])]
     if list(latents.shape) != shape:
@@ -98,10 +98,10 @@ def check_latents(part: VaePart) -> Result:
 
 
 def check_statistics(part: VaePart) -> Result:
-    """Check the statistics (mean and standard deviation) in the VAE's config, with which latents are normalised.
+    """Check the statistics in the VAE's config: the mean and the standard deviation that normalize the latents.
 
     If the model has the shape of a published Wan model, compare the config with the published statistics. If the user
-    gives a clip, check that the mean and the standard deviation of its normalised latents are within `MEAN_BAND` and
+    gives a clip, check that the mean and the standard deviation of its normalized latents are within `MEAN_BAND` and
     `STD_BAND`.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
@@ -143,7 +143,10 @@ def check_roundtrip(part: VaePart) -> Result:
 
 
 def check_condition(part: VaePart) -> Result:
-    """Compare the image condition (mask and latents) of an image-to-video model with diffusers' stock pipeline."""
+    """Compare the image condition of an image-to-video model with the image condition of diffusers' stock pipeline.
+
+    The image condition is a mask and latents.
+    """
     patch = part.setup.variant.dit.patch_size
     latents = part.encoder.encode(given_frames(part.pixels, part.has_last))
     return judge(condition_channels(latents, part.has_last, patch), patchify(part.stock_condition(), patch))

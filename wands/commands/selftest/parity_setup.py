@@ -86,7 +86,9 @@ class Setup:
 
     @property
     def is_published(self) -> bool:
-        """Whether the model has the shape of a published Wan model. Only then are the right statistics of the VAE known."""
+        """Whether the model has the shape of a published Wan model. The published mean and standard deviation of the
+        latents apply only to such a model.
+        """
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
@@ -148,7 +150,7 @@ def _read_frames(clip: Path, variant: Variant) -> np.ndarray:
 
 
 def _make_frames() -> np.ndarray:
-    """Return a synthetic clip of moving, smooth colour waves with values from 0 to 255, uint8 [frames, height, width,
+    """Return a synthetic clip of moving, smooth color waves with values from 0 to 255, uint8 [frames, height, width,
     3].
     """
     axes = (np.linspace(0, 3, NUM_FRAMES), np.linspace(0, 4, HEIGHT), np.linspace(0, 6, WIDTH))

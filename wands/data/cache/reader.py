@@ -56,11 +56,11 @@ class LatentCache(SampleFacts):
 
     Attributes:
         keys: sample ids, sorted. `read(i)` returns the sample `keys[i]`.
-        licenses: array of texts, the licence of each sample. "" if the source of the sample states no licence.
-        mask_sums: float64 [N, 2], for each sample with a loss mask, the sum of its token weights over all tokens and the sum
-            over the first latent frame; see `CacheIndex`.
+        licenses: array of texts, the license of each sample. "" if the source of the sample states no license.
+        mask_sums: float64 [N, 2], two sums of token weights for each sample with a loss mask: over all tokens, and over the
+            tokens of the first latent frame. Zeros for a sample without a mask.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
-        index: shapes, lengths and positions of all samples.
+        index: the `CacheIndex` with facts about all samples.
         manifest: content of manifest.json, with the variant and the fingerprint.
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
@@ -99,11 +99,12 @@ class LatentCache(SampleFacts):
         self.null_text_embeds = from_bits(self.index.null_text)
         self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
         self._names = array_names(self.conditions)
-        if len(self) and self.index.offsets.shape[1] != len(self._names) + self.mask_sums.any():
+        num_arrays = len(self._names) + int(self.mask_sums.any())
+        if len(self) and self.index.offsets.shape[1] != num_arrays:
             raise CacheError(
                 f"cache={self.path} has a wrong {INDEX_NAME}: it lists {self.index.offsets.shape[1]} arrays per "
-                f"sample, but each sample has {len(self._names)} ({', '.join(self._names)}); run the same wands "
-                "preprocess command again, which rebuilds the index."
+                f"sample, but each sample has {num_arrays}; run the same wands preprocess command again, which "
+                "rebuilds the index."
             )
         self._check_shards()
         self._compared: dict[str, tuple[int, ...]] = {}  # file name of a shard -> identity of the file
@@ -130,8 +131,8 @@ class LatentCache(SampleFacts):
 
         Args:
             i: position in `keys`.
-            frames: (first, end) of the needed latent frames. Default: all frames. Frames outside this range are zero
-                in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
+            frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
+                are zero in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
                 the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). With `verify`, the whole
                 sample is read to compute the checksum.
 
@@ -170,9 +171,9 @@ class LatentCache(SampleFacts):
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise CacheError if the cache does not fit a model.
 
-        All model sizes of a family can use the same cache. Cache and model must have the same VAE stride, patch size,
-        latent channels and text width. The cache must contain the arrays that the model's conditions need, and may
-        contain more arrays (see `serve`).
+        Cache and model must have the same VAE stride, patch size, latent channels and text width. The cache must contain
+        the arrays that the model's conditions need, and may contain more arrays (see `serve`). But a cache made for first
+        and last images does not fit a model that takes only first images.
 
         Args:
             variant: variant of the model to train.
@@ -305,7 +306,8 @@ def _read_array(
         file: the shard.
         shape: shape of the array. With `frames`, this is (latent channels, frames, rows, columns).
         offset: position in bytes at which the array starts.
-        frames: (first, end) of the latent frames to read. All other frames of the result are zero. None reads the whole array.
+        frames: (first, end) of the latent frames to read, without `end` itself. All other frames of the result are zero.
+            None reads the whole array.
     """
     array = np.zeros(shape, np.uint16)
     pieces = [array] if frames is None else [channel[slice(*frames)] for channel in array]

@@ -60,7 +60,7 @@ class IndexEntry:
     """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
     imported latents."""
     license: str = ""
-    """Licence that the source states for the clip. "" without a licence, and for shards of earlier versions."""
+    """License that the source states for the clip. "" without a license, and for shards of earlier versions."""
     clip_seconds: float = 0.0
     """Seconds of the clip from which windows are taken. 0 for imported latents and shards of earlier versions."""
     mask_sums: tuple[float, float] = (0.0, 0.0)
@@ -204,7 +204,8 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         row: number of the sample in the shard.
 
     Returns:
-        A pair (arrays, metadata). `arrays` maps the name of each array, except "text_embeds", to its bf16 bits (uint16).
+        A pair (arrays, metadata). `arrays` maps the names of the arrays to their bf16 bits (uint16). The text embedding is
+        left out, because callers reuse the other arrays with a new caption.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
@@ -220,8 +221,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
 
 @contextmanager
 def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
-    """Context manager for reading a file of a cache. An error inside the `with` block that a damaged file can cause becomes
-    a CacheError.
+    """Context manager for reading a file of a cache. If a damaged file causes an error, CacheError is raised instead.
 
     Args:
         path: the file, which the message names.
@@ -258,11 +258,11 @@ class CacheIndex:
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
         signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
             samples that an earlier version of wands wrote.
-        license_names: licences of the clips, each once.
-        licenses: int32 [N], position in `license_names` of the licence of the sample; -1 if the source states no licence.
+        license_names: licenses of the clips, each once.
+        licenses: int32 [N], position in `license_names` of the license of the sample; -1 if the source states no license.
         mask_sums: float64 [N, 2], two sums of token weights for each sample with a mask. The first sum is over all tokens, and
-            the second sum is over the tokens of the first latent frame. Zeros for a sample without a mask. The file
-            contains this array only if a sample has a mask.
+            the second sum is over the tokens of the first latent frame. Zeros for a sample without a mask.
+            `index.npz` contains this array only if a sample has a mask.
     """
 
     keys: tuple[str, ...]
@@ -343,7 +343,7 @@ class CacheIndex:
         fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
         with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
             zeros = np.zeros((len(npz["crc32"]), 2), np.uint64)
-            # Earlier versions of wands wrote no signatures and no licences. Not all caches have masks.
+            # Earlier versions of wands wrote no signatures and no licenses. Not all caches have masks.
             arrays = {"signatures": zeros, "mask_sums": zeros.astype(np.float64), **npz}
             arrays = {"licenses": np.full(len(zeros), -1), "license_names": _join(()), **arrays}
             arrays = {name: arrays[name] for name in cls.__dataclass_fields__}

@@ -32,7 +32,8 @@ class LogRecord:
     """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read`.
 
     Attributes:
-        name: key of a sample, or digest of a caption.
+        name: for a text embedding, the digest of the caption. For samples, the digest of the clip, and a suffix that
+            names the window (range of frames) and the size.
         meta: metadata, as JSON values.
         path: file of the log.
         offset: position in bytes at which the arrays start in the file.
@@ -137,7 +138,7 @@ class WriteAheadLog:
         """Append one record. After this method returns, the record survives a kill of the process.
 
         Args:
-            name: key of a sample, or digest of a caption.
+            name: name of the record, see `LogRecord`.
             arrays: uint16 arrays, contiguous.
             meta: metadata, as JSON values.
 

@@ -112,11 +112,11 @@ class ShardWriter:
 
         Args:
             key: unique sample id.
-            latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalised.
+            latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalized.
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
-                the latents were made from) and `last` (whether the sample is the last window (time range) of its clip).
+                the latents were made from) and `last` (whether the sample is the last range of frames of its clip).
             others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. At
                 least one token weight must not be 0. None for an array that the sample does not have.
 

@@ -48,17 +48,17 @@ class _Header(tarfile.TarInfo):
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Header:
         header = super().frombuf(buf, encoding, errors)
         if header.size > MAX_CAPTION_BYTES and header.type in b"LKxgX":
-            raise tarfile.ReadError(f"a header has {header.size:,} bytes, more than {MAX_CAPTION_BYTES:,}")
+            raise tarfile.ReadError(f"a header has {header.size:,} bytes (limit {MAX_CAPTION_BYTES:,})")
         return header
 
 
 class TarReader:
-    """Context manager for an open tar archive. It lists the samples of the archive and reads their members.
+    """Context manager for an open tar archive.
 
     Attributes:
-        samples: maps the name of each sample to a dictionary of the sample's members, in the order of the archive. The name
-            of a sample is the path of its files up to the first dot of the file name. The inner dictionary maps the rest
-            of the file name in lower case ("mp4", "txt", "seg.json") to the member.
+        samples: dictionary with one item for each sample. A sample is a group of members whose paths are equal up to the
+            first dot of the file name. The key is this common part. The value maps the rest of the file name in lower
+            case ("mp4", "txt", "seg.json") to the member.
         rejections: (name, reason) of each member that cannot be used. The name is empty if the archive itself is damaged.
     """
 
@@ -99,10 +99,10 @@ class TarReader:
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a regular member to a file in `folder`, unless the file exists, and return the path of the file.
+        """Copy a member to a file in `folder`, and return the path of the file. The member must be a regular file.
 
-        The file's name is a hash of the archive's path, size and modification time, and of the member's position in
-        the archive. The name does not depend on the content, so a later run need not read the archive again.
+        The new file's name is a hash of the archive's path, size and modification time, and of the member's position in
+        the archive. If a file with this name exists, the member is not read.
 
         Raises:
             DataError: if the archive ends inside the member.
@@ -149,7 +149,8 @@ class TarReader:
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark of the archive. If the end mark is missing, add the archive to `rejections`.
+        """Yield members up to the end mark of the archive. If the archive is damaged or has no end mark, add an item with an
+        empty name to `rejections`.
 
         `tarfile` alone would treat damage between two members as the end of the archive.
         """

@@ -14,7 +14,7 @@ CLEANING_VERSION = 1
 """Version of `clean_caption`, part of a cache's fingerprint. Increase it when `clean_caption` returns a different text
 for any caption."""
 MAX_CHARACTERS = 20_000
-"""Longest caption in characters. Unicode normalisation of a hostile text needs quadratic time: 0.2 s for this length."""
+"""Longest caption in characters. Unicode normalization of a hostile text needs quadratic time: 0.2 s for this length."""
 
 _WIDE = re.compile(r"[\u1100-\u11ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\uff00-\uffef]")
 """Characters of scripts without spaces between words: Hangul, kana, Han."""

@@ -28,9 +28,7 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error for a clip whose frames, after scaling to an area limit (--max-pixels), have a side that is too short for the
-    model.
-    """
+    """Error for a clip whose frames are too small for the model after they have been scaled down to --max-pixels."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,10 @@ class ClipSpec:
             unless the window has a sample of the same size already.
         max_frames: largest number of frames of a window. None takes the whole clip.
         clip_mode: ``head`` takes the first frames of a clip, and ``middle`` takes the central frames. ``slide`` takes
-            consecutive windows without overlap. The last window may be shorter. If a shorter last window has only one
-            frame, it is dropped, unless the clip has no other window.
-        size_multiple: number that divides height and width: VAE stride x patch size, 16 for Wan 2.1.
+            consecutive windows without overlap. The last window may be shorter. A shorter last window of only one
+            frame is dropped if the clip has other windows.
+        size_multiple: height and width of a sample are multiples of this number. It is the spatial stride of the VAE x
+            the patch size: 16 for Wan 2.1.
         frame_stride: temporal stride of the VAE.
 
     Raises:
@@ -107,7 +106,7 @@ class ClipSpec:
 
         Args:
             variant: variant of the model. Its VAE and patch size give ``size_multiple`` and ``frame_stride``.
-            options: values of other attributes of the class. The default of ``fps`` is the variant's frame rate. The
+            options: values of other attributes of `ClipSpec`. The default of ``fps`` is the variant's frame rate. The
                 default of ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
 
         Raises:
@@ -116,8 +115,8 @@ class ClipSpec:
         max_frames, shortest = options.setdefault("max_frames", 81), variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
-                f"--max-frames={max_frames} gives samples of one frame, but {variant.name} needs a first frame and "
-                f"further frames to generate; use {shortest} or more"
+                f"--max-frames={max_frames} gives samples of one frame, but {variant.name} needs more frames: "
+                f"it generates a video from the first frame; use {shortest} or more"
             )
         if options.get("fps") is None:
             options["fps"] = variant.fps
@@ -177,8 +176,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
 def plan_sizes(
     spec: ClipSpec, width: Fraction, height: Fraction
 ) -> tuple[dict[str, FrameSize], TooSmallError | None]:
-    """Choose the size of the frames of a clip for each limit of the frame area (value of --max-pixels). Equal sizes
-    are returned once.
+    """Choose the size of the frames of a clip for each limit of the frame area (value of --max-pixels).
 
     Args:
         spec: rules for the size, with all limits.
@@ -186,9 +184,10 @@ def plan_sizes(
         height: displayed height of the clip in pixels.
 
     Returns:
-        A pair (sizes, error). `sizes` maps the suffix of a sample's key to the frame size. The suffix is "" for the size of
-        the limit `spec.max_pixels`, and, for example, "#640x352" for a further size. `error` is for the first limit at which
-        a side of the frame would be too short. `error` is None if there is no such limit.
+        A pair (sizes, error). `sizes` maps the suffix of a sample's key to the frame size. The suffix is "" for the limit
+        `spec.max_pixels`. For each further limit, the suffix contains the size, such as "#640x352". A limit that gives the
+        same size as an earlier limit is left out. `error` describes the first limit at which a side of the frame would be
+        too short. `error` is None if there is no such limit.
 
     Raises:
         TooSmallError: if a side of the frame would be too short at every limit.
@@ -219,7 +218,7 @@ def split_suffix(suffix: str) -> tuple[str, str]:
 
 
 def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Raise DataError if a sample has only one frame, but the model is an image-to-video model, which needs further frames.
+    """Raise DataError if the model is an image-to-video model and the sample has only one frame.
 
     Args:
         path: path of the clip, for the message.
@@ -228,19 +227,19 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
-            f"video={path} gives one frame, but an image-to-video model needs a first frame and further frames to "
-            "generate; remove stills, or use a longer clip"
+            f"video={path} gives one frame, but an image-to-video model needs more frames: it generates a video from "
+            "the first frame; remove stills, or use a longer clip"
         )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:
     """Choose the windows (ranges of frames) of a clip between the times `begin` and `finish` in seconds.
 
-    This function is a generator, because a damaged header may state a length of years. A list of all windows would then
-    not fit into memory.
+    Do not collect the windows in a list: a damaged file may claim a duration of years.
 
     Yields:
-        (start in seconds, number of frames) of each window, in time order. Nothing if no frame fits.
+        (start in seconds, number of frames) of each window, in time order. Nothing is yielded if not even one frame lies
+        between `begin` and `finish`.
     """
     available = math.ceil((finish - begin - TIME_SLACK) * spec.fps)
     if available < 1:

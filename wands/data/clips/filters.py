@@ -36,8 +36,8 @@ class Filter:
 
     Attributes:
         columns: names of the columns in the condition.
-        thresholds: (column, number) of each comparison such as `motion > 0.2` that every clip must meet. Comparisons inside
-            `or` and `not` are left out.
+        thresholds: (column, number) of each comparison of a column with a number, such as `motion > 0.2`. Comparisons
+            inside `or` and `not` are left out, because a clip need not meet them.
     """
 
     def __init__(self, text: str) -> None:

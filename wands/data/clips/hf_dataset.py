@@ -166,8 +166,7 @@ def clips_dir(source: Source) -> Path:
 
 
 def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Path]:
-    """Write the bytes of a clip from a dataset row to a file, unless the file exists. The name of the file is a hash
-    of the bytes.
+    """Write a clip from a dataset row to a file whose name is a hash of the clip's bytes. An existing file is kept.
 
     Args:
         data: content of the clip's file.
@@ -175,7 +174,8 @@ def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Pat
         folder: folder in which the file is written.
 
     Returns:
-        A name of the clip that does not depend on the order of the dataset, and the path of the file.
+        (name, path of the file). The name is the file name in `written`, or "clip" if `written` is None, with a part of the
+        hash added.
 
     Raises:
         CacheError: if the disk is full or not writable.

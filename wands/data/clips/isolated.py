@@ -41,8 +41,8 @@ def num_cores() -> int:
 class IsolatedWorker:
     """A subprocess that runs generator functions, one call at a time. A call after a crash starts a new subprocess.
 
-    The subprocess computes one value ahead of the caller. The subprocess exits when its parent process exits, even if
-    SIGKILL ends the parent process.
+    While the caller uses a value, the subprocess computes the next value. The subprocess exits when its parent process
+    exits, even if SIGKILL ends the parent process.
 
     Attributes:
         killed: whether `kill` was called.
@@ -70,7 +70,7 @@ class IsolatedWorker:
     def run(
         self, function: Callable[..., Iterator[Any]], *arguments: Any, limit_seconds: float | None = None
     ) -> Generator[Any, None, None]:
-        """Run a generator function in the subprocess, and yield its values. If the caller leaves the loop early, the
+        """Run a generator function in the subprocess, and yield its values. If the caller stops before the last value, the
         subprocess is killed.
 
         Args:
@@ -119,7 +119,7 @@ class IsolatedWorker:
                 self.close()
 
     def kill(self) -> None:
-        """Kill the subprocess; any thread may call this method. A running call and all later calls raise Crash."""
+        """Kill the subprocess. A running call of `run` and all later calls of `run` raise Crash. Any thread may call `kill`."""
         self.killed = True
         if (process := self._process) is not None:
             process.kill()
@@ -170,7 +170,8 @@ def run_in_threads(
 
     Args:
         iterators: iterators to run.
-        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
+        num_waiting: largest number of computed values that the caller has not taken yet. At this limit, the threads pause. 0
+            sets no limit.
 
     Raises:
         BaseException: the first exception that an iterator raises.
@@ -255,15 +256,17 @@ def run_in_workers(
     preload: Sequence[str],
     num_waiting: int = 0,
 ) -> Generator[Result, None, None]:
-    """Start worker processes. For each worker, a thread iterates over `run(worker)`. Yield the values of all threads in
-    the order in which they are ready.
+    """Call `run` once for each of several worker processes. Yield the values of all calls in the order in which the values
+    are ready.
 
     Args:
-        run: generator function that processes items in the given worker, and yields the results. The items come from a queue
-            that all calls of `run` share. `run` ends when the queue is empty.
+        run: generator function that processes items in the given worker, and yields the results. `run` is called once for
+            each worker, in a thread of this process. To share the work, all calls must take their items from the same queue
+            or iterator.
         num_workers: number of worker processes.
         preload: modules that the worker processes import once.
-        num_waiting: largest number of values that wait for the caller. 0 sets no limit.
+        num_waiting: largest number of computed values that the caller has not taken yet. At this limit, the threads pause. 0
+            sets no limit.
     """
     workers = [IsolatedWorker(preload) for _ in range(num_workers)]
     try:

@@ -5,8 +5,8 @@ iterator of clip records and rejections. `load_source` tries the layouts in the 
 
 To add a layout:
 
-1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Its docstring
-   begins with "Layout:". Detect the layout cheaply, from names of files.
+1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Detect
+   the layout cheaply, from names of files.
    The function itself must not contain `yield`: a generator function never returns None. It returns a generator.
 2. In the generator, for each clip yield from `records.records_of_clip`, with captions from `source.check_captions`, which
    allows a clip without a caption where the command needs none. Both raise DataError: catch it around each clip and yield

@@ -56,16 +56,16 @@ _CLIP_FOLDERS = ("videos", "train")
 
 @dataclass
 class Listing:
-    """A file that lists clips, and the files that its rows name.
+    """A file that lists clips, such as a table, and the clips and images that the file's rows name.
 
     Attributes:
         file: the file that lists clips.
         source: source of the clips, with the names of the columns.
         clips: paths of the listed clips that exist.
-        other_files: normalised paths of clips and images that other columns of the rows name, such as input images. These
-            files are not clips of the listing, and are not reported as missing from the listing.
-        is_complete: whether all clips in the folder of `file` have already been listed or rejected. If not, the folder is
-            searched for clips that the listing does not name.
+        other_files: normalized paths of videos and images that rows name outside the video column, such as input images.
+            These files are not clips of the source, so the file need not list them as clips.
+        is_complete: whether every clip in the folder of `file` has already been listed or rejected. If False, the folder
+            is searched for clips that the file does not list.
     """
 
     file: Path
@@ -155,7 +155,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are ignored, unless the listing names at least one image. If a folder has more unlisted than listed
+    Unlisted images are rejected only if the listing names at least one image. If a folder has more unlisted than listed
     clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection for the folder replaces the rejections of its
     clips.
     """
@@ -210,8 +210,8 @@ def _scan_rows(
     """Yield the clips that the rows of a table name.
 
     Args:
-        listing: listing to which the table belongs. The function adds the paths of the clips to `listing.clips`, and the
-            paths of other files in the rows to `listing.other_files`.
+        listing: the table itself, or the merge.txt that names the table. The function adds the paths of the clips to
+            `listing.clips`, and the paths of other files in the rows to `listing.other_files`.
         table: file of the table, for error messages.
         rows: rows of the table.
         folder: folder to which paths in the rows are relative.

@@ -26,7 +26,7 @@ MASK_ENDINGS = (".mask.png", ".mask.mp4")
 """Ends of the names of masks that are found next to a clip: a.mask.png is the mask of a.mp4. If a table names the mask, every
 image and video format is allowed."""
 MAX_PATH = 4096
-"""Longest path in bytes on Linux. Unicode normalisation of a much longer text could take minutes."""
+"""Longest path in bytes on Linux. Unicode normalization of a much longer text could take minutes."""
 
 Part = tuple[float | None, float | None, Crop | None, Path | None]
 """Part of a file that a clip uses: (start in seconds, end in seconds, crop, mask). Each None is the whole file, or no mask."""
@@ -38,19 +38,19 @@ class ClipRecord:
 
     Attributes:
         key: unique, stable name, empty until `settle_keys` sets it. The key has up to three parts. The first part is the
-            path relative to the source, without the extension (with the extension if two clips differ only in the
-            extension). The second part is "@start-end" if the record has a time range. The third part is "~" and eight hex
-            digits of the caption's hash, for all captions of a clip except the first. A key never contains "#", which
-            starts the suffix of a sample.
+            path relative to the source. It has no extension, unless two clips differ only in the extension. The second
+            part is "@start-end" or "@start" if the record has a time range. The third part is "~" and eight hex digits of
+            the caption's hash, for all captions of a clip except the first. A key never contains "#", because "#" starts a
+            suffix in the keys of samples.
         path: absolute path of the file.
         caption: text as written, without leading and trailing white space. It is empty only for a clip without a caption, if
             the source does not need captions.
         start: start of the time range in seconds. None is the start of the file.
         end: end of the time range in seconds. None is the end of the file.
         name: path relative to the source, including the extension.
-        license: licence that the source states for the clip (`wands.data.clips.rows.pick_license`), or "".
+        license: license that the source states for the clip (`wands.data.clips.rows.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
-        row: row or JSON object that describes the clip, with lower-case names. {} if there is none.
+        row: table row or JSON object that describes the clip. Column names and keys are in lower case. {} if there is none.
         crop: part of the frames to use. None is the whole frame.
         unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`). "" if the clip
             meets the condition.
@@ -96,7 +96,7 @@ class Rejection:
 
     Attributes:
         key: key of the clip, or "table:line" if no clip can be named.
-        path: path of the file, as the source writes it.
+        path: path of the file: absolute, or as the source writes it.
         reason: rule that is violated, and the fix.
     """
 
@@ -125,10 +125,10 @@ def records_of_clip(
     Args:
         name: path relative to the source, including the extension.
         path: absolute path.
-        captions: checked captions, [""] for a clip without a caption. A caption that occurs twice gives one record, and one
-            rejection for the repetition.
+        captions: result of `Source.check_captions`, which is [""] for a clip without a caption. A caption that occurs twice
+            gives one record, and one rejection for the repetition.
         place: file or row that contains the captions, for the rejection.
-        row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a licence, a crop
+        row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a license, a crop
             and a mask. {} if there is no row and no JSON object.
         folders: folders to which the path of the mask may be relative. Default: the folder of the clip.
 
@@ -162,8 +162,8 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
         folders: folders to which the path in the row may be relative.
 
     Raises:
-        DataError: if the row's path cannot be stored or printed or is not an existing file, or the mask next to the clip is
-            not a file.
+        DataError: if the row's path is not valid UTF-8, contains control characters or does not lead to a file. Also if the
+            mask next to the clip is not a file.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
@@ -189,8 +189,8 @@ def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENS
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
     """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key.
 
-    A later record with the same clip and time range, but with a different caption, is kept, and its `is_extra_caption` is
-    set.
+    Records with the same clip and time range, but different captions, are kept. `is_extra_caption` is set in all of them
+    except the first.
 
     Returns:
         (records with their keys, rejections). The rejections include new rejections for duplicate records, and for clips
@@ -218,7 +218,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:
-            reason = "another clip has the same key; rename one of the two clips"
+            reason = "another clip has the same name, if # is written as %23; rename one of the two clips"
             rejections.append(reject(key, record.path, reason))
         else:
             records.append(replace(record, key=key))
@@ -291,7 +291,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
 
 
 def store_clip(path: Path, num_bytes: int, write: Callable[[IO[bytes]], object], label: str) -> None:
-    """Write a clip from an archive or dataset to a file, unless the file exists with the right size.
+    """Write a clip from an archive or dataset to a file. Do nothing if the file exists and has `num_bytes` bytes.
 
     Args:
         path: file to write. Its name identifies the content.

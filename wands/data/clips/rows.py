@@ -34,17 +34,17 @@ def is_empty(cell: object) -> bool:
 
 
 def first_filled(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    """Return the first non-empty value of the named columns. If all values are empty, return the first value. Return
-    None if the row has none of the columns.
+    """Return the first value in the columns `names` that is neither None nor "". If all values are None or "", return the
+    first of these values. Return None if the row has none of the columns.
 
-    For example, in a table with a video column and an image column, each row has one empty cell.
+    A table can have a video column and an image column, and fill one of the two cells in each row.
     """
     values = [row[name] for name in names if name in row]
     return next((value for value in values if value not in (None, "")), next(iter(values), None))
 
 
 def pick_license(row: Mapping[str, Any]) -> str:
-    """Return the licence that a row states, as one line of at most 100 characters. Return "" if the row states no licence.
+    """Return the license that a row states, as one line of at most 100 characters. Return "" if the row states no license.
 
     Args:
         row: row of a table with lower-case column names, or metadata of a sample.

@@ -70,10 +70,9 @@ def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Read a source that is a folder with tar archives, or with clips that have a caption file next to each clip.
 
-    Return the clips of the folder, or None if the source is not a folder with clips or archives.
-
-    Also return None if no clip has a caption file, and the folder contains parquet or arrow files. The folder is then a
-    Hugging Face dataset. The clips in the folder are then files that the dataset's rows name, or images of a README.
+    Return the clips of the folder, or None in two cases. In the first case, the source is not a folder with clips or
+    archives. In the second case, no clip has a caption, and the folder contains parquet or arrow files. The folder is then
+    a Hugging Face dataset.
     """
     unreadable: list[Rejection] = []
     folders = dict(walk(source.path, unreadable, source.recursive)) if source.path.is_dir() else {}
@@ -156,8 +155,8 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     Args:
         file: name of the image.
         siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files. A video with an upper-case extension counts only if the caption file in
-            `siblings` has an upper-case extension, too.
+        extensions: extensions of caption files. A video with an upper-case extension counts only if `siblings` contains a
+            caption file with an upper-case extension, and none with a lower-case extension.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -168,7 +167,7 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
 
 
 def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
-    """Return the name of the caption file among files, or None if no file is a caption file.
+    """Return the name of the caption file in `siblings`, or None if no sibling is a caption file.
 
     Args:
         siblings: names of files that have the same name, apart from the extension.
@@ -184,12 +183,12 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
 def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:
     """Yield a rejection for each file that cannot be read as a clip, and for each caption file without a clip.
 
-    Two kinds of text files without a clip are not rejected: text files named like a document (README, LICENSE),
-    and text files in a folder in which no clip has a caption file, because such text files are probably not captions.
+    Text files that are probably not captions are ignored. Examples are README.txt, LICENSE.txt, and all text files of a
+    folder in which no clip has a caption file.
 
     Args:
         root: folder with the files: the folder of the source or one of its sub-folders.
-        stems: maps each file name without extension to the names of the folder's files that have this name.
+        stems: maps each stem (file name without extension) to the names of the folder's files with this stem.
         source: source of the clips. Its `caption_names` are the keys under which a JSON caption file may store the caption.
     """
     clips = {stem for stem, files in stems.items() if clip_names(files)}
@@ -320,10 +319,10 @@ def scan_tar(
 
     Args:
         archive: file of the archive.
-        folder: folder of the source, which contains the archive.
+        folder: folder to which the names of the clips are relative. It contains the archive.
         source: source of the clips, with the names of the columns that a .json member may use.
-        captions: maps names of clips in the archive, with extension, to captions. These captions replace captions in the
-            archive.
+        captions: captions from a captions.json file next to the archive: maps names of clips, with extension, to captions.
+            They replace captions in the archive.
         used: set to which the function adds each name of `captions` that it finds in the archive. The caller can then report
             the names that no archive contains.
     """

@@ -29,14 +29,16 @@ class Source:
 
     Attributes:
         name: the source as the user wrote it: a path, or the name of a dataset.
-        split: split of a Hugging Face dataset, or the sub-folder of a data set with one table per split.
-        video_column: column that contains the clips. None takes the first existing column of `VIDEO_COLUMNS`.
-        caption_column: column that contains the captions. None takes the first existing column of `CAPTION_COLUMNS`.
+        split: split of a Hugging Face dataset to read. If a folder has a sub-folder with a table for each split, the
+            sub-folder with this name is read.
+        video_column: column that contains the clips. None takes, in each row, the first filled column of `VIDEO_COLUMNS`.
+        caption_column: column that contains the captions. None takes, in each row, the first filled column of
+            `CAPTION_COLUMNS`.
         cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
             of the `datasets` library.
         needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
         other_columns: further columns to read from a Hugging Face dataset, with the names that
-            `wands.data.clips.filters.identifier` returns. Tables and caption files are always read with all columns.
+            `wands.data.clips.filters.identifier` returns. In tables and caption files, all columns are read.
         sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
         recursive: whether the sub-folders of a folder are searched for clips.
         log: function that receives messages about the dataset configuration of another trainer, such as a message for each

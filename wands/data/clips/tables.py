@@ -30,7 +30,7 @@ unreadable row it is a string with the reason."""
 
 
 def read_lines(file: Path) -> list[str]:
-    """Return the lines of a UTF-8 text file, without leading and trailing white space.
+    """Return the lines of a text file, without leading and trailing white space.
 
     Raises:
         DataError: if the file cannot be read.
@@ -63,14 +63,14 @@ def read_pairs(videos: Path, captions: Path) -> list[NumberedRow]:
 
 
 def read_table(table: Path) -> list[NumberedRow]:
-    """Read a .csv, .jsonl or .json file in UTF-8, with or without a byte order mark.
+    """Read a .csv, .jsonl or .json file in UTF-8, UTF-16 or UTF-32.
 
     A .json file is a list of rows, or one object. The object maps each file name to a caption, a list of captions, or a
     row without the file name.
 
     Returns:
-        (number, row) for each row of the table. The number is the line or the item, from 1. The row maps lower-case column
-        names to cells. If a row is unreadable, the second item is a text with the reason.
+        (number, row) for each row of the table. The number is the number of the line or, in a .json file, of the item, from
+        1. The row maps lower-case column names to cells. For an unreadable row, a text with the reason replaces the row.
 
     Raises:
         DataError: if the file has another extension, or is not a valid file of its kind.
@@ -92,7 +92,7 @@ def lower_names(row: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _csv_rows(table: Path) -> Iterator[NumberedRow]:
-    """Yield (number of the first line, row) for each row of a .csv file, except the header.
+    """Yield (number of the row's first line, row) for each row of a .csv file, except the header.
 
     The cells are separated by commas, or by semicolons if the header contains a semicolon and no comma. For an unreadable
     row, a text with the reason replaces the row, and reading continues at the next line.
@@ -121,7 +121,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
 def _csv_row(lines: list[str], begin: int, separator: str) -> tuple[list[str] | str, int]:
     """Read the row of a .csv file that begins at `lines[begin]`.
 
-    Quotes are read strictly. Otherwise an unclosed double quote would move all later rows into one caption.
+    A row with an unclosed double quote is unreadable. Without this rule, all later rows would become one caption.
 
     Returns:
         A pair. The first item is the list of the row's cells, or a text with the reason if the row is unreadable. The

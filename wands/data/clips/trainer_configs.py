@@ -55,7 +55,8 @@ lengths."""
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Read a source that is a dataset configuration of musubi-tuner, diffusion-pipe or finetrainers.
 
-    Return the clips of all sections of the configuration, or None if the source is not such a configuration.
+    Each section of a configuration names a folder, a table or a dataset. Return the clips of all sections, or None if the
+    source is not such a configuration.
     """
     file = source.path
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(file.suffix.lower())
@@ -63,7 +64,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
         return None
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES:,} bytes")
+            raise ValueError(f"the file has more than {MAX_BYTES:,} bytes")
         config: Any = parse(file.read_text(encoding="utf-8-sig"))
         name = "directory" if "directory" in config else "datasets"
         sections, general = config.pop(name, None), config.pop("general", {})
@@ -77,11 +78,12 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of all sections. If clips in several folders have the same name, their names get the folder in front.
+    """Yield the clips of all sections. If clips in several folders have the same name, the path of the folder is put in front
+    of each of these names.
 
     Args:
-        source: the configuration.
-        shared: settings of all sections, which a section can override.
+        source: the configuration, with the options for reading the clips.
+        shared: settings that hold for every section that does not set them itself.
         sections: settings of each section.
     """
     file, notes = source.path, defaultdict[str, list[str]](list)
@@ -133,8 +135,8 @@ def _read_section(
     of the configuration.
 
     Returns:
-        (source of the section's clips, extensions of files to ignore, text to put before each caption, mask files). A mask
-        belongs to the clip with the same name, apart from the extension.
+        (source of the section's clips, extensions of files to ignore, text to put before each caption, mask files). The mask
+        file of a clip has the clip's name, apart from the extension.
 
     Raises:
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
@@ -175,13 +177,16 @@ def _note(key: str, value: Any) -> str:
         elif key in _SIZES:
             note = f"use {_pixels(key, value)}"
     except (IndexError, OverflowError, RecursionError, TypeError, ValueError):
-        text, note = "...", "not used, because the value has another form than in the other trainer"
+        text, note = "...", "not used, because wands cannot read this value"
     return printable(f"{key[:99]} = {text[:99]}: {note[:199]}")
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return the options of wands, such as "--max-pixels 230400", that correspond to the other trainer's setting of frame
-    sizes, such as "resolution".
+    """Return the options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes of another trainer.
+
+    Args:
+        key: name of the setting, such as "resolution".
+        value: value of the setting.
     """
     sizes = [value] if key == "resolution" else value
     step = -1 if key.endswith("resolution_buckets") else 1  # (frames,) height, width, or the reverse

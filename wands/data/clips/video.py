@@ -40,7 +40,8 @@ class DecodedClip:
     """One window (range of frames) of a clip, decoded and resized for the VAE.
 
     Attributes:
-        frames: uint8 [F, H, W, 3] RGB. F is 1 + k * frame_stride, and H and W are multiples of size_multiple.
+        frames: uint8 [F, H, W, 3] RGB. F is 1 + a multiple of `ClipSpec.frame_stride`. H and W are multiples of
+            `ClipSpec.size_multiple`.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
         suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
@@ -100,7 +101,7 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
 class _Cropper:
     """Callable that cuts a rectangle out of a decoded image.
 
-    In a format such as yuv420p, in which 2 x 2 pixels share a colour, the position and the size of the rectangle are rounded
+    In a format such as yuv420p, in which 2 x 2 pixels share a color, the position and the size of the rectangle are rounded
     down to even numbers.
 
     Attributes:
@@ -118,7 +119,7 @@ class _Cropper:
             x, y, width, height = frame_height - y - height, x, height, width
             frame_width, frame_height = frame_height, frame_width
         box = (round(width / info.sar), round(height), round(x / info.sar), round(y))
-        if not fits or min(box[:2]) < 2:  # two pixels may share a colour
+        if not fits or min(box[:2]) < 2:  # two pixels may share a color
             reason = f"has frames of {shown} pixels, but crop={','.join(map(str, crop))}"
             raise reader.error(f"{reason} must be in the frame and at least 2x2 pixels", "correct the crop")
         image, self._graph = reader.first.image, av.filter.Graph()
@@ -178,14 +179,14 @@ def _read_mask(
     The iterator does not end: after the last time, or after the end of the mask, it repeats the last item. The caller takes
     one item for each frame of the clip.
 
-    Each item is a dictionary. It maps the suffix of a sample's key, one for each frame size, to a float array [token rows,
-    token columns]: the mean brightness of the mask in each token, from 0 (black) to 1 (white).
+    Each item is a dictionary. Its keys are the keys of `sizes`. A value is a float array [token rows, token columns]: the
+    mean brightness of the mask in each token, from 0 (black) to 1 (white).
 
     Args:
         mask: image or video. An image is the mask of every frame.
         clip: open video of the clip.
         crop: part of the clip's frames to use; None for the whole frame.
-        sizes: maps the suffix of each sample's key to its frame size.
+        sizes: maps the suffix of each sample's key to the sample's frame size.
         side: width and height of a token in pixels.
         times: times in seconds of the clip's frames that are used.
 
@@ -199,7 +200,7 @@ def _read_mask(
         # Many programs make a mask with the stored pixels of the clip, and forget their aspect ratio.
         stored = wanted * float(of_clip.sar) ** (1 if of_clip.rotation % 180 else -1)
         if all(abs(ratio / allowed - 1) > MASK_RATIO for allowed in (wanted, stored)):
-            shape = f"is a mask of aspect ratio {ratio:.3f} for a clip of {wanted:.3f}"
+            shape = f"is a mask of aspect ratio {ratio:.3f} for a clip of aspect ratio {wanted:.3f}"
             raise reader.error(shape, "make a mask with the aspect ratio of the clip")
         # A mask may have one or two frames less or more: programs round durations.
         if not is_image and abs(info.duration - of_clip.duration) > 2.1 / min(info.fps, of_clip.fps):
@@ -229,9 +230,9 @@ def _levels(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
-    """Return token weights of latent frames: the mean of the token weights of the frames that a latent frame encodes.
+    """Return the token weights of each latent frame: the mean over the frames that this latent frame encodes.
 
-    The first latent frame encodes one frame, each other latent frame encodes `frame_stride` frames.
+    The first latent frame encodes one frame. Each other latent frame encodes `frame_stride` frames.
 
     Args:
         grids: token weights of frames, [frames, token rows, token columns].
@@ -248,7 +249,7 @@ def _render_window(
 
     Args:
         frames: chosen frames of the clip. The same frame may occur several times in a row.
-        renders: maps the suffix of each sample's key to the renderer of its size.
+        renders: maps the suffix of each sample's key to the renderer for the sample's size.
         length: number of frames of the window.
 
     Returns:
@@ -275,9 +276,9 @@ def decode_clip(
 ) -> Iterator[DecodedClip]:
     """Decode the windows (ranges of frames) that ``spec`` selects in a clip, lazily and in time order.
 
-    The frame for time t is the last frame with a timestamp <= t. Rotation, mirroring and pixel aspect ratio are
-    applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were yielded before an
-    error are complete.
+    The frame of a sample at time t is the last frame of the file with a timestamp <= t. Rotation, mirroring and pixel
+    aspect ratio are applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were
+    yielded before an error are complete.
 
     Args:
         path: file of the clip.
@@ -292,10 +293,10 @@ def decode_clip(
         ``slide``. Without an error, at least one `DecodedClip` is yielded.
 
     Raises:
-        DataError: if the file cannot be opened, has no video or no frame, is truncated or corrupt inside a window, or
-            is too short or too small, or the mask does not fit the clip. Two errors are raised only after all usable
-            `DecodedClip`s: the mask is black in a window, or the frames are too small at one of several limits
-            (`spec.max_pixels` and `spec.more_pixels`) and large enough at another.
+        DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
+            corrupt inside a window. Also if the mask does not fit the clip. Two errors are raised only after all usable
+            `DecodedClip`s are yielded: the mask is black in a window, or the frames are too small at some but not all of
+            the limits `spec.max_pixels` and `spec.more_pixels`.
     """
     with open_video(path) as reader:
         duration = reader.info.duration
@@ -306,7 +307,7 @@ def decode_clip(
         windows = partial(plan_windows, spec, begin, finish)
         if next(windows(), None) is None:
             raise reader.error(
-                f"is too short: no frame between {begin:.3f} s and {finish:.3f} s of {duration:.3f} s",
+                f"is too short: no frame between {begin:.3f} s and {finish:.3f} s (duration {duration:.3f} s)",
                 "correct start and end in the row, or remove the row",
             )
         cropper = _Cropper(reader, crop) if crop else None

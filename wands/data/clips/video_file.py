@@ -37,7 +37,7 @@ _GUESSED_DURATION = {"avi", "mpeg", "mpegts"}
 RECODE = "re-encode the video (ffmpeg -i IN OUT)"
 # Seconds that one image may last. A damaged timestamp can be hours ahead, and a still has no motion.
 LONGEST_HOLD = 10.0
-# Transfer functions of HDR: read as SDR, the images look grey and flat.
+# Transfer functions of HDR: read as SDR, the images look gray and flat.
 HDR = {ColorTrc.SMPTE2084: "PQ", ColorTrc.ARIB_STD_B67: "HLG"}
 # Largest error of rounded timestamps in seconds (FLV: 1 ms each).
 ROUNDING = 2.5e-3
@@ -105,8 +105,8 @@ class VideoFrame:
 def open_video(path: Path) -> Iterator[VideoReader]:
     """Context manager that opens a video.
 
-    If an error in the `with` block means that the video is damaged, too small or too long, a DataError that names the file is
-    raised instead. Other errors pass unchanged.
+    The context manager yields a `VideoReader`. If an error in the `with` block shows that the video is damaged, too small or
+    too long, the error becomes a DataError that names the file. Other errors pass unchanged.
     """
     try:
         with _open_container(path) as container:
@@ -141,8 +141,8 @@ def _orientation(path: Path, image: Any) -> tuple[int, bool]:
     """Return how to show a stored image upright: the counterclockwise rotation to apply, in degrees, and whether to mirror
     the image horizontally after the rotation.
 
-    PyAV's `rotation` is the direction of the x axis in the display matrix. Mirroring an image horizontally reverses the
-    x axis. PyAV therefore reports 180 for an image that is only mirrored horizontally, and this function returns (0, True).
+    PyAV's `rotation` is the direction of the image's x axis, so it is 180 for an image that is only mirrored horizontally.
+    For such an image, this function returns (0, True).
     """
     try:
         data = image.side_data.get("DISPLAYMATRIX")
@@ -206,7 +206,7 @@ class VideoReader:
             raise self.error("uses a codec that FFmpeg does not know", "convert the video to H.264")
         self._stream.thread_type = "AUTO"
         if self._stream.codec_context.name == "mjpeg":
-            # By default the decoder fills missing parts of a truncated image with grey and reports no error.
+            # By default the decoder fills missing parts of a truncated image with gray and reports no error.
             self._stream.codec_context.options = {"err_detect": "explode"}
         self._is_avi = name == "avi"
         self._can_seek = name in _SEEKABLE and len(self._stream.index_entries) > 0
@@ -239,10 +239,12 @@ class VideoReader:
         return longest - shortest > max(ROUNDING, 0.1 * shortest) if longest else False
 
     def tolerance(self, duration: float) -> float:
-        """Return the allowed difference between the duration in a header and the real duration, in seconds.
+        """Return how many seconds a video may be shorter than its header says, without counting as truncated.
 
-        The difference is 2 % of the duration, but at least the duration of two frames. A video that is shorter than its
-        header says by more than this counts as truncated.
+        The result is 2 % of the duration, but at least the duration of two frames.
+
+        Args:
+            duration: duration in the header, in seconds.
         """
         return max(0.02 * duration, 2 / self._rate)
 

@@ -61,21 +61,20 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in checkpoints of older wands versions: `base` is then a Hub id if it
-            starts with "Wan-AI/", and a folder otherwise. The constructor puts "./" in front of a relative folder, so
-            that wands does not search for the folder on the Hub.
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints, in which only a `base` that starts with "Wan-AI/"
+            can be a Hub id. Every other `base` of an older checkpoint is a folder, and a relative path gets the prefix "./".
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
-        base_fingerprint: digest of some values of a LoRA run's base weights and of each LoRA in `model.merge_loras`. None for a
-            full finetune, for random base weights, and in older checkpoints.
+        base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
+            None for a full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
-        data_start: (epoch, step of the run) at which the run began to use the training data of `data_fingerprint`. Later
-            than (0, 0) only if the data changed during the run, for example because clips were added or removed.
-        attention: attention kernel that `attention.backend=auto` chose, and the GPU and software that it was measured with.
-            None without a measurement, and in older checkpoints.
-        bad_steps: the steps whose update was skipped, and the losses and gradient norms of the last updates. New losses and
-            norms are compared with these values to find spikes. None in older checkpoints.
+        data_start: (epoch, step of the run) from which the run uses its current training data and packing. Later than (0, 0)
+            only if the data or the packing changed when the run was resumed.
+        attention: attention kernel that `attention.backend=auto` chose ("backend"), and the GPU and software on which the
+            kernels were measured ("setup"). None without a measurement, and in older checkpoints.
+        bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`). None in
+            older checkpoints.
     """
 
     step: int
@@ -121,7 +120,7 @@ class TrainState:
         return f"{part}/{average_file(0)}" in self.files
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as a dict of plain values that `json.dump` can write, with a hash of these values."""
+        """Return the state as a dict for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
         values = asdict(self)
         return {**values, "hash_of_this_file": _hash_of(values)}
 
@@ -160,8 +159,8 @@ class Checkpoint(NamedTuple):
         missing = [part for part in self.state.parts if not self.state.has_average(part)]
         if missing:
             raise CheckpointError(
-                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because the run "
-                "has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
+                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because its "
+                "recipe has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
             )
 
 
@@ -197,7 +196,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError("its values do not match the hash that is stored with them")
+            raise ValueError("its values do not match its hash_of_this_file")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -251,7 +250,8 @@ def find_checkpoint(
     Args:
         where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: step folders that are known to be damaged, each with its error message. These folders are not returned.
+        damaged: maps each step folder that is known to be damaged to its error message. No checkpoint in these folders is
+            returned.
 
     Raises:
         CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier
@@ -308,9 +308,9 @@ class FragmentFiles:
             and their metadata contains a JSON object under the key "wands_state" or "wands_ema".
 
     Attributes:
-        headers: maps the path of each file to its JSON object. The entry "fragments" of the object maps a parameter name to
-            a list. Item 0 of the list is the index of the fragment's first value in the flattened parameter. Item 1 is the
-            shape of the whole parameter.
+        headers: maps the path of each file to its JSON object. In this object, the entries "fragments" (trained parameters)
+            and "frozen" (frozen parameters) map a parameter name to a list [start, shape]. start is the index of the
+            fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
@@ -338,8 +338,7 @@ class FragmentFiles:
         """Build whole parameters from the fragments (slices of flattened parameters) that the ranks wrote.
 
         Args:
-            section: entry of the headers with the fragments to join: "fragments" for trained parameters, "frozen" for frozen
-                parameters.
+            section: parameters to build: "fragments" for the trained parameters, "frozen" for the frozen parameters.
             suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
             excluded: names of parameters to leave out.
 
@@ -402,7 +401,7 @@ class FragmentFiles:
 
         Returns:
             A dict that maps the name of a parameter to a list with one pair (start, tensors) for each fragment. start is the
-            index of the fragment's first value. tensors maps the name of an optimizer state to its tensor.
+            index of the fragment's first value. tensors maps the name of an optimizer state, such as "exp_avg", to its tensor.
         """
         found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
         for path, header in self.headers.items():
@@ -476,12 +475,12 @@ def load_full_weights(
     """Read all weights of a trained DiT.
 
     For a full finetune, these are the weights of the checkpoint. For a LoRA run, these are the weights of the base
-    model with the LoRA merged in.
+    model with the trained LoRA and the LoRAs in `model.merge_loras` merged in.
 
     Args:
         where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
-        base: model into whose weights a LoRA is merged; None uses the `model.path` of the run.
+        base: base model of a LoRA run; None means the `model.path` of the run.
         ema: whether to read the moving average of the trained weights instead of their last values.
         base_key: option with which the user chose `base`, for error messages.
 
@@ -514,10 +513,7 @@ def load_full_weights(
 
 
 def average_file(rank: int) -> str:
-    """Return the name of the file in which a rank stores its fragments (slices) of the moving average of the weights.
-
-    Every rank writes one file of fragments to each DiT folder of a checkpoint.
-    """
+    """Return the name of the file in which a rank stores its part of the moving average of the weights."""
     return f"ema_rank_{rank:05d}.safetensors"
 
 

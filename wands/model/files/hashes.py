@@ -31,15 +31,14 @@ def find_changed_files(
 ) -> tuple[int, list[str]]:
     """Read the files of a model, and compare them with their stored hashes.
 
-    The stored hashes are in `HASH_FILE`. In a folder without `HASH_FILE`, a weight file that was downloaded from the Hub is
-    compared with the SHA-256 that the Hub client stored. In the Hub cache, the SHA-256 is the name of the blob file. After
-    `hf download --local-dir DIR`, the SHA-256 is in a file in `DIR/.cache/huggingface`. Other files have no stored hash.
+    The stored hashes are in `HASH_FILE`. In a folder without `HASH_FILE`, a safetensors file is compared with the SHA-256
+    that the Hub client stored when it downloaded the file. Other files have no stored hash.
 
     Args:
         folder: folder of a pipeline or another model.
         parts: names of subfolders or files in `folder` to check; None checks the whole folder.
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        hub: whether to check files that have only the SHA-256 of the Hub. This check takes about 1 s for each GB.
+        hub: whether to compare files with the SHA-256 of the Hub client. This takes about 1 s for each GB.
 
     Returns:
         (number of files with a stored hash, problems). problems contains one text for each changed or unreadable file.
@@ -82,9 +81,9 @@ def find_damaged_files(
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None) -> None:
-    """Check that the files of a model did not change after wands wrote them. Downloaded files without `HASH_FILE` are not read.
+    """Check that the files of a model did not change after wands wrote them and their hashes.
 
-    `find_changed_files` explains the arguments `folder` and `parts`.
+    If the folder has no `HASH_FILE`, no file is checked. `find_changed_files` explains the arguments `folder` and `parts`.
 
     Raises:
         CheckpointError: if a file changed or cannot be read. The messages start with `label`.
@@ -97,7 +96,10 @@ def check_files(folder: Path, label: str, *, parts: Collection[str] | None = Non
 
 
 def hub_sha256(folder: Path, path: Path) -> str | None:
-    """Return the SHA-256 that the Hub client stored for a large file, or None if the client stored no SHA-256."""
+    """Return the SHA-256 that the Hub client stored for the file `path` in a model's `folder`.
+
+    Return None for a small file or a file that was not downloaded from the Hub. The client stored no SHA-256 for these files.
+    """
     blob, record = path.resolve(), folder / f".cache/huggingface/download/{path.relative_to(folder)}.metadata"
     text = record.read_text(encoding="utf-8") if record.is_file() else ""
     match = re.search(r"(?m)^[0-9a-f]{64}$", blob.name if blob.parent.name == "blobs" else text)

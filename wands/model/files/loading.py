@@ -1,7 +1,7 @@
 """Load weights into a `PackedWanTransformer` one tensor at a time, without a second copy of the model.
 
 The model is first built on the meta device, which uses no memory. Then each parameter gets its values from safetensors
-files or from official Wan's random initialisation. Under ZeRO-3, each parameter is partitioned as soon as it has
+files or from official Wan's random initialization. Under ZeRO-3, each parameter is partitioned as soon as it has
 values.
 
 Folders of official Wan repositories are read directly: their tensor names and configs are translated to diffusers' tensor
@@ -70,21 +70,19 @@ def _published(path: str | Path) -> Variant | None:
 
 
 def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
-    """Return the contents of a pipeline's `model_index.json`. For other models, return only entries about experts.
-
-    Experts are the two DiTs of one model, for high and low noise. Only a diffusers pipeline has a `model_index.json`.
+    """Return the contents of a pipeline's `model_index.json`, or a few known entries for a model without this file.
 
     Args:
-        path: folder or Hub id of a pipeline, a DiT or an official repository, or name of a published variant.
+        path: folder or Hub id of a diffusers pipeline, a DiT or an official repository, or name of a published variant.
         key: option or recipe key that the user typed, for error messages.
 
     Returns:
-        For a pipeline, the contents of `model_index.json`. For an official repository with two experts, the entries
-        "boundary_ratio" and "transformer_2". For the name of a published variant, the entry "boundary_ratio", which is
-        None if the variant has one DiT. For any other model, {}.
+        For a diffusers pipeline, the contents of `model_index.json`. For an official repository with two experts (DiTs for
+        high and low noise), the entries "boundary_ratio" and "transformer_2". For the name of a published variant, the
+        entry "boundary_ratio", which is None if the variant has one DiT. For any other model, {}.
 
     Raises:
-        ConfigError: if the model does not exist, or `model_index.json` or a config of an expert is damaged.
+        ConfigError: if the model does not exist, or `model_index.json` or the config of the low-noise expert is damaged.
     """
     if (variant := _published(path)) is not None:
         return {"boundary_ratio": variant.boundary_ratio}
@@ -112,14 +110,14 @@ def load_transformer(
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
 ) -> PackedWanTransformer:
-    """Build a DiT (diffusion transformer), and load its weights or initialise them at random.
+    """Build a DiT (diffusion transformer), and load its weights or initialize them at random.
 
     Args:
         path: folder or Hub id of a diffusers pipeline or an official Wan repository. With random weights, also the name of a
             published variant.
         subfolder: folder of the DiT in `path`, such as "transformer"; "" if `path` is the folder of the DiT. `load_config`
             explains the names for official repositories.
-        init: "pretrained" reads the weights. "random" reads only the config, and initialises the weights as official
+        init: "pretrained" reads the weights. "random" reads only the config, and initializes the weights as official
             Wan does.
         seed: seed of random weights. The weights do not depend on the number of ranks.
         zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. With
@@ -186,9 +184,9 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
 
 
 def sample_weights(path: str | Path, subfolder: str) -> str:
-    """Return a digest that identifies a DiT's weights, whatever the folder and the names of the files.
+    """Return a digest that identifies a DiT's weights. Only a small part of the weights is read, see `sample_digest`.
 
-    Only a small part of the weights is read, see `sample_digest`.
+    The digest does not depend on the folder or on the names of the files.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
@@ -199,7 +197,10 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
 
 
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
-    """Return the local folder of a DiT. For a Hub id, download only the files of the DiT that match `patterns`."""
+    """Return the local folder of a DiT.
+
+    For a Hub id, first download the files of the DiT: those that match `patterns`, or all files in an official repository.
+    """
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder
     if (folder / "config.json").is_file():
@@ -234,8 +235,8 @@ def _freed_is_returned() -> Iterator[None]:
     """Return a context manager that makes the C library give the memory of freed tensors back to the operating system at once.
 
     By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
-    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink after they are freed. Without this
-    function, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model among them.
+    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink when the tensors are freed. With
+    this default, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -261,8 +262,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
         model: the DiT.
 
     Returns:
-        A function that maps (diffusers parameter name, shape) to the parameter's value. It ignores the shape. The value
-        is in fp32, because a later merge in bf16 would lose a small update.
+        A function that maps (diffusers parameter name, shape) to the parameter's value in fp32. The function does not
+        use the shape.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

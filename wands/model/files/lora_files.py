@@ -133,7 +133,7 @@ class LoraUpdate:
         for name, shape in self.shapes:
             if shapes.get(name, shape) != shape:
                 raise ConfigError(
-                    f"{where}: the LoRA changes a {name} of shape {[*shape]}, but this parameter has shape "
+                    f"{where}: the LoRA changes a parameter {name} of shape {[*shape]}, but this parameter has shape "
                     f"{[*shapes[name]]} in the model. Use a LoRA for this model."
                 )
         return [name for name, _ in self.shapes if name not in shapes]
@@ -208,14 +208,14 @@ def _with_name(folder: Path, name: str) -> list[Path]:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Return whether the tensor names of a file contain a key of a LoRA or a related method, such as LoKr."""
+    """Return whether any tensor name of a file is a key of a LoRA or of a similar method, such as LoKr."""
     return any(_split(name)[1] in _KINDS or _other_method(name) for name in names)
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     """Read the LoRA in a safetensors file of any layout that `parse_lora` supports.
 
-    Modules without an alpha tensor get the alpha in the file's metadata or in PEFT's `adapter_config.json`.
+    If the file has no alpha tensor for a module, the alpha comes from the file's metadata or PEFT's `adapter_config.json`.
 
     Returns:
         A dict that maps "transformer" or "transformer_2" to the update of this DiT, see `parse_lora`.
@@ -245,8 +245,8 @@ def parse_lora(
     - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
 
     A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
-    (bias) or `.diff_m` (modulation table). In two cases, the function computes a full difference: the scaled product of a
-    convolution's two matrices is the difference of the weight, and the scaled bias of lora_B is the difference of the bias.
+    (bias) or `.diff_m` (modulation table). The LoRA of a convolution, and a bias of lora_B, are returned as full differences
+    too.
 
     Args:
         state: maps a key of the file to its tensor.
@@ -291,8 +291,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
         where: name of the file for error messages.
 
     Returns:
-        A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2". The module
-        name is the diffusers name. `_KINDS` lists the kinds, such as "A" for lora_A.
+        A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2". The module name is
+        the diffusers name. The kinds are the values of `_KINDS`, such as "A" for lora_A.
 
     Raises:
         CheckpointError: if `parse_lora` cannot use a key, or a module lacks one of its two matrices.
@@ -383,11 +383,11 @@ def _other_method(key: str) -> str | None:
 
 
 def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
-    """Return (expert, diffusers module name) for a LoRA key from which a suffix such as ".lora_A.weight" was removed.
+    """Return (expert, diffusers module name) for a key of a LoRA file. expert is "transformer" or "transformer_2".
 
     Args:
-        key: the key without its suffix.
-        is_table: whether the key had the suffix ".diff_m". Such a key names the modulation table of the module.
+        key: key from which a suffix such as ".lora_A.weight" was removed.
+        is_table: whether the suffix was ".diff_m". If so, return the name of the module's modulation table, not of the module.
 
     Raises:
         KeyError: if the DiT has no such module.
@@ -418,7 +418,7 @@ def _find_module(name: str, separator: str = ".") -> str:
 
 
 def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Return PEFT's settings for the LoRA of each expert, such as alpha, which PEFT does not store as a tensor.
+    """Return PEFT's settings for the LoRA of each DiT. They contain alpha, because PEFT does not store alpha as a tensor.
 
     diffusers writes the settings into the metadata of the LoRA file. PEFT writes them into `adapter_config.json` next to
     `adapter_model.safetensors`.
@@ -466,16 +466,17 @@ def lora_tensors(
 ) -> dict[str, Tensor]:
     """Return the contents of a LoRA file as a dict of tensors by key.
 
-    In all layouts except "musubi", the scale alpha / rank is multiplied into lora_B and the dict has no alpha keys, because
-    diffusers rejects an alpha key outside the transformer blocks. The keys do not contain the name of an expert, because
-    loaders expect the same keys for both experts. Write one file for each expert.
+    Only the layout "musubi" has alpha keys. In the other layouts, lora_B is multiplied by the scale alpha / rank. The keys
+    do not contain the name of an expert (DiT for high or low noise), because loaders expect the same keys for both experts.
+    Write one file for each expert.
 
     Args:
         pairs: maps a diffusers module name of one DiT to its LoRA.
         layout: layout of the keys. "diffusers": keys as `save_lora_weights` writes them. "comfyui": prefix
             `diffusion_model.` and the official module name. "official": the official module name. "musubi": prefix
             `lora_unet_` and the official module name with underscores.
-        differences: maps a diffusers parameter name to its full difference. The layout must be "comfyui" or "official".
+        differences: maps a diffusers parameter name to its full difference, a tensor that is added to the parameter. Only
+            the layouts "comfyui" and "official" can contain full differences. None means no full differences.
     """
     state: dict[str, Tensor] = {}
     if layout == "musubi":

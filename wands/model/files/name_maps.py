@@ -32,12 +32,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 class NameMap:
     """One-to-one map between a model's official module names and its module names in diffusers or transformers.
 
-    In a tensor name, a suffix after the module name, such as ".weight", does not change.
+    In a tensor name, a suffix after the module name, such as ".weight", does not change. For UMT5 and CLIP, "diffusers name"
+    means the name in transformers.
 
     Attributes:
         outside: maps official names to diffusers names, for modules and parameters outside the numbered blocks.
-        block: maps official names to diffusers names inside a numbered block, without the prefix of the block.
-        prefixes: the texts in front of a block's number: (text in official names, text in diffusers names).
+        block: maps official names to diffusers names inside a numbered block, without the prefix "blocks.0." of the block.
+        prefixes: (text before a block's number in official names, text before a block's number in diffusers names).
     """
 
     outside: Mapping[str, str]
@@ -217,10 +218,9 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
 
 
 def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Remove ComfyUI's prefix from tensor names if all names start with the prefix. Otherwise, keep all names.
+    """Remove ComfyUI's prefix from tensor names, and return a dict that maps each new name to its old name.
 
-    Returns:
-        A dict that maps each resulting name to the name in the file.
+    The prefix is "model.diffusion_model." or "diffusion_model.". If any name lacks the prefix, no name changes.
     """
     names = list(names)
     for prefix in (COMFYUI_DIT, COMFYUI_LORA):

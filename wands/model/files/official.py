@@ -72,7 +72,7 @@ def boundary_of(official_config: Mapping[str, Any]) -> float:
     """Return the boundary_ratio of a model with two experts (DiTs for high and low noise), a number between 0 and 1.
 
     The high-noise expert is used at timesteps of at least boundary_ratio times 1000, and the low-noise expert at
-    smaller timesteps. The ratio is a constant in the official code, one for text-to-video and one for image-to-video.
+    smaller timesteps. The official code has one constant ratio for text-to-video and another one for image-to-video.
 
     Args:
         official_config: the official config.json of one of the experts, of which only "model_type" is read.
@@ -90,7 +90,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
         where: name of the files for error messages.
 
     Raises:
-        CheckpointError: if a weight that every Wan DiT has is missing, the number of heads is unknown, or the config
+        CheckpointError: if the weights lack a tensor that every Wan DiT has, the number of heads is unknown, or the config
             contradicts the shapes.
     """
     try:
@@ -158,8 +158,8 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 def vae_config(shapes: Shapes) -> dict[str, Any]:
     """Return the `AutoencoderKLWan` config of a VAE in the official layout.
 
-    The official file does not contain the mean and standard deviation of the latents. They are taken from the published
-    VAE with the same number of latent channels.
+    The official file does not contain the mean and standard deviation of the latents. The config gets the values of the
+    published VAE with the same number of latent channels.
 
     Args:
         shapes: maps official names of the weights to their shapes.

@@ -72,8 +72,8 @@ class TensorFiles:
         where: name of the files for error messages, such as "model.path=DIR".
 
     Attributes:
-        metadata: metadata of all safetensors files.
-        tensors: maps the name of each tensor to the tensor.
+        metadata: metadata of all safetensors files, as one dict.
+        tensors: maps the name of each tensor to its `LazyTensor`.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or a pickle contains anything other than tensors.
@@ -159,9 +159,9 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
 def sample_digest(files: Sequence[Path], where: str) -> str:
     """Return a digest of the names, dtypes and shapes of all tensors, and of 192 bytes of each tensor.
 
-    The bytes are from the start, the middle and the end of the tensor, so only a small part of the files is read. The
-    digest does not depend on the names of the files, or on the file that contains a tensor. It misses a change that
-    affects none of these bytes.
+    The bytes are from the start, the middle and the end of the tensor, so only a small part of the files is read. A change
+    of other bytes is not detected. The digest does not depend on how the tensors are distributed over files, or on the
+    names of the files.
 
     Args:
         files: safetensors files.
@@ -251,11 +251,10 @@ def write_sharded(
 def write_safetensors(
     path: Path, tensors: Sequence[LazyTensor], metadata: Mapping[str, str] | None = None
 ) -> str:
-    """Write one safetensors file, with at most one tensor in memory at a time, and return the hash of the file (see
-    `hash_file`).
+    """Write one safetensors file, and return its hash (see `hash_file`). At most one tensor is in memory at a time.
 
-    The safetensors package is not used to write the file. The package needs all tensors in memory, and makes the file
-    readable only for its owner. Here, the file gets the permissions that the umask allows.
+    In contrast, the safetensors package needs all tensors in memory, and makes the file readable only for its owner. This
+    function gives the file the default permissions of a new file.
 
     Source: the description of the format in the README of the safetensors repository.
     """
@@ -287,7 +286,10 @@ def _checked_bytes(tensor: LazyTensor) -> memoryview:
 
 
 def hash_file(path: Path, digest: Any = xxhash.xxh3_128) -> str:
-    """Return the hash of a file. The default is XXH3 (128 bits, 32 hexadecimal digits), which finds damage, not forgery."""
+    """Return the hash of a file in hexadecimal digits.
+
+    `digest` is the hash function, as for `hashlib.file_digest`. The default, XXH3 with 128 bits, finds damage but not forgery.
+    """
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, digest).hexdigest()
 
@@ -317,5 +319,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor. Comparisons use bytes, because NaN is not equal to NaN."""
+    """Return the bytes of a tensor as a flat uint8 tensor, in which NaN is equal to NaN."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -36,12 +36,12 @@ def write_clip(folder: Path, num_frames: int = 16) -> Path:
 
 def expected(frames: np.ndarray, side: int = 32) -> np.ndarray:
     """Token weights of 128 x 192 frames whose tokens have `side` pixels before scaling, by plain loops."""
-    grey = frames.mean(axis=3) / 255
+    gray = frames.mean(axis=3) / 255
     spans = [(0, 1), *((first, first + 4) for first in range(1, len(frames), 4))]
     found = np.empty((len(spans), 128 // side, 192 // side))
     for f, r, c in np.ndindex(*found.shape):
         rows, columns = slice(r * side, r * side + side), slice(c * side, c * side + side)
-        found[f, r, c] = grey[slice(*spans[f]), rows, columns].mean()
+        found[f, r, c] = gray[slice(*spans[f]), rows, columns].mean()
     return found
 
 
@@ -97,7 +97,7 @@ def test_a_white_video_is_a_mask_of_ones(tmp_path: Path):
     [
         (moving(8), "is a mask of 0.50 s for a clip of 1.00 s"),
         (moving(24), "is a mask of 1.50 s for a clip of 1.00 s"),
-        (moving(width=128), "is a mask of aspect ratio 1.000 for a clip of 1.500"),
+        (moving(width=128), "is a mask of aspect ratio 1.000 for a clip of aspect ratio 1.500"),
         (moving() * 0, "which is black throughout a sample"),
     ],
 )

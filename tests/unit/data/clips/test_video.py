@@ -329,7 +329,7 @@ def quadrants(height: int = 64, width: int = 96) -> np.ndarray:
     return picture
 
 
-def assert_same_colours(ours: np.ndarray, wanted: np.ndarray, tolerance: int = 8) -> None:
+def assert_same_colors(ours: np.ndarray, wanted: np.ndarray, tolerance: int = 8) -> None:
     assert ours.shape == wanted.shape
     inner = np.abs(ours.astype(int) - wanted)
     for y in (1, 3):
@@ -343,10 +343,10 @@ def test_rotation_is_applied_counterclockwise(tmp_path: Path, rotation: int, qua
     path = write_clip(tmp_path / "turned.mp4", [quadrants()] * 5, rotation=rotation)
     clip = decode_one(path, ClipSpec(fps=25))
     assert clip.source.rotation == rotation % 360
-    assert_same_colours(clip.frames[0], np.rot90(quadrants(), quarter_turns))
+    assert_same_colors(clip.frames[0], np.rot90(quadrants(), quarter_turns))
     resized = decode_one(path, ClipSpec(fps=25, height=32, width=48)).frames
     assert resized.shape == (5, 32, 48, 3)
-    assert_same_colours(
+    assert_same_colors(
         resized[0], np.rot90(quadrants(48, 32) if quarter_turns % 2 else quadrants(32, 48), quarter_turns)
     )
 
@@ -388,7 +388,7 @@ def test_each_of_the_eight_orientations_is_shown_as_it_says(tmp_path: Path, exif
     path = with_matrix(plain, tmp_path / "turned.mp4", axes)
     clip = decode_one(path, ClipSpec(fps=25))
     assert (clip.source.rotation, clip.source.mirrored) == (rotation, mirrored)
-    assert_same_colours(clip.frames[0], oriented(quadrants(), exif))
+    assert_same_colors(clip.frames[0], oriented(quadrants(), exif))
     # The same pixels as of the plain file: nothing but their order differs.
     stored = decode_one(plain, ClipSpec(fps=25)).frames
     np.testing.assert_array_equal(clip.frames[3], oriented(stored[3], exif))
@@ -404,7 +404,7 @@ def test_pictures_are_turned_as_their_exif_says(tmp_path: Path, suffix: str, exi
     assert (clip.source.rotation, clip.source.mirrored) == ORIENTATIONS[exif][1:]
     with Image.open(path) as image:
         wanted = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
-    assert_same_colours(clip.frames[0], wanted)
+    assert_same_colors(clip.frames[0], wanted)
 
 
 def test_damaged_exif_is_no_reason_to_refuse_a_picture(tmp_path: Path) -> None:
@@ -422,9 +422,9 @@ def test_pixel_aspect_widens_the_picture(tmp_path: Path) -> None:
     path = write_clip(tmp_path / "wide.mp4", [quadrants()] * 5, sar=Fraction(4, 3))
     clip = decode_one(path, ClipSpec(fps=25))
     assert clip.source.sar == Fraction(4, 3)
-    assert_same_colours(clip.frames[0], quadrants(64, 128))
+    assert_same_colors(clip.frames[0], quadrants(64, 128))
     turned = write_clip(tmp_path / "tall.mp4", [quadrants()] * 5, sar=Fraction(4, 3), rotation=90)
-    assert_same_colours(decode_one(turned, ClipSpec(fps=25)).frames[0], np.rot90(quadrants(64, 128)))
+    assert_same_colors(decode_one(turned, ClipSpec(fps=25)).frames[0], np.rot90(quadrants(64, 128)))
 
 
 def test_crop_is_central_and_shrinking_averages(tmp_path: Path) -> None:
@@ -614,7 +614,7 @@ def test_a_frame_that_the_decoder_flags_is_not_used(tmp_path: Path) -> None:
     with av.open(str(path)) as container:
         flagged = [frame.is_corrupt for frame in container.decode(video=0)]
     last = len(flagged) - 1
-    assert flagged == [False] * last + [True]  # the one that the cut went through: decoded, with grey blocks
+    assert flagged == [False] * last + [True]  # the one that the cut went through: decoded, with gray blocks
     spec = ClipSpec(fps=25, max_frames=5)
     assert numbers(decode_one(path, spec, (last - 5) / 25).frames) == list(range(last - 5, last))
     with pytest.raises(DataError, match="is corrupt at"):
