@@ -26,7 +26,7 @@ UNEQUAL = ("data.mock={num_samples: 2, shapes: [[4,4,6],[1,2,2]], text_lens: [5]
 def train_with_delays(
     model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], delays: list[float], kind: str
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Train with a delay in every linear layer of the feed-forwards of each rank. Return the lines on rank 0, and the rows of the metrics.
+    """Train with a delay in every linear layer of the feed-forwards. Return the lines on rank 0, and the rows of the metrics.
 
     Args:
         delays: seconds for each rank.
