@@ -1,4 +1,4 @@
-"""Pack clips into as few bins as possible, then balance the cost of the bins by exchanging clips.
+"""Pack clips into as few bins (packed sequences) as possible, then balance the cost of the bins by exchanging clips.
 
 A bin holds the clips of one forward pass, at most `max_tokens` tokens. The length of a clip is its number of tokens.
 

@@ -1,4 +1,4 @@
-"""Plan an epoch: the samples of each bin, the bins of each optimizer step, and the rank that processes each bin.
+"""Plan an epoch: the samples of each bin (packed sequence), the bins of each optimizer step, and the rank of each bin.
 
 A bin holds the clips of one forward pass. The bins of a step have similar costs, because ranks wait for the slowest bin of a
 step. Steps of bins with equal costs would avoid the waiting, but such steps would contain only long or only short clips. So the

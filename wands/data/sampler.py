@@ -288,7 +288,7 @@ class PlanSampler:
         return self._plan[1]
 
     def step_plan(self, step: int) -> StepPlan:
-        """Return the plan of a global step: its bins, and the numbers of samples and tokens."""
+        """Return the plan of a global step: its bins (packed sequences), and the numbers of samples and tokens."""
         epoch = self.epoch_of(step)
         plan, step_in_epoch = self.epoch_plan(epoch), step - self.first_step(epoch)
         planned = plan.steps[step_in_epoch]

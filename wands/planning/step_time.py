@@ -99,7 +99,7 @@ class Prediction:
 
     @property
     def dp(self) -> int:
-        """Number of context-parallel groups (groups of ranks that share a bin). Each group trains on different bins."""
+        """Number of context-parallel groups. Each group trains on its own bins (packed sequences)."""
         return self.workload.world_size // self.workload.cp_size
 
     @property

@@ -41,8 +41,8 @@ class Lora:
             path of the file of one expert.
         file: the safetensors file on this machine.
         subfolder: DiT to which the tensors are added: "transformer", or "transformer_2" (the low-noise expert). Tensors whose
-            keys start with "transformer_2" are always added to the low-noise expert. If the file contains such tensors,
-            "transformer_2" skips all other tensors of the file.
+            keys start with "transformer_2" are always added to the low-noise expert. If the file has such tensors and
+            `subfolder` is "transformer_2", the other tensors of the file are ignored.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """

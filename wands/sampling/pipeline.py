@@ -156,7 +156,7 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
     Args:
         label: flag and value that name the pipeline, for error messages.
         root: folder of the pipeline.
-        variant: variant of the DiT.
+        variant: kind of Wan model that the DiT is.
         origin: flag and value that name the DiT, for error messages.
 
     Raises:

@@ -57,12 +57,13 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Read the data of a step as `rank_slices` does, and add noise.
+    """Read one rank's part of the data of a step, as `rank_slices` does, and add noise.
 
     The result contains one list for each trained DiT, with the data of each micro step.
 
     The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
-    the sample in the epoch. They do not depend on the rank or the bin.
+    the sample in the epoch. They do not depend on the rank, or on the bin that contains the
+    sample (the samples that are packed into one sequence).
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
@@ -106,7 +107,7 @@ def read_rows_of_bin(
 
 
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
-    """Assert that all ranks together train on exactly the bins of the plan.
+    """Assert that all ranks together train on exactly the bins (packed sequences) of the plan.
 
     Also assert that the step contains each (sample, repeat) only once. An epoch can use a sample several times; each
     use is a repeat.

@@ -71,8 +71,8 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
     Returns:
         A dict with the keys "epoch", "first_step" (the epoch's first step, counted from 0 over the whole run), "totals"
         (numbers of samples and tokens), "steps" and "unused" (sorted keys of the samples that the epoch does not use).
-        A step is a list of bins. A bin is a list of (key of the sample, number of its earlier uses in the epoch, CRC-32 of its
-        contents).
+        A step is a list of bins. A bin (packed sequence) is a list of (key of the sample, number of its
+        earlier uses in the epoch, CRC-32 of its contents).
     """
     keys, checksums, steps = run.data.keys, run.data.checksums, plan.epoch_plan.steps
     used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}

@@ -143,7 +143,7 @@ class Evaluator:
         return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
 
     def _proceed(self, step: int) -> bool:
-        """Report progress to the watchdog. Return False if any rank must stop, otherwise True.
+        """Report to the watchdog that the evaluation makes progress. Return False if a rank was asked to stop the run, else True.
 
         Every rank must call this method.
         """
@@ -267,8 +267,9 @@ def summarize(
     Args:
         plan: clips and noise levels.
         samples: result of `EvaluationPlan.samples`.
-        losses: result of `measure`.
-        base: loss of each clip in the first evaluation, to compare `losses` with. None if this is the first evaluation.
+        losses: loss of each sample, the result of `measure`.
+        base: the value of the key `losses` of the first evaluation (mean loss of each clip), for comparison. None if this is
+            the first evaluation.
 
     Returns:
         A dict with these keys. A mean loss is None if there is no loss to average.

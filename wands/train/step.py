@@ -32,9 +32,9 @@ class StepResult:
     Attributes:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. It is not divided by a number of samples or tokens:
             the logged loss is the sum over all ranks / `TrainingRun.count`.
-        clips: (key, noise level, weight) of each sample in the bins of this rank. The key consists of the sample id, the
+        clips: (key, noise level, weight) of each sample that this rank trains on. The key consists of the sample id, the
             epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's
-            data source, or 0 for a padding sample, which fills an empty bin.
+            data source, or 0 for a padding sample, which keeps a rank without data in step with the other ranks.
         errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
@@ -55,7 +55,7 @@ class StepResult:
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
-        """Loss of each sample in the bins of this rank, without padding samples.
+        """Loss of each sample that this rank trains on, without padding samples.
 
         The keys of each dict are the fields of `SampleKey`, `sigma` (the noise level) and `loss`. The loss is the mean squared
         error over the trained tokens, weighted by the mask if the sample has one. The loss weights of the sample's source

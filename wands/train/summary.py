@@ -120,8 +120,8 @@ def _trained(run: TrainingRun) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Return the lines that list the dtypes of the weights, the fp32 master weights, the gradients and the quantized
-    base model of a LoRA.
+    """Return lines that state the dtypes of the weights and the gradients, whether there are fp32 master weights, and how the
+    base model of a LoRA is quantized.
     """
     weights, compute = recipe.precision.weights, recipe.precision.compute
     lines = [f"weights {weights}"]

@@ -22,12 +22,12 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
 
     Args:
         recipe: recipe. Its `model.path` is the folder or hub id of the model.
-        name: name of a published variant, to read the configs of this variant from wands. None reads the configs in
+        name: name of a published model, such as "wan2.1-t2v-1.3b", to use configs that wands contains. None reads the configs in
             `model.path`.
 
     Returns:
-        (config, variant, experts). `config` is the diffusers config of the DiT. `experts` are the DiTs to train. Their
-        `sigma_range` is the range of noise levels to train.
+        (config, variant, experts). `config` is the diffusers config of the DiT. `variant` is the kind of Wan model. `experts`
+        are the DiTs to train. Their `sigma_range` is the range of noise levels to train.
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, has no experts although the recipe names one, or has

@@ -54,7 +54,7 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
 
     Args:
         out: folder of the converted components.
-        tokenizer_dir: folder of the tokenizer in the official repository.
+        tokenizer_dir: folder of the tokenizer in the repository in Wan's original layout.
         variant: variant of the model.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)

@@ -113,7 +113,7 @@ def find_components(source: Path) -> list[SourceComponent]:
     """Return every model that the source of a conversion contains.
 
     Args:
-        source: path of a diffusers pipeline, an official repository, a folder of one DiT, or a single file.
+        source: path of a diffusers pipeline, a repository in Wan's original layout, a folder of one DiT, or a single file.
 
     Raises:
         ConfigError: if the source contains no Wan model.
@@ -145,7 +145,10 @@ def find_components(source: Path) -> list[SourceComponent]:
 
 
 def _find_dits(source: Path) -> list[SourceComponent]:
-    """Return the DiT of a folder with one diffusers DiT, or the DiTs of an official repository. Return [] for other folders."""
+    """Return the DiT of a folder with one diffusers DiT, or the DiTs of a repository in Wan's original layout.
+
+    Return [] for other folders.
+    """
     components = []
     for expert in EXPERTS:
         if (folder := official.find_expert(source, expert)) is None:

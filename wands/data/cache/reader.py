@@ -61,12 +61,12 @@ class LatentCache(SampleFacts):
             tokens of the first latent frame. Zeros for a sample without a mask.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         index: the `CacheIndex` with facts about all samples.
-        manifest: content of manifest.json, with the variant and the fingerprint.
+        manifest: content of manifest.json, with the variant (kind of Wan model) and the fingerprint.
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
         conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. After
-            opening, these are the conditions of the variant for which the cache was made. `serve` changes them.
+            opening, these are the conditions of the model for which the cache was made. `serve` changes them.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:

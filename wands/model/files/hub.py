@@ -22,7 +22,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def published_name(model: str) -> str | None:
-    """Return the variant name of a published diffusers pipeline, such as "wan2.1-t2v-1.3b".
+    """Return wands' name of a published diffusers pipeline, such as "wan2.1-t2v-1.3b".
 
     This is the name for the Hub id "Wan-AI/Wan2.1-T2V-1.3B-Diffusers". For a folder or any other Hub id, return None.
 

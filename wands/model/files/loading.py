@@ -47,14 +47,15 @@ def load_config(
     """Read the config of a DiT and return it in the format of diffusers.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or an official Wan repository, or name of a published variant.
-        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In an official repository,
+        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout, or name of a published
+            model, such as "wan2.1-t2v-1.3b".
+        subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In Wan's original layout,
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
         key: option or recipe key that the user typed, for error messages.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan DiT.
-        CheckpointError: if the config of an official repository contradicts the shapes of the weights.
+        CheckpointError: if the config in Wan's original layout contradicts the shapes of the weights.
     """
     if (variant := _published(path)) is not None:
         return variant.dit.to_config()
@@ -62,9 +63,9 @@ def load_config(
 
 
 def _published(path: str | Path) -> Variant | None:
-    """Return the published variant with the name `path`, whose config is known without files.
+    """Return the published model with the name `path`, such as "wan2.1-t2v-1.3b". Its config is known without files.
 
-    Return None if no variant has this name, or a file or folder `path` exists.
+    Return None if no published model has this name, or a file or folder `path` exists.
     """
     return None if Path(path).exists() else VARIANTS.get(str(path))
 
@@ -73,13 +74,14 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Return the contents of a pipeline's `model_index.json`, or a few known entries for a model without this file.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline, a DiT or an official repository, or name of a published variant.
+        path: folder or Hub id of a diffusers pipeline, of a DiT, or of a repository in Wan's original layout, or name of a
+            published model, such as "wan2.1-t2v-1.3b".
         key: option or recipe key that the user typed, for error messages.
 
     Returns:
-        For a diffusers pipeline, the contents of `model_index.json`. For an official repository with two experts (DiTs for
-        high and low noise), the entries "boundary_ratio" and "transformer_2". For the name of a published variant, the
-        entry "boundary_ratio", which is None if the variant has one DiT. For any other model, {}.
+        For a diffusers pipeline, the contents of `model_index.json`. For Wan's original layout with two experts (DiTs for
+        high and low noise), the entries "boundary_ratio" and "transformer_2". For the name of a published model, the
+        entry "boundary_ratio", which is None if the model has one DiT. For any other model, {}.
 
     Raises:
         ConfigError: if the model does not exist, or `model_index.json` or the config of the low-noise expert is damaged.
@@ -113,10 +115,10 @@ def load_transformer(
     """Build a DiT (diffusion transformer), and load its weights or initialize them at random.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or an official Wan repository. With random weights, also the name of a
-            published variant.
+        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout. With random weights, also
+            the name of a published model.
         subfolder: folder of the DiT in `path`, such as "transformer"; "" if `path` is the folder of the DiT. `load_config`
-            explains the names for official repositories.
+            explains the names for Wan's original layout.
         init: "pretrained" reads the weights. "random" reads only the config, and initializes the weights as official
             Wan does.
         seed: seed of random weights. The weights do not depend on the number of ranks.
@@ -199,7 +201,7 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
     """Return the local folder of a DiT.
 
-    For a Hub id, first download the files of the DiT: those that match `patterns`, or all files in an official repository.
+    For a Hub id, first download the files that match `patterns`, or the whole repository if it has Wan's original layout.
     """
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder
