@@ -43,14 +43,13 @@ class ClipOptions(Options):
     """Scale each clip until it covers --height x --width, and crop it centrally to this size. Without --center-crop,
     clips are stretched to this size."""
     max_pixels: tuple[int, ...] = ()
-    """Largest area of a frame in pixels: height x width. Clips with larger frames are scaled down and keep their
-    aspect ratio. Give the option several times to get each clip at several sizes. To run `wands preprocess` again on
-    the same cache, give the same first value. You may add or remove the other values [default: 399360, which is 832 x
-    480]."""
+    """Largest area of a frame in pixels, height x width [default: 399360, which is 832 x 480]. Clips with larger frames
+    are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. To run
+    `wands preprocess` again on the same cache, give the same first value. You may add or remove the other values."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
-    """Largest number of frames in a sample. Every sample has 4n + 1 frames, such as 49 or 81. If a clip is longer,
-    --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to 3 frames to
-    4n + 1 frames."""
+    """Largest number of frames in a sample. The number of frames is always a multiple of 4 plus 1, such as 49 or 81. If a
+    clip is longer, --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to
+    3 frames."""
     clip_mode: Literal["head", "middle", "slide"] = "head"
     """Choose the frames to use if a clip is longer than --max-frames. With `head`, the first frames are used. With
     `middle`, the central frames are used. With `slide`, the whole clip is divided into several samples."""
@@ -154,8 +153,8 @@ class SplitOptions(Options):
     """Length of the shortest clip in seconds. Shorter shots are left out. If a shot is cut because of --max-seconds, a last
     piece that is shorter than --min-seconds is left out, too."""
     max_seconds: Annotated[float, Field(gt=0)] = 5.0625
-    """Length of the longest clip in seconds. Longer shots are cut into pieces of this length [default: 5.0625, which is
-    81 frames at 16 fps]."""
+    """Length of the longest clip in seconds. Longer shots are cut into pieces of this length. The default is the length
+    of 81 frames at 16 fps."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of films that are decoded at the same time [default: one per CPU core]."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
@@ -203,7 +202,8 @@ class CaptionOptions(Options):
     batch: Annotated[int, Field(ge=1)] = 8
     """Number of clips that the model captions together. With --endpoint, the number of simultaneous requests."""
     workers: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes to start on this machine. The GPUs are assigned to the processes in turn [default: one per GPU]."""
+    """Number of processes to start on this machine. They are distributed evenly over the GPUs [default: one process per
+    GPU]."""
     device: str | None = None
     """Device that runs the model, such as cuda:0 [default: cuda if available, else cpu]."""
     timeout: Annotated[float, Field(gt=0)] = 120.0
@@ -230,8 +230,8 @@ class MeasureOptions(Options):
     """Table to write (.csv or .jsonl). It has all columns of SOURCE and the measured values. A file next to the table,
     such as measured.measures.jsonl, lets later runs skip unchanged clips."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Two clips are near-duplicates if each of their three perceptual hashes differs in at most this number of bits.
-    A hash has 64 bits and describes one frame."""
+    """Largest number of bits in which the hashes of two near-duplicates differ. Each clip has three perceptual hashes
+    of 64 bits, one for each of three frames. Two clips are near-duplicates if the limit holds for all three hashes."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -286,7 +286,8 @@ class PreprocessOptions(ClipOptions):
     """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
     model variant."""
     device: str | None = None
-    """Device that runs the VAE and the other encoders, such as cuda:0 [default: cuda if available, else cpu]."""
+    """Device that runs the encoders, such as cuda:0. With --text-device, the text encoder runs on another device
+    [default: cuda if available, else cpu]."""
     text_device: str | None = None
     """Device that runs the text encoder. Use cpu, for example, if the GPU has too little memory for all encoders
     [default: the value of --device]."""
@@ -303,23 +304,24 @@ class PreprocessOptions(ClipOptions):
     memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about
     2 % of their standard deviation, mostly where tiles meet."""
     workers: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes to start on this machine. The processes are assigned to the GPUs in turn. Each process
-    loads all encoders, and encodes a fixed part of the clips [default: one process per GPU; on a machine without a
-    GPU, one process]."""
+    """Number of processes to start on this machine. They are distributed evenly over the GPUs. Each process loads all
+    encoders, and encodes a fixed part of the clips [default: one process per GPU; on a machine without a GPU, one
+    process]."""
     limit: Annotated[int | None, Field(ge=1)] = None
     """Largest number of clips to encode: the first clips of SOURCE in the order of their names. Run the command again
     without --limit to add the other clips to the cache."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
-    """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on a
-    cluster without a common launcher. Run one part on each node. Then join the parts into the folder CACHE with
-    `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is the value of --out."""
+    """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on
+    a cluster if no launcher starts processes on all nodes. Run one part on each node. Then join the parts into the
+    folder CACHE with `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is the value of --out."""
 
 
 class PackOptions(RecipeOptions):
     """Write the packing plan of one epoch to a file.
 
     A bin holds the clips of one forward pass. The file lists the clips of each bin and the bins of each optimizer
-    step. `wands train RECIPE` processes exactly these bins and steps in this epoch.
+    step. `wands train RECIPE` plans the same bins and steps by itself. `wands train RECIPE --plan FILE` reads them from
+    the file.
 
     Examples:
         wands pack wan2.1-t2v-1.3b-lora --set data.cache=cache/ --out plan.jsonl
@@ -351,10 +353,10 @@ class CalibrateOptions(Options):
 class PlanOptions(RecipeOptions):
     """Predict which settings fit a machine, before training.
 
-    The command prints settings with which RECIPE fits on the machine, the fastest settings first. For this
-    order, speeds within 2 % count as equal, and settings that offload to the host count as 15 % slower than predicted. Each
-    line contains a DeepSpeed config, context-parallel degrees, activation checkpointing, a bin size (packing.max_tokens),
-    the memory and the step time. All numbers are predictions; nothing is run.
+    The command prints settings with which RECIPE fits on the machine, the fastest settings first. If speeds differ by
+    less than about 2 %, simpler settings come first. Settings that offload to the host are sorted as if they were 15 %
+    slower than predicted. Each line contains a DeepSpeed config, context-parallel degrees, activation checkpointing, a bin
+    size (packing.max_tokens), the memory and the step time. All numbers are predictions; nothing is run.
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
@@ -369,7 +371,7 @@ class PlanOptions(RecipeOptions):
     """Name of the GPU type: h100, h200, b200, a100-80gb, a100-40gb, l40s, a6000, rtx5090, rtx4090 or rtx3090. For another
     GPU, use the name of a similar GPU together with --gpu-memory."""
     hardware_file: Path | None = None
-    """File that `wands calibrate` wrote on a GPU of the type --hardware. Its speeds replace the speeds of the data
+    """File that `wands calibrate` wrote on a GPU of the type in --hardware. Its speeds replace the speeds of the data
     sheet [default: the file that `wands calibrate` wrote without --out for this GPU type, if there is one]."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Total number of GPUs in all nodes together."""
@@ -485,7 +487,7 @@ class ProfileOptions(LauncherOptions):
 class InferOptions(Options):
     """Sample videos from prompts and images.
 
-    With a launcher such as torchrun, all processes work together on each video. The options that you leave out have the
+    With a launcher such as torchrun, all processes work together on each video. Options that you leave out get the official
     values of the model's authors, which the table below lists.
 
     Examples:
@@ -505,28 +507,28 @@ class InferOptions(Options):
     """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, with
     a prompt and its options."""
     height: tuple[int, ...] = ()
-    """Height of the video in pixels. Give the option several times to set one value per prompt [default: the value in the
-    table below]."""
+    """Height of the video in pixels. Give the option several times to set one value per prompt [default: the official
+    value in the table below]."""
     width: tuple[int, ...] = ()
-    """Width of the video in pixels. Give the option several times to set one value per prompt [default: the value in the
-    table below]."""
+    """Width of the video in pixels. Give the option several times to set one value per prompt [default: the official
+    value in the table below]."""
     num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
     """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
-    prompt [default: the value in the table below]."""
+    prompt [default: the official value in the table below]."""
     num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
-    """Number of denoising steps. Give the option several times to set one value per prompt [default: the value in the
-    table below]."""
+    """Number of denoising steps. Give the option several times to set one value per prompt [default: the official value
+    in the table below]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
-    """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up
-    to 1 turn guidance off. Give the option several times to set one value per prompt [default: the value in the
+    """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up to 1
+    turn guidance off. Give the option several times to set one value per prompt [default: the official value in the
     table below]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
-    """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one value
-    per prompt [default: the value of --guidance if you set it, else the value in the table below]."""
+    """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one
+    value per prompt [default: the value of --guidance if you set it, else the official value in the table below]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
-    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times
-    to set one value per prompt [default: the value in the table below; for models that are not in the table, the flow
-    shift of the model's scheduler]."""
+    """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
+    set one value per prompt [default: the official value in the table below; for models that are not in the table, the
+    flow shift of the model's scheduler]."""
     seed: tuple[int, ...] = ()
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
     the option several times to set one value per prompt [default: 0]."""
@@ -577,12 +579,12 @@ class InferOptions(Options):
     """Number of processes that divide the attention heads among themselves (Ulysses), if a launcher is used [default: the
     largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default:
-    number of processes for one prediction (see --guidance-mode) / Ulysses degree]."""
+    """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default: the
+    number of processes that compute one prediction (see --guidance-mode), divided by the Ulysses degree]."""
     attention_backend: Literal["auto", "native"] = "auto"
-    """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch
-    that is installed and passes a test. `native` uses the attention of diffusers. If several processes divide the
-    tokens, `native` has the same effect as `auto`."""
+    """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch that
+    is installed and passes a test. `native` uses the attention of diffusers, and so does `auto` on a CPU or in fp32. If
+    several processes divide the tokens of a video, this option has no effect."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
     """Classifier-free guidance needs two predictions: one for the prompt, and one for the negative prompt.
     `sequential` computes one prediction after the other. `batched` computes both as one batch, which needs more
@@ -662,8 +664,8 @@ class ExportOptions(Options):
 class PushOptions(Options):
     """Upload an export or a run to the Hugging Face Hub.
 
-    The command also writes a model card. It uses the Hub token in HF_TOKEN or the token that `hf auth login` stored. If an
-    upload is interrupted, run the same command again to upload the missing files.
+    The command also writes a model card. It uses the Hub token in the environment variable HF_TOKEN, or the token that
+    `hf auth login` stored. If an upload is interrupted, run the same command again to upload the missing files.
 
     Examples:
         wands push exported/ my-name/my-model
@@ -671,9 +673,9 @@ class PushOptions(Options):
     """
 
     directory: Annotated[Path, ARGUMENT]
-    """Folder to upload, written by `wands export`. It can also be a run folder, whose newest checkpoint is exported first, or
-    the folder of one checkpoint, such as RUN/checkpoints/step_00001000. `wands export` has more options, such as --dtype
-    and --ema."""
+    """Folder to upload: the result of `wands export`, a run folder, or a step folder such as
+    RUN/checkpoints/step_00001000. A step folder, or the newest checkpoint of a run folder, is exported first. To choose
+    options of the export, such as --dtype and --ema, run `wands export` yourself."""
     repo_id: Annotated[str, ARGUMENT]
     """Repository on the Hub: OWNER/NAME, or NAME for a repository in your own account."""
     public: bool = False
@@ -684,7 +686,7 @@ class PushOptions(Options):
     message: str | None = None
     """Message of the commit [default: a text with the kind of model, the training step and the version of wands]."""
     endpoint: str | None = None
-    """URL of the Hub server [default: the value of HF_ENDPOINT, else https://huggingface.co]."""
+    """URL of the Hub server [default: the value of the environment variable HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
     """Run folder or step folder of the training that produced DIRECTORY. If DIRECTORY lacks facts for the model
     card, such as the training step, wands reads these facts from the run folder or step folder."""
@@ -721,7 +723,7 @@ class ConvertOptions(Options):
     [default: the dtype in SOURCE]."""
     forward: bool = True
     """Run diffusers' transformer with the weights of SOURCE and with the converted weights, and check that both
-    give equal outputs."""
+    give equal outputs. --no-forward skips this check."""
 
 
 class ScoreOptions(Options):

@@ -17,7 +17,7 @@ SavedTensor = Literal["attn_output", "attn_input", "query_proj", "key_proj", "va
 
 
 class MergeConfig(StrictModel):
-    """A LoRA that is merged into the base weights when the model is loaded."""
+    """A LoRA to merge into the base weights, and its scale."""
 
     path: str
     """LoRA to merge: a safetensors file, or a folder that contains such a file. The LoRA may have any layout that
@@ -36,16 +36,16 @@ class ModelConfig(StrictModel):
     init: Literal["pretrained", "random"] = "pretrained"
     """Start training from the pretrained weights or from random weights. `pretrained` loads the weights at
     `model.path`. `random` reads only the config of this model, and initializes the weights as official Wan does. Use
-    `random` to pretrain a model from scratch. With `random`, model.path may also be the name of a variant, such as
-    wan2.1-t2v-1.3b, which needs no files."""
+    `random` to pretrain a model from scratch. With `random`, model.path may also be the name of a published
+    model, such as wan2.1-t2v-1.3b. No model files are then needed."""
     experts: Literal["high", "low", "both"] | None = None
     """Choose the experts to train in a model with two experts (A14B). `high` trains the high-noise expert, `low` the
     low-noise expert, and `both` trains both. If this key is unset, both are trained. Each expert draws the noise level
     sigma from its own range. With `both`, each step updates first the high-noise and then the low-noise expert, on the
     same clips. Training one expert needs half the memory of training both."""
     merge_loras: list[MergeConfig] = Field(default_factory=list)
-    """LoRAs to merge into the base weights before training. The checkpoints of a full finetune, and exports with
-    `--merge`, contain the merged LoRAs. An empty list merges no LoRA."""
+    """List of LoRAs that are merged into the base weights before training. The checkpoints of a full finetune contain
+    the merged LoRAs, and so does the result of `wands export --merge`. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
     """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key cannot be used
     together with a `lora` section. An empty list trains all parameters. Set this key, for example, to train only the
@@ -63,7 +63,7 @@ class ModelConfig(StrictModel):
     - `full` keeps only the input of each block. The backward pass recomputes the whole block, which adds about one
       forward pass per step.
     - `offload` works like `full`, but keeps the input of each block in host memory. `offloaded_tensors` can choose other
-      tensors for the host. The copies run at the same time as the computation.
+      tensors for the host. The tensors are copied while the GPU computes.
 
     The default `none` suits small models. Use `full` for videos on 80 GB GPUs. `wands plan` compares all four modes."""
     checkpoint_blocks: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -185,12 +185,12 @@ class AttentionConfig(StrictModel):
     """Choice of the attention kernel."""
 
     backend: Literal["auto", "reference", "cpu", "torch", "cudnn", "flash2", "flash3", "flash4"] = "auto"
-    """Choose the attention kernel. On a GPU, `auto` measures the kernels that are installed, support the GPU and
-    compute correct results in a test, and uses the fastest. The checkpoint stores this choice. On a CPU, `auto`
-    uses `cpu`. A kernel that you choose by name must pass the same test, except `reference`, which is plain
-    PyTorch and slow. `torch` and `cudnn` are part of PyTorch. `flash2`, `flash3` and `flash4` are flash-attn
-    packages. `cudnn` uses cuDNN for clips of 1,024 tokens or more, and the kernel `torch` for shorter clips.
-    `auto` may choose another limit than 1,024 tokens. If ring attention divides a clip, the limit applies to each
+    """Choose the attention kernel. In bf16 on a GPU, `auto` measures all installed kernels that pass a test of their
+    results, and uses the fastest. A checkpoint stores this choice for the resumed run. On a CPU, `auto` uses `cpu`, and
+    in fp32 on a GPU `reference`, which is plain PyTorch and slow. A GPU kernel that you choose by name must pass the
+    same test. `torch` and `cudnn` are part of PyTorch. `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn`
+    uses cuDNN only for clips of 1,024 tokens or more, and the kernel `torch` for shorter clips. `auto` may combine cuDNN
+    with another kernel, or use another limit than 1,024 tokens. If ring attention divides a clip, the limit applies to each
     part of the clip."""
 
 
@@ -238,9 +238,7 @@ class MockConfig(StrictModel):
 
 
 class SourceConfig(StrictModel):
-    """One of several latent caches to train on, with the cache's weight in an epoch or the number of repeats of its
-    samples.
-    """
+    """A latent cache to train on, and settings for the samples of this cache."""
 
     path: str
     """Cache folder, written by `wands preprocess`."""
@@ -252,9 +250,9 @@ class SourceConfig(StrictModel):
     """Number of times that an epoch uses each sample of this cache. If this key is unset, the number is 1. With 1.5, an
     epoch uses each sample once and half of the samples a second time. The next epoch repeats the other half."""
     loss_weight: float = Field(default=1.0, gt=0)
-    """Factor of the loss of each clip from this cache. With 0.5, the clips of this cache change the model half as much. The
-    sum of the losses is still divided by the number of clips (or tokens), and not by the sum of the factors. So if all caches
-    have the same factor, the whole gradient is multiplied by this factor."""
+    """Factor that multiplies the loss of each clip from this cache. With 0.5, the clips of this cache change the model
+    half as much. The factors are not normalized: if all caches have the same factor, the whole gradient is multiplied
+    by this factor."""
     caption_dropout: float | None = Field(default=None, ge=0, le=1)
     """Probability of replacing the caption of a clip from this cache by the empty caption. If this key is unset,
     `flow.cfg_dropout` is the probability."""
@@ -278,25 +276,25 @@ class DataConfig(StrictModel):
     """Use this list to train on several caches. All caches must be made with the same encoders. Leave the list unset if
     you use `cache` or `mock`."""
     holdout: float = Field(default=0.0, ge=0, lt=1)
-    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02, for example,
-    holds out one clip in 50. A hash of the clip's name decides whether the clip is held out. If you add clips, the
-    decision for the other clips does not change. All samples of a clip are held out together, except in data with
-    only a few long clips (films). A part of each film is then held out, and samples close to this part are not
-    used. Training samples that are nearly equal to a held-out sample are not used either."""
+    """Fraction of the clips to hold out of training, for evaluation. 0 holds out no clip, and 0.02 holds out about one
+    clip in 50. A hash of the clip's name decides whether the clip is held out. If you add clips, the decision for the
+    other clips does not change. All samples of a clip are held out together. If the data has only a few long clips
+    (films), a part of each film is held out instead. Samples just before and after this part are then not used.
+    Training samples that are nearly equal to a held-out sample are not used either."""
     split: Literal["train", "holdout", "all"] = "train"
     """Choose the clips that the run trains on. `data.holdout` sets how many clips are held out. The value `train`
     uses the clips that are not held out. The value `holdout` uses only the held-out clips, and `all` uses all clips."""
     exclude: Annotated[list[str], BeforeValidator(_read_keys)] = Field(default_factory=list)
-    """Exclude these samples from training: a list of sample keys, or the path of a text file with one key per line.
-    You may change the list when you resume a run. The other samples stay in their steps and bins (packed sequences):
-    an excluded sample only makes its bin shorter. A step whose samples are all excluded is counted, but changes no
-    weight."""
+    """Exclude samples from training: a list of sample keys, or the path of a text file with one sample key per line. In
+    the file events.jsonl of a run, the key of a sample is its `sample_id`. You may change the list when you resume a
+    run. The other samples stay in their steps and bins (packed sequences): an excluded sample only makes its bin
+    shorter. A step whose samples are all excluded is counted, but changes no weight."""
     mock: MockConfig | None = None
     """Train on random data instead of a cache. Leave this section unset if you use `cache` or `sources`."""
     verify: bool = True
-    """Verify the checksum of each sample when the sample is read. The check runs in the background, but needs the
-    whole sample. If reading is too slow with context parallelism, set this key to false: each rank then reads only
-    the frames that contain its tokens."""
+    """Verify the checksum of each sample when the sample is read. The check runs in the background, but each rank must
+    then read whole samples. If this is too slow with context parallelism, set this key to false: each rank then reads
+    only the frames that contain its tokens."""
     prefetch: int = Field(default=2, ge=0)
     """Number of optimizer steps whose data and noise a background thread prepares in advance. 0 prepares them in the
     training loop. Increase the number if the storage is slow."""
@@ -325,8 +323,9 @@ class PackingConfig(StrictModel):
     files at a time. A buffer with the samples of a few dozen steps fills the bins as completely as a buffer with
     all samples."""
     plan: str | None = None
-    """File that `wands pack --out` wrote. Training processes exactly the bins and steps in this file, in the epoch for which
-    the file was written. The file must fit the data and the recipe. If this key is unset, wands plans all epochs."""
+    """File with the packing plan of one epoch, written by `wands pack --out`. In this epoch, training processes exactly
+    the bins and steps in the file. The file must fit the data and the recipe. wands plans the other epochs, and all
+    epochs if this key is unset."""
 
 
 FLOW_PRESETS: dict[str, dict[str, Any]] = {
@@ -341,8 +340,8 @@ class FlowConfig(StrictModel):
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
-    """Preset for the keys timestep_sampling, flow_shift and mix_uniform. A key that the recipe sets keeps the value
-    in the recipe. `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means
+    """Preset for the keys timestep_sampling, flow_shift and mix_uniform. If the recipe also sets one of these keys, the
+    recipe's value is used. `finetune` means timestep_sampling uniform, flow_shift 3.0 and mix_uniform 0. `pretrain` means
     timestep_sampling logit_normal, flow_shift 2.5 and mix_uniform 0.2."""
     timestep_sampling: Literal["uniform", "logit_normal", "mode"] = "uniform"
     """Distribution from which the noise level sigma is drawn, before the shift by `flow_shift`. `uniform` draws all
@@ -375,16 +374,16 @@ class FlowConfig(StrictModel):
     """Largest timestep to train, after the shift. If this limit is below 1000, all drawn timesteps are smaller than
     the limit, so that two runs with adjacent ranges do not overlap."""
     stratified: bool = False
-    """Whether the noise levels of a clip are spread evenly over the epochs, instead of drawn independently. The
-    distribution of a single noise level does not change. After a few epochs, the mean loss of a clip varies less: see
-    docs/training.md. The key has no effect in the first epoch."""
+    """Whether the noise levels that a clip gets in successive epochs are spread evenly over the distribution, instead
+    of drawn independently. The distribution of a single noise level does not change. After a few epochs, the mean loss
+    of a clip varies less: see docs/training.md. In the first epoch, the noise levels are as random as without this key."""
     mix_uniform: float = Field(default=0.0, ge=0, le=1)
     """Fraction of the samples whose sigma is drawn uniformly and is not shifted. The other samples use
     `timestep_sampling` and `flow_shift`. With 0, all samples use `timestep_sampling` and `flow_shift`."""
     weighting: Literal["none", "linear", "bell"] = "none"
     """Weight of a sample in the loss, which depends on its sigma. `none` weights all samples with 1. `linear` uses 1 +
-    flow_shift * sigma. `bell` uses a bell curve, which is largest at sigma 0.5, is 0 at sigma 0 and 1, and has a mean of
-    1."""
+    flow_shift * sigma. `bell` uses a bell curve: 0 at sigma 0 and 1, and largest at sigma 0.5. The mean of the curve
+    over all sigma is 1."""
     cfg_dropout: float = Field(default=0.1, ge=0, le=1)
     """Fraction of the samples that train with the empty caption instead of their own caption. Classifier-free guidance in
     inference needs a model that was also trained with the empty caption. 0 trains every sample with its own caption."""
@@ -502,21 +501,21 @@ class TrainConfig(StrictModel):
     spike_zscore: float = Field(default=6.0, gt=0)
     """Robust z-score above which a loss or a gradient norm is a spike. With `on_bad_step: skip`, the update of a step
     with a spike is discarded. With `on_bad_step: stop`, a spike is only written to events.jsonl, and the run
-    continues. The z-score compares the logarithm of the loss or norm with its values in the last 128 updates. The
-    first 20 updates cannot be spikes."""
+    continues. The z-score compares the logarithm of the loss or norm with the logarithms of the last 128 updates.
+    The first 20 updates cannot be spikes."""
     log_samples: bool = False
     """Write the loss and sigma (noise level) of every clip to the files samples-rank*.jsonl. Use this key to find the
     clip that causes a loss spike."""
     check_every: int = Field(default=100, ge=0)
-    """Number of optimizer steps between two checks that all ranks have equal weights. A check compares the
-    parameters of which every rank has a complete copy. The check also runs after the first step of a process,
-    before each checkpoint, and when the file `check` appears in the run folder. 0 turns off the regular checks and
-    the checks before checkpoints. A difference ends the run, and the error names the ranks and the parameters."""
+    """Number of optimizer steps between two checks of the weights. A check compares, between the ranks, all parameters
+    of which every rank has a complete copy. A difference ends the run, and the error names the ranks and the
+    parameters. The check also runs after the first step of a process, before each checkpoint, and when the file `check`
+    appears in the run folder. 0 turns off the regular checks and the checks before checkpoints."""
     step_timeout: float | None = Field(default=None, gt=0)
-    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that do
-    not answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s.
-    Checks, checkpoints, and the start of a run with its first step have a separate limit: one hour, or the minutes in
-    the environment variable DEEPSPEED_TIMEOUT."""
+    """Time limit of a step in seconds. If a step takes longer, the run stops, and the error names the ranks that do not
+    answer. If this key is unset, the limit is 10 times the longest of the last 50 steps, and at least 300 s. A separate
+    limit applies to checks, checkpoints, and the start of a run until the end of its first step. This limit is one
+    hour, or the number of minutes in the environment variable DEEPSPEED_TIMEOUT."""
 
 
 class CheckpointConfig(StrictModel):
@@ -550,10 +549,10 @@ Tracker = Literal[
 
 
 class EvalConfig(StrictModel):
-    """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every N steps and after the last step.
+    """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every `eval.every` steps and at the end.
 
     The held-out clips come from `data.holdout` or `eval.cache`. For comparison, the same number of training clips is evaluated.
-    The noise levels are fixed quantiles of the recipe's distribution. Evaluations do not change the training.
+    The noise levels are fixed quantiles of the recipe's noise distribution. Evaluations do not change the training.
     """
 
     every: int = Field(default=500, gt=0)
@@ -586,8 +585,8 @@ class LoggingConfig(StrictModel):
     run_name: str | None = None
     """Name of the run in the trackers. If this key is unset, the name of the run folder is used."""
     blocks_every: int = Field(default=0, ge=0)
-    """Number of optimizer steps between two measurements of each transformer block. Measured are the norm of the
-    gradient, and the norm of the update divided by the norm of the weights. 0 never measures. A measurement needs
+    """Number of optimizer steps between two measurements of each transformer block. A measurement computes the norm
+    of the gradient, and the norm of the update divided by the norm of the weights. 0 never measures. A measurement needs
     host memory: each rank copies its part of the trained weights, with 4 bytes per weight. Use 100, for example, to
     see blocks that learn too fast or not at all. The training does not change."""
 
