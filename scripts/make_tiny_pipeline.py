@@ -93,7 +93,7 @@ Slow motion shot of a glass of water falling and breaking on the dark stone floo
 A group of friends laugh and talk around a camp fire near the lake, stars above them.
 Heavy clouds gather over green fields, then lightning strikes far away on the horizon.
 A young girl in a blue dress is dancing on a stage in front of a large audience.
-Fish of many colors swim between corals in clear shallow water.
+Fish of many colours swim between corals in clear shallow water.
 The train leaves the station, passengers wave through its windows, steam rising from below.
 Black and white film of workers building a bridge across a wide river many years ago.
 An astronaut floats inside the space station and looks at the earth through a round window.
@@ -108,7 +108,7 @@ A ship with white sails crosses the open sea under a cloudless sky, view from a 
 The teacher writes numbers on the blackboard: 1, 2, 3, 4, 5, 6, 7, 8, 9 and 10; the pupils repeat them.
 Horses gallop over dry grass, dust behind them, mountains in the distance, golden hour.
 Blurry, low quality, static, overexposed, subtitles, watermark, deformed, ugly, worst quality, JPEG artifacts.
-Best quality, highly detailed, cinematic lighting, realistic style, 4K, film grain, color grading.
+Best quality, highly detailed, cinematic lighting, realistic style, 4K, film grain, colour grading.
 """
 
 
@@ -117,7 +117,7 @@ class BuildError(Exception):
 
 
 def init_wan_weights(model: WanTransformer3DModel, seed: int) -> None:
-    """Initialize a Wan DiT as the official code does, in place, independent of the global generator.
+    """Initialise a Wan DiT as the official code does, in place, independent of the global generator.
 
     Linear layers and the patch embedding Xavier-uniform, biases zero, text and time embedding normal with
     standard deviation 0.02, modulation tables normal / sqrt(dim), norms one, and the head zero: the untrained

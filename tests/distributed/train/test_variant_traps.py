@@ -67,7 +67,9 @@ def _generator(purpose: str, quantile: float) -> Any:
 
 
 def range_before_the_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    def sample(generator: Any, flow: Any, low: float = 0.0, high: float = 1.0) -> float:
+    def sample(
+        generator: Any, flow: Any, low: float = 0.0, high: float = 1.0, stratum: float | None = None
+    ) -> float:
         return sigmas_module.shift_sigma(low + (high - low) * generator.random(), flow.flow_shift)
 
     monkeypatch.setattr(corrupt_module, "sample_sigma", sample)
