@@ -114,7 +114,8 @@ class Job:
         return time.monotonic() - start
 
     def output(self) -> str:
-        return Path(self.text.name).read_text(errors="replace")[-6000:]
+        """The last lines, without the codes with which rich redraws the progress."""
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", Path(self.text.name).read_text(errors="replace"))[-6000:]
 
     def hang_up(self) -> None:
         """Close the terminal, as a lost SSH connection does."""
