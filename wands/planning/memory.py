@@ -62,12 +62,13 @@ def to_gib(size: float) -> str:
 def reserved_memory(workload: Workload) -> float:
     """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
 
-    Each communicator of NCCL has buffers. There is one communicator for all ranks, one for Ulysses, and two for the ring:
-    one for keys and values, and one for their gradients. A group of one rank has no communicator. The result is 0 on CPUs.
+    Each communicator of NCCL has buffers. There is one communicator for all ranks, one for a context-parallel group, one for
+    Ulysses, and two for the ring: one for keys and values, and one for their gradients. A group of one rank has no
+    communicator. The result is 0 on CPUs.
     """
     if workload.device_type == "cpu":
         return 0.0
-    groups = (workload.world_size, workload.ulysses_degree, workload.ring_degree, workload.ring_degree)
+    groups = (workload.world_size, workload.cp_size, workload.ulysses_degree, *[workload.ring_degree] * 2)
     return CUDA_CONTEXT + NCCL_COMMUNICATOR * sum(size > 1 for size in groups)
 
 

@@ -194,9 +194,9 @@ def test_memory_is_that_of_ds_configs_zero3():
 
 
 def test_each_communicator_takes_memory_that_tensors_cannot_use():
-    """All ranks; then also Ulysses; then also keys and values, and gradients, of a ring."""
+    """All ranks; then also context parallelism and Ulysses; then also keys and values, and gradients, of a ring."""
     reserved = [reserved_memory(workload_of(SHAPE, LENS, 8, cp, Setting())) for cp in (1, 4, 8)]
-    assert reserved == [CUDA_CONTEXT + number * NCCL_COMMUNICATOR for number in (1, 2, 4)]
+    assert reserved == [CUDA_CONTEXT + number * NCCL_COMMUNICATOR for number in (1, 3, 5)]
     on_cpu = replace(workload_of(SHAPE, LENS, 8, 8, Setting()), device_type="cpu")
     assert reserved_memory(on_cpu) == 0
 

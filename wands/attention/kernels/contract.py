@@ -6,10 +6,10 @@ Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. All tensors are 
 The rows are divided into segments, such as one segment per sample. Rows of q attend only to rows of k in the same
 segment.
 
-The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, q
-attends to several blocks of keys, one after another. The caller merges the results, and calls the backward pass of each
-block with the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a key among the keys of
-all blocks. The gradients of q from all blocks therefore add up to the gradient of q.
+The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, and in
+cross-attention to padded texts, q attends to several blocks of keys, one after another. The caller merges the results,
+and calls the backward pass of each block with the *merged* `out` and `lse`. exp(score - lse) is then the attention
+probability of a key among the keys of all blocks. The gradients of q from all blocks therefore add up to the gradient of q.
 Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring Attention".
 
 How to add a kernel:
