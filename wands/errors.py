@@ -77,7 +77,7 @@ class Problems:
         return self.failed.isdisjoint(names)
 
     def add(self, name: str, error: WandsError) -> None:
-        """Collect the error of a check for `raise_all`. The check with this name counts as failed."""
+        """Store the error of the check `name`, so that `raise_all` reports the error. The check then counts as failed."""
         self._errors.append(error)
         self.failed.add(name)
 

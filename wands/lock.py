@@ -172,7 +172,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
                 self._write()
 
     def release(self) -> None:
-        """Release the lock and, unless `is_kept` is True, delete the lock file.
+        """Release the lock. Delete the lock file, unless the attribute `is_kept` is True.
 
         If the constructor created the folder of the lock file, and the folder is now empty, also delete the folder.
         """

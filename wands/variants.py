@@ -187,7 +187,8 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options for sampling videos from a model. For a published model, these are the options of the model's authors.
 
-    Any other model gets the default values of this class and the shift of its model family.
+    Any other model gets the default values of this class, and the scheduler's shift of a published model of the same kind (such
+    as Wan 2.1 text-to-video).
 
     Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
     shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.
@@ -278,7 +279,7 @@ class Variant:
         """Return the number of tokens of a video in the DiT.
 
         Args:
-            num_frames: number of frames of the video, as in `latent_size`.
+            num_frames: number of frames of the video. If it is not 4k + 1 for an integer k, the next smaller such number is used.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """

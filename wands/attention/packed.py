@@ -140,7 +140,7 @@ class PackedMeta:
     def padded_seq_lens(self) -> tuple[int, ...]:
         """Number of tokens of each sample on this rank. The padding at the end counts as tokens of the last sample.
 
-        The sum of these numbers is the length of `segment_ids`.
+        The sum of these numbers is the number of tokens on this rank, padding included.
         """
         return self._with_padding(self.local_seq_lens)
 

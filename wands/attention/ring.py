@@ -188,7 +188,7 @@ class _RingTransfer:
         )
 
     def wait(self) -> Tensor:
-        """Wait until the send and the receive are done. Return the received tensor."""
+        """Wait until this rank has sent its tensor and received the previous rank's tensor. Return the received tensor."""
         with record_function("ring hop"):
             for work in self._works:
                 work.wait()

@@ -46,7 +46,7 @@ def context_attention(
 
     Returns:
         A callable that maps (q, k, v, meta) to the attention output. q, k, v and the output have the shape [L, H, D],
-        for L local tokens, H heads and head dim D. See `wands.model.transformer.SelfAttention`.
+        for L local tokens, H heads and head dim D. meta is the `PackedMeta` of this rank's tokens.
     """
     attention = RingAttention(backend, ring, ring_grad)
     return attention if ulysses is None else UlyssesAttention(attention, ulysses, fused)

@@ -160,7 +160,7 @@ def merge_pads(
     Args:
         out: [T, H, D], attention output over the other keys.
         lse: [H, T], log-sum-exp of the scores over the other keys.
-        q: [T, H, D].
+        q: [T, H, D], T rows (tokens) of H heads of width D.
         pad_k: [H, D], the padding key.
         pad_v: [H, D], value of the padding key.
         log_num_pads: [T], natural logarithm of n for each row of q; -inf if n is 0.
@@ -190,9 +190,9 @@ def merge_pads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
-    `merge_pads` adds the copies of one padding key to the attention to all other keys. `out` and `lse` are its results, and
-    `dout` is the gradient of `out`. The argument `dq` is the gradient of q from the keys that are not padding. The returned
-    gradient of q is `dq` plus the gradient from the copies of the padding key.
+    `merge_pads` adds n copies of one padding key to the attention to all other keys; `log_num_pads` contains ln(n) for each
+    row of q. `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The argument `dq` is the
+    gradient of q from the keys that are not padding. The returned gradient of q also includes the padding keys.
     """
     dtype = q.dtype
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
@@ -249,7 +249,8 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece of `_cut_queries`; None if segments are not cut (on a CPU).
+    """Return the largest number of rows of q in a segment. The backward pass cuts longer segments into pieces. Return None on
+    a CPU, where segments are not cut.
 
     The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy.
     """

@@ -56,7 +56,7 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
 
     Args:
         options: options of the command.
-        more: other keyword arguments of `load_source`, such as ``log``.
+        more: other keyword arguments of `load_source`, such as ``log`` (function that receives messages).
 
     Returns:
         (records, rejections). A usable clip has one record for each of its captions. If --trigger is set, each caption

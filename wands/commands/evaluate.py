@@ -25,7 +25,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
     """Measure the loss of a run or a model on the clips of a cache. Return a table as text on rank 0, and None on other
     ranks.
 
-    Under a launcher, the ranks share the clips, and every rank has the whole model.
+    Under a launcher, the clips are divided among the ranks, and every rank has the whole model.
 
     Args:
         options: options of the command.

@@ -101,7 +101,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             degree or the ring degree does not fit the number of ranks, the folder is not writable, or the ranks have
             different options. The error is raised before weights are read.
         CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
-            although `options.ema` is set.
+            of the weights although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     with start_together():
@@ -276,12 +276,12 @@ def check_ranks(
     other ranks would wait forever.
 
     Args:
-        source: result of `find_source`. Each rank searches for the newest checkpoint separately, so two ranks can find
-            different checkpoints.
-        origin: facts about the weights, from `_describe_weights`.
-        requests: requests to sample.
-        images: images of each request, whose pixels are compared.
-        dims: result of `plan_ranks`.
+        source: pipeline with its DiTs, from `find_source`. Each rank searches for the newest checkpoint separately, so two
+            ranks can find different checkpoints.
+        origin: facts about the weights, such as folders and LoRAs, from `_describe_weights`.
+        requests: prompts with their options.
+        images: conditioning images of each request, whose pixels are compared.
+        dims: parallel dimensions of the ranks, from `plan_ranks`.
 
     Raises:
         ConfigError: on every rank, if the ranks differ. The message names the first difference and the ranks.

@@ -19,7 +19,7 @@ def pack(options: PackOptions) -> str:
 
     The first line describes the whole plan. Its keys are:
 
-    - format, seed, epoch, and first_step (number of the epoch's first optimizer step).
+    - format (name and version of the file format), seed, epoch, and first_step (number of the epoch's first optimizer step).
     - sources: the data sources (see `list_sources`).
     - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size` in the recipe.
     - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.

@@ -53,8 +53,8 @@ def plan(options: PlanOptions) -> str:
 
     The report lists a few settings that fit, the fastest settings first. It describes the fastest settings in detail,
     and shows the command that starts the training run. If `options.out` is set, the recipe and the DeepSpeed JSON of
-    the fastest settings are written to this folder. With `options.table`, the function only returns the tables of
-    `what_fits`.
+    the fastest settings are written to this folder. With `options.table`, the report only contains tables of
+    settings for published models on common GPUs.
 
     Args:
         options: options of the command; they name the recipe and the machine.
@@ -153,7 +153,7 @@ def build_task(
 
     Args:
         recipe: recipe of the run.
-        model: result of `find_model`.
+        model: result of `find_model`: (config of the DiT, model variant, trained DiTs).
         lens: number of video tokens of each clip, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
         load: arguments of `Workload` that describe the videos that the run generates during training, such as `video_tokens`;
@@ -177,7 +177,7 @@ def build_task(
 
 
 def find_model(recipe: Recipe, variant: str | None = None) -> Model:
-    """Return (config of the DiT, model variant, trained experts) for the model that the recipe trains.
+    """Return (config of the DiT, model variant, experts (DiTs) to train) for the model that the recipe trains.
 
     For a published model, no model file is read. The name of the published model is `variant`, or part of the Hub id in
     `model.path`. For other models, the config files in `model.path` are read.

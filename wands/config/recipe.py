@@ -96,7 +96,7 @@ class ModelConfig(StrictModel):
     data set overfits."""
 
     def num_recomputed(self, num_layers: int) -> int:
-        """Return the number of blocks whose activations `checkpointing` recomputes, in a model with `num_layers` blocks."""
+        """Return the number of blocks under activation checkpointing, in a model with `num_layers` blocks."""
         blocks = num_layers if self.checkpoint_blocks == "auto" else min(self.checkpoint_blocks, num_layers)
         return 0 if self.checkpointing == "none" else blocks
 
@@ -143,7 +143,7 @@ class LoraConfig(StrictModel):
 
     @property
     def scaled_alpha(self) -> float:
-        """Value of `alpha`, or of `rank` if `alpha` is None."""
+        """Value of the LoRA's `alpha`, or of its `rank` if `alpha` is None."""
         return float(self.rank) if self.alpha is None else self.alpha
 
 

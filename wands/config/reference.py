@@ -66,7 +66,7 @@ def list_sections(model: type[BaseModel] = Recipe, name: str = "", text: str | N
     """Return a section of the recipe and the sections that are nested in it. A section comes before its nested sections.
 
     Args:
-        model: class of the section. The default is the whole recipe.
+        model: pydantic class of the section. The default is the whole recipe.
         name: name of the section.
         text: text to add after the docstring of `model` in the description of the section. "" or None adds nothing.
     """

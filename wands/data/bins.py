@@ -87,7 +87,7 @@ def pack_bins(
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
-    """Return the number of bins (packed batches) that `pack_bins` makes in every epoch. This function does not
+    """Return the number of bins (packed sequences) that `pack_bins` makes in every epoch. This function does not
     balance the bins, so it is faster than `pack_bins`.
 
     Args:
@@ -103,8 +103,8 @@ def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:
 def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int]:
     """Reduce the number of distinct lengths, so that packing is fast. Return (length of each sample, capacity of a bin).
 
-    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and `max_tokens` unchanged. Otherwise divide the
-    capacity into `ROUNDED` equal units. Return each length in units, rounded up, and the capacity `ROUNDED`.
+    If there are at most `MAX_LENGTHS` distinct lengths, return `seq_lens` and the capacity `max_tokens` unchanged. Otherwise
+    divide the capacity into `ROUNDED` equal units. Return each length in units, rounded up, and the capacity `ROUNDED`.
     """
     if len(np.unique(seq_lens)) > MAX_LENGTHS:
         return -(-seq_lens * ROUNDED // max_tokens), ROUNDED
@@ -131,7 +131,7 @@ def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.n
 def even_out(
     bins: Sequence[Bin], seq_lens: np.ndarray, sample_costs: np.ndarray, max_tokens: int, key: Key
 ) -> list[Bin]:
-    """Balance the costs of bins (packed batches) by exchanging samples. The number of bins does not change, and no
+    """Balance the costs of bins (packed sequences) by exchanging samples. The number of bins does not change, and no
     bin becomes empty.
 
     Args:
@@ -150,7 +150,7 @@ def even_out(
 
 
 def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack samples of the given lengths into bins (packed batches) in three ways, and return the packing with the
+    """Pack samples of the given lengths into bins (packed sequences) in three ways, and return the packing with the
     fewest bins.
 
     1. `best_fit` (best-fit decreasing) suits data whose short clips fill the gaps that long clips leave.
@@ -186,7 +186,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack the longest clips first. Each clip goes into the fullest bin (packed batch) that has room for the clip, or
+    """Pack the longest clips first. Each clip goes into the fullest bin (packed sequence) that has room for the clip, or
     into a new bin.
 
     Args:
@@ -222,7 +222,7 @@ def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Conten
 def fill_exactly(
     lengths: np.ndarray, counts: np.ndarray, max_tokens: int, choose: Callable[[np.ndarray, np.ndarray], int]
 ) -> Contents:
-    """Fill the bins (packed batches) one by one. A bin starts with the longest sample that is not packed yet. The
+    """Fill the bins (packed sequences) one by one. A bin starts with the longest sample that is not packed yet. The
     next samples of the bin are chosen so that the bin becomes as full as possible.
 
     Args:
@@ -285,7 +285,7 @@ class _Sums:
 
 
 def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: int, key: Key) -> Contents:
-    """Balance the costs of bins (packed batches) in `ROUNDS` rounds. In each round, pairs of bins exchange samples, so
+    """Balance the costs of bins (packed sequences) in `ROUNDS` rounds. In each round, pairs of bins exchange samples, so
     that the costs of the two bins become more similar.
 
     The rounds take turns with three kinds of pairs:

@@ -259,8 +259,8 @@ class PackingCollator:
         """Concatenate `samples` into a packed batch, in the given order.
 
         Args:
-            samples: samples of one bin. If the list is empty, the batch is one zero token with weight 0, so that all
-                ranks run the same number of forward passes.
+            samples: samples of one bin (packed sequence). If the list is empty, the batch is one zero token with weight 0, so
+                that all ranks run the same number of forward passes.
             repeat_indices: for each sample, 0 for the first occurrence of its sample id in the data, 1 for the second, and so
                 on. Occurrences of the same sample get different noise.
             epoch: number of the pass over the data.

@@ -47,7 +47,7 @@ class MockDataset(SampleFacts):
         seed: `train.seed`.
         keys: sample ids.
         licenses: array of one empty text per sample, because mock data has no licenses.
-        mask_sums: zeros [N, 2], because mock data has no masks.
+        mask_sums: zeros [N, 2] (in a cache, two sums of a sample's token weights), because mock data has no loss masks.
         places: int64 [N, 2], (shard, position in the shard) of each sample, as if the samples were stored in shards of 512
             samples.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
@@ -83,7 +83,7 @@ class MockDataset(SampleFacts):
         The same index always gives the same numbers.
 
         Args:
-            index: position in `keys`.
+            index: position of the sample in `keys` (the sample ids).
             frames: (first, end) of the needed latent frames. The other frames are zero, as in a sample from the cache.
                 Default: all frames.
         """
@@ -135,7 +135,7 @@ class SelectedSource:
 class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
-    A row is one possible use of a sample in an epoch. For example, if the `repeat` of a source is 2.5, each of its samples
+    A row stands for one use of a sample in an epoch. For example, if the `repeat` of a source is 2.5, each of its samples
     has three rows, and an epoch uses two or three of these rows (`wands.data.sampler.RepeatSchedule`).
 
     The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
@@ -153,7 +153,8 @@ class CombinedDataset(SampleFacts):
         sources: the sources.
         keys: sample id of each row.
         licenses: array of texts, the license of the sample of each row. "" if no license is stated.
-        mask_sums: float64 [rows, 2], see `wands.data.cache.shards.CacheIndex`.
+        mask_sums: float64 [rows, 2], two sums of the token weights of each row's loss mask: over all tokens, and over the
+            tokens of the first latent frame. Zeros for a sample without a mask.
         null_text_embeds: embedding of the empty caption, bf16 [text tokens, width of the text encoder].
         schedule: rows that each epoch uses.
         places: int64 [rows, 2], (shard, position in the shard) of each row. Shards are numbered consecutively over
@@ -188,7 +189,7 @@ class CombinedDataset(SampleFacts):
         self.places = np.concatenate(places)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one possible use of a sample in an epoch). The sample id of the result is `keys[i]`.
+        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `keys[i]`.
 
         Args:
             i: number of the row.
@@ -300,8 +301,9 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source by a dictionary.
 
-    The keys are "path", "num_samples" (samples that the run uses), "repeat" (how often an epoch uses each sample), and the
-    numbers of samples that are left out, see `SelectedSource.num_left_out`: "num_other_side", "num_gap", "num_duplicates".
+    The keys are "path", "num_samples" (samples that the run uses) and "repeat" (how often an epoch uses each sample). Three
+    keys count samples that are left out: "num_other_side" (held-out samples, or training samples if `data` is held out),
+    "num_gap" (samples close in time to a held-out sample) and "num_duplicates" (samples nearly equal to a held-out sample).
 
     Args:
         section: `data` of the recipe.
@@ -377,17 +379,17 @@ def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint:
 
 
 def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
-    """Return the entries of a cache's fingerprint that must be equal in all caches of a run: the encoders that the
-    model variant uses.
+    """Return the part of a cache's fingerprint that must be equal in all caches of a run: the digests of the encoders
+    that the model variant uses.
     """
     ignored = ["settings", *(["image_encoder", "image_processor"] * ("clip" not in variant.conditions))]
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
-    """Return for each source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
+    """Return for each data source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
 
-    Samples with GAP or DUPLICATE are neither trained on nor evaluated (see `wands.data.holdout`).
+    GAP (close in time to a held-out sample) and DUPLICATE (nearly equal to one) are neither trained on nor evaluated.
     """
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]

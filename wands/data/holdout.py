@@ -54,7 +54,7 @@ def clip_name(key: str) -> str:
 def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
     """Choose the clips that are held out of training, and mark their samples.
 
-    All samples of a clip are held out, or none. The decision depends only on the clip's name. So new clips do not
+    All samples of a clip are held out, or none. The decision depends only on the clip's name (`clip_name`). So new clips do not
     change the decision for other clips, and a larger fraction holds out all clips that a smaller fraction holds out.
 
     Args:
@@ -136,10 +136,10 @@ def signature(latents: Tensor) -> np.ndarray:
 
 
 def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndarray) -> None:
-    """Set the side of training samples that are equal or nearly equal to a held-out sample to DUPLICATE, in place.
+    """Mark training samples that are equal or nearly equal to a held-out sample: set their value in `sides` to DUPLICATE.
 
     Args:
-        sides: int8 [N], result of `choose_sides`.
+        sides: int8 [N], TRAIN, HELD_OUT or GAP (unused) for each sample, from `choose_sides`. It is changed in place.
         contents: int64 [N]. Samples with the same number have the same content.
         signatures: uint64 [N, 2], see `signature`. Two samples are nearly equal if at most `MAX_BITS` of their 128 bits
             differ, and their first numbers agree in at least one of the four 16-bit parts. A signature is not compared if
@@ -185,8 +185,9 @@ def _time_range(key: str, length: float, longest: float) -> Range:
 
 
 def _cut_film(name: str, windows: Sequence[Range], fraction: float) -> Iterator[tuple[Range, int]]:
-    """Yield (window, side of the window) for each window of a film. A span of consecutive windows is HELD_OUT, the
-    windows around the span are GAP, and all other windows are TRAIN.
+    """Yield (window, side) for each window (time range) of a film (a clip with many windows).
+
+    The side is HELD_OUT in a span of consecutive windows, GAP (unused) around the span, and TRAIN in all other windows.
 
     Args:
         name: name of the film. Its hash decides where the span is.

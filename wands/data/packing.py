@@ -51,8 +51,9 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) of the epoch as it was first planned. Set for a plan from a
-            checkpoint, whose `steps` lack the samples that were removed from the data later. None for other plans.
+        planned_totals: (number of samples, number of tokens) of the epoch as it was first planned. Set only for a
+            plan that was read from a checkpoint, and whose `steps` may lack samples because the user removed them from the
+            data. None for other plans.
     """
 
     steps: tuple[Step, ...]
@@ -121,7 +122,7 @@ def plan_epoch(
     If the number of bins is not a multiple of `bins_per_step`, the bins that are left over form the last step. They are split
     until the step has `bins_per_step` bins, or no bin can be split. Empty bins, written as `()`, fill the remaining places.
 
-    The gradient over an epoch is unbiased: every sample is in one step, with the same weight (`StepPlan.denominators`).
+    The gradient over an epoch is unbiased: every sample is in one step, and all steps divide their loss by the same number.
 
     With `windows` (groups of samples that are read together), each window is packed separately. Bins that do not fill a
     step wait for bins of the next windows, so that only the last step of the epoch can have empty bins. The number of
@@ -214,8 +215,8 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """Assert that the plan contains every sample of the windows once, that no bin exceeds its capacity, and that
-    every step has `bins_per_step` bins.
+    """Assert that the plan contains every sample of the windows (arrays of sample indices) once, that no bin exceeds
+    its capacity, and that every step has `bins_per_step` bins.
     """
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
@@ -231,7 +232,7 @@ def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: 
 
 
 def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], float]) -> list[list[Bin]]:
-    """Assign the bins (packed batches) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
+    """Assign the bins (packed sequences) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
     bins of similar cost.
 
     In even micro steps, the ranks 0, 1, 2, ... get bins of decreasing cost. In odd micro steps, the ranks get bins of
@@ -274,7 +275,7 @@ def imbalance(steps: Iterable[Step], dp_size: int, bin_cost: Callable[[Bin], flo
 
 
 def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
-    """Return a function that computes the cost of a bin (packed batch) from the indices of its samples."""
+    """Return a function that computes the cost (such as FLOPs) of a bin (packed sequence) from the indices of its samples."""
     costs = _sample_costs(seq_lens, cost)
     return lambda bin: sum(costs[i] for i in bin)
 
@@ -306,11 +307,11 @@ def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | 
 def _separate_rest(
     bins: Sequence[Bin], bins_per_step: int, costs: Sequence[float]
 ) -> tuple[list[Bin], list[Bin]]:
-    """Choose the bins (packed batches) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
+    """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
     The samples of the chosen bins will be spread over all ranks. A sample cannot be split, so all ranks would wait for an
     expensive sample: one that costs more than the expected mean cost of a bin in the last step. Bins without expensive
-    samples are chosen first, and then the bins whose most expensive sample costs least.
+    samples are chosen first, and then the bins whose most expensive sample costs least. `costs` is the cost of each sample.
 
     Returns:
         The chosen bins, and the bins of all full steps.
@@ -324,7 +325,7 @@ def _separate_rest(
 
 
 def _spread(bins: Sequence[Bin], bins_per_step: int, bin_cost: Callable[[Bin], float]) -> list[Bin]:
-    """Split bins (packed batches) until there are `bins_per_step` bins, or until every bin has only one sample.
+    """Split bins (packed sequences) until there are `bins_per_step` bins, or until every bin has only one sample.
 
     Each time, the most expensive bin with several samples is split into two bins of similar cost.
     """
@@ -364,7 +365,7 @@ def group_into_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Form full optimizer steps from groups of `level_bins` bins (packed batches) with similar costs. Different ranks
+    """Form full optimizer steps from groups of `level_bins` bins (packed sequences) with similar costs. Different ranks
     process the bins of a group at the same time.
 
     1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
@@ -416,7 +417,8 @@ def group_into_steps(
 def _choose_cuts(
     bins: Sequence[Bin], costs: np.ndarray, level_bins: int, seq_lens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Divide the bins, sorted by cost, into ranges. `group_into_steps` forms each group from the bins of one range.
+    """Divide the bins, sorted by cost, into ranges. Each group (bins that the ranks process at the same time) is later
+    formed from the bins of one range.
 
     Large ranges contain samples of many lengths, but small ranges let the ranks wait less. To compare divisions, the time of
     a bin is assumed to be the cost of the most expensive bin of its range. A division is allowed if the sum of all costs is

@@ -119,7 +119,7 @@ class SampleFacts:
     checksums: np.ndarray
 
     def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-        """Return the number of video tokens of every sample, int64 [N]."""
+        """Return the number of video tokens of each sample, int64 [number of samples]."""
         shapes = self.latent_shapes.astype(np.int64)
         assert not (shapes % patch_size).any(), f"latents are not multiples of patch_size={tuple(patch_size)}"
         return (shapes // patch_size).prod(axis=1)

@@ -1,4 +1,4 @@
-"""Choose the rows of each epoch, and map a global step to the samples of this step.
+"""Choose the rows (uses of samples) of each epoch, and map a global step to the samples of this step.
 
 A row is one possible use of a sample in an epoch. If some samples are repeated more often than others, the number of an epoch
 determines its rows. A sample that is used up to three times has three rows. The rows of a source are numbered copy by copy:
@@ -70,15 +70,15 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every epoch uses every row (use of a sample). This is the case if all repeats are integers."""
+        """Whether every epoch uses every row (use of a sample), because the `repeat` of every source is an integer."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[tuple[int, int], ...]:
         """Return numbers that identify the rows (uses of samples) of an epoch. Two epochs with equal numbers use the
         same rows.
 
-        With a fractional `repeat`, an epoch uses some samples of the source once more than the other samples. These
-        extra samples are consecutive items in a fixed random order of the source's samples.
+        If the `repeat` of a source is fractional, an epoch uses some samples of the source once more than its other
+        samples. These extra samples are consecutive items in a fixed random order of the source's samples.
 
         Returns:
             One pair for each source: (position of the first extra sample in the random order, number of extra samples). The
@@ -156,7 +156,7 @@ class StepPlan:
     epoch_plan: EpochPlan = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Return, for each row of a bin, the number of earlier rows with the same sample id. A row is one use of a sample."""
+        """Return, for each row (use of a sample) in a bin (packed sequence), how many earlier rows have the same sample id."""
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
@@ -182,11 +182,12 @@ class StepPlan:
 
 @dataclass(eq=False)
 class PlanSampler:
-    """All optimizer steps of a training run. Every epoch has new bins (packed batches) in a new order.
+    """All optimizer steps of a training run. Every epoch has new bins (packed sequences) in a new order.
 
-    A row is one possible use of a sample in an epoch. An epoch uses every row of the data once, or the rows that
-    `schedule` selects. With a schedule, epochs may have different numbers of steps. The attributes determine the plans of
-    all epochs, so a checkpoint needs to store only the step number, unless the data changes during the run.
+    A row is one use of a sample in an epoch: a sample that an epoch may use three times has three rows. An epoch uses
+    every row of the data once, or the rows that `schedule` selects. With a schedule, epochs may have different numbers of
+    steps. The attributes determine the plans of all epochs, so a checkpoint needs to store only the step number, unless
+    the data changes during the run.
 
     Attributes:
         seq_lens: int64 [N], number of tokens of each of the N rows.
@@ -194,7 +195,7 @@ class PlanSampler:
         max_tokens: capacity of a bin in tokens.
         bins_per_step: number of bins of one optimizer step.
         seed: `train.seed`.
-        cost: cost of a bin. The plan balances this cost between the ranks.
+        cost: how to compute the cost (such as FLOPs) of a bin, see `Cost`. The plan balances this cost between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
         level_bins: number of bins that the ranks process at the same time, see `plan_epoch`. These bins get similar costs.
@@ -281,7 +282,7 @@ class PlanSampler:
         return self._first_epoch + bisect_right(self._first_steps, step) - 1
 
     def epoch_plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch: its optimizer steps, each with its bins (packed batches)."""
+        """Return the plan of an epoch: its optimizer steps, each with its bins (packed sequences)."""
         if self._plan[0] != epoch:
             self._plan = (epoch, self._plan_epoch(epoch))
             assert self._plan[1].num_steps == self.num_steps(epoch)
@@ -310,8 +311,8 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows of an epoch for `plan_epoch`: int64 arrays of row numbers. A row is one use of a sample, and
-        the rows of a window are packed together.
+        """Return the windows of an epoch: int64 arrays of row numbers. A row is one use of a sample. Rows of different
+        windows are packed together only in the few bins that do not fill an optimizer step.
 
         Return None if all rows of the data are used and packed together.
         """

@@ -74,7 +74,7 @@ def read_variant(model: str | Path) -> Variant:
 
 @contextmanager
 def loading_part(model: str | Path, part: str) -> Iterator[None]:
-    """Hide library notices inside a `with` block that loads a component of a pipeline.
+    """Hide log messages of libraries inside a `with` block that loads a component of a pipeline.
 
     If loading fails, raise an error that names the model and the component.
 

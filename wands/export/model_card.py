@@ -47,7 +47,7 @@ class LoraFile:
 
     @property
     def location(self) -> str:
-        """Arguments of diffusers' `load_lora_weights` that select this file in the repository, as Python code."""
+        """Arguments of diffusers' `load_lora_weights` that select this LoRA file in its repository, as Python code."""
         folder, _, name = self.name.rpartition("/")
         return (f'subfolder="{folder}", ' if folder else "") + f'weight_name="{name}"'
 

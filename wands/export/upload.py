@@ -80,7 +80,7 @@ class Hub:
         return self.call(action, request, waits[1:])
 
     def _text(self, error: BaseException, status: int | None) -> str:
-        """Return an error, with its HTTP status if it has one, as one short line. Stars replace the token in the line."""
+        """Return an error, with its HTTP status if it has one, as one short line. Stars replace the Hub's access token."""
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"

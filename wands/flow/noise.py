@@ -113,17 +113,18 @@ def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[f
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Return a mask that is True for local conditioning tokens and False for all other tokens, bool [local tokens]."""
+    """Return for each token of this rank whether it is a conditioning token, which gets no noise: bool [number of tokens]."""
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
     index_in_sample = layout.token_index - starts[layout.segment_ids]
     return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])
 
 
 def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, channels: int) -> Tensor:
-    """Return standard normal noise for the local tokens, fp32 [local tokens, channels] on the host, with zeros for padding.
+    """Return standard normal noise for the L tokens of this rank, fp32 [L, channels] on the host, with zeros for padding.
 
-    The noise is drawn for all tokens of a sample, and then the local tokens are selected. Ranks that share a sample
-    therefore use parts of one draw. A host generator gives the same bits on every machine; a GPU generator does not.
+    The noise is drawn for all tokens of a sample, and then the tokens of this rank are selected. Ranks that share a sample
+    therefore use parts of one draw. Item i of `keys` is the key of the random numbers of sample i. A host generator gives
+    the same bits on every machine; a GPU generator does not.
     """
     whole = torch.empty(sum(layout.seq_lens), channels, dtype=torch.float32, device="cpu")
     for key, rows in zip(keys, whole.split(layout.seq_lens), strict=True):

@@ -18,8 +18,8 @@ class SampleKey:
     """Key of the random numbers for one use of a sample in training.
 
     Attributes:
-        sample_id: stable and unique name of the clip, from the index of the cache.
-        repeat_index: 0 for the first use of the clip in an epoch, 1 for the second use, and so on.
+        sample_id: stable and unique name of the sample.
+        repeat_index: 0 for the first use of the sample in an epoch, 1 for the second use, and so on.
         epoch: number of the pass over the data, starting with 0.
     """
 

@@ -206,7 +206,7 @@ def _mode(uniform: float, scale: float) -> float:
 
 
 def _mode_inverse(value: float, scale: float) -> float:
-    """Invert `_mode` by bisection, because the inverse has no closed form."""
+    """Return the number in [0, 1] that `_mode` maps to the sigma `value`. The inverse of `_mode` has no closed form."""
     left, right = _bisect(lambda uniform: _mode(uniform, scale) > value, 0.0, 1.0)
     return 0.5 * (left + right)
 

@@ -117,7 +117,7 @@ class SelectiveCheckpoint:
         self._current_projection = projection
 
     def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context manager in which autograd offloads `hidden`. Other tensors that autograd saves stay on the device."""
+        """Return a context manager in which autograd offloads a block's input `hidden`. Other tensors stay on the device."""
         assert self.offloader is not None
         # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
         put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
@@ -135,7 +135,7 @@ class SelectiveCheckpoint:
         return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the name of the kept tensor that `op` computes, such as "query_proj". None if `op` computes no kept tensor."""
+        """Return the name of the result of `op`, such as "query_proj", if it is kept for the backward pass, else None."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:
@@ -146,7 +146,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """Kept tensor that stays on the device. `take` returns it, without its autograd graph."""
+    """Tensor that a block keeps on the device for its backward pass. `take` returns it, without its autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)
@@ -158,10 +158,11 @@ class _SavedTensor:
 
 
 class _Run(TorchDispatchMode):
-    """Dispatch mode for one of the two runs of a block.
+    """Dispatch mode for one of the two runs of a block of the model.
 
-    The first run is in the forward pass: the mode appends a pair (operator, result) to the queue `kept` for each kept tensor.
-    The second run is in the backward pass: the mode takes the kept results from the queue, and all other operators run again.
+    The first run is in the forward pass: for each tensor that is not recomputed, the mode appends (operator, result) to the
+    queue `kept`. The second run is in the backward pass: the mode takes the kept results from the queue, and all other
+    operators run again.
     """
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:

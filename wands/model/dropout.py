@@ -1,4 +1,4 @@
-"""Dropout whose masks depend only on the sample, the layer, the row's position in its sample, and the channel.
+"""Dropout whose masks depend only on the sample, the layer, the position of the token or timestep, and the channel.
 
 A row contains the channels of one token or one timestep.
 
@@ -33,7 +33,7 @@ class RowKeys(dict[str, Tensor]):
     """
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the row keys of packed samples, which replace all row keys in this dict.
+        """Compute the row keys of packed samples, and replace all row keys in this dict by the new keys.
 
         A row key is a hash that identifies one token or one timestep.
 
@@ -80,8 +80,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [..., C] in training; in evaluation, return x.
 
-        x has one row of C channels for each token or timestep, in the order of the row keys in `RowKeys`. If the rows are
-        text tokens, x has one more row at the end, for the padding that all samples share. No value in this row is dropped.
+        x has one row of C channels for each token or timestep, in the order of the hashes in `RowKeys`. If the rows are text
+        tokens, x has one more row at the end, for the padding that all samples share. Nothing in the padding row is dropped.
         """
         if not self.training or self.p == 0:
             return x
@@ -143,7 +143,8 @@ class _Drop(torch.autograd.Function):
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
     """Return a copy of x [..., C] with dropout in the first `len(rows)` rows. Later rows do not change.
 
-    `rows` contains row keys, and `salt` is the hash of the layer's name.
+    `rows` contains the keys of these rows (hashes that identify the tokens or timesteps), `salt` is the hash of the layer's
+    name, and `p` is the dropout probability.
     """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)
@@ -187,7 +188,7 @@ def keep_mask(rows: Tensor, salt: int, channels: int, p: float) -> Tensor:
 
 
 def _row_keys(samples: Tensor, side: str, segment_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the row keys of all rows of one kind, int64 [number of rows].
+    """Return the row keys of all rows (tokens or timesteps) of one kind, int64 [number of rows].
 
     A row key is a hash of the sample's key, the kind of the row, and the position of the row in the sample.
 

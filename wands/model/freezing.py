@@ -46,6 +46,8 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
 
 
 def is_trained(name: str, trainable: Sequence[str], frozen: Sequence[str]) -> bool:
-    """Return whether the patterns of `freeze_parameters` make a parameter trainable."""
+    """Return whether a parameter is trained: `trainable` is empty or a pattern in `trainable` matches `name`, and no pattern
+    in `frozen` matches `name`.
+    """
     is_trainable = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
     return is_trainable and not any(fnmatchcase(name, pattern) for pattern in frozen)

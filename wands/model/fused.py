@@ -37,7 +37,7 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         device: device of the tables.
 
     Returns:
-        (ids, rows, valid, chunks). ids: int64 [L], timestep of each token. rows: int64 [C, CHUNK], indices of the tokens
+        (ids, rows, valid, chunks). ids: int64 [L], index of each token's timestep. rows: int64 [C, CHUNK], indices of the tokens
         of each of C chunks; a short chunk ends with indices that do not count. valid: fp32 [C, CHUNK, 1], 0 for an index
         that does not count, 1 for all others. chunks: fp32 [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
     """
@@ -58,9 +58,10 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
 
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
-    """Sum x [C, CHUNK, D] over the tokens of each timestep, and return [M, D].
+    """Sum x over the tokens of each of M timesteps, and return [M, D].
 
-    `valid` and `chunks` are results of `_timestep_rows`.
+    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. `_timestep_rows` returns `valid`, which marks the tokens that
+    count, and `chunks`, which marks the chunks of each timestep.
     """
     return (chunks * (x * valid).sum(1)).sum(1)
 
@@ -77,7 +78,7 @@ def add_norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Add an update to the residual stream and normalize the sum, for the forward pass of `_AddNorm`.
 
-    `ids` is the timestep of each token. `_AddNorm` describes the other arguments.
+    `ids` is the index of each token's timestep. `_AddNorm` describes the other arguments.
 
     Returns:
         (total, normed, mean, rstd). total is the sum hidden + update * gate. normed is the modulated layer norm of the sum.
@@ -120,7 +121,7 @@ def add_norm_backward(
         update: argument of `add_norm_forward`. Only its dtype is used if `needs_gate` is False.
         gate: argument of `add_norm_forward`.
         factor: argument of `add_norm_forward`.
-        timesteps: result of `_timestep_rows`.
+        timesteps: tables that assign the tokens to timesteps, the result of `_timestep_rows`.
         needs_gate: whether to compute the gate's gradient.
         needs_table: whether to compute the gradients of factor and shift.
     """
@@ -142,7 +143,7 @@ def add_norm_backward(
 
 
 def gated_add_forward(hidden: Tensor, update: Tensor, gate: Tensor, ids: Tensor) -> Tensor:
-    """Return hidden + update * gate[ids]. `gate` has one row for each timestep, and `ids` is the row number of each token."""
+    """Return hidden + update * gate[ids]. `gate` has one row per timestep, and `ids` gives the row of `gate` for each token."""
     return hidden + update * gate[ids]
 
 
@@ -151,7 +152,8 @@ def gated_add_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the arguments (update, gate) of `gated_add_forward` from the gradient `dout` of its result.
 
-    `timesteps` is the result of `_timestep_rows`. If `needs_gate` is False, the gate's gradient is an empty tensor.
+    `timesteps` is the result of `_timestep_rows`: tables that assign the tokens to timesteps. If `needs_gate` is False, the
+    gate's gradient is an empty tensor.
     """
     ids, rows, *masks = timesteps
     dgate = _sum_timesteps(dout[rows] * update[rows], *masks) if needs_gate else dout.new_empty(0)
@@ -194,9 +196,9 @@ def norm_rotate_backward(
 
 
 def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
-    """Rotate pairs of channels of x [L, D] by the angles in `rotation` (`sign` 1), or back (`sign` -1).
+    """Rotate pairs of adjacent channels of tokens x [L, D] by the angles in `rotation` (`sign` 1), or back (`sign` -1).
 
-    `rotation` is [L, 1, d/2, 2] for head dim d, as for `norm_rotate_forward`.
+    `rotation` is [L, 1, d/2, 2] for head dim d: (cosine, sine) of each pair's angle. None does not rotate.
     """
     if rotation is None:
         return x

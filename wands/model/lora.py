@@ -220,7 +220,7 @@ class MergedLoras:
                 )
 
     def __call__(self, name: str, weight: Tensor) -> Tensor:
-        """Return a parameter with all LoRAs merged into it, in the dtype of `weight`.
+        """Return a parameter with all LoRAs of this object merged into it, in the dtype of `weight`.
 
         Args:
             name: name of the parameter.

@@ -40,7 +40,7 @@ class CopyStream:
         copy()
 
     def wait(self, event: Any) -> None:
-        """Make later computation wait for the copy whose `run` returned `event`, and for all earlier copies."""
+        """Make later computation wait for a copy and for all earlier copies. `event` is what `run` returned for the copy."""
 
 
 class _CudaCopyStream(CopyStream):
@@ -156,8 +156,8 @@ class ActivationOffloader:
 class _Group:
     """Tensors that one block of the model offloads.
 
-    When the backward pass takes one tensor of the group, `prefetch` starts to copy back the other tensors before they are
-    needed.
+    When the backward pass takes the first tensor of the group, `prefetch` starts to copy back all other tensors before they
+    are needed.
     """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:
@@ -204,7 +204,7 @@ class OffloadedTensor:
         return tensor
 
     def prefetch(self) -> None:
-        """Start the copy from the host to the device, unless the tensor is on the device or `take` was already called."""
+        """Start to copy this tensor from the host to the device, unless it is on the device or `take` was already called."""
         if self._on_device is None and not self._taken:
             self._fetch()
 

@@ -361,7 +361,10 @@ class SelfAttentionProcessor:
     def __call__(
         self, attn: WanAttention, hidden_states: Tensor, *_: None, rotation: Tensor, meta: PackedMeta
     ) -> Tensor:
-        """Run self-attention on hidden states [tokens of this rank, width], and return a tensor of the same shape."""
+        """Run self-attention on hidden states [tokens of this rank, width], and return a tensor of the same shape.
+
+        `rotation` is the rotary embedding of the tokens. `meta` states which tokens belong to which sample.
+        """
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
         k = _heads(attn, attn.norm_k(attn.to_k(hidden_states), rotation))
         v = _heads(attn, attn.to_v(hidden_states))
@@ -396,7 +399,7 @@ class CrossAttentionProcessor:
             encoder_hidden_states: [T + 1, D], embeddings of T text tokens. The last row is the padding.
             _: attention mask and rotary embedding of diffusers, not used.
             image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
-            cross_segments: segments of the cross-attention.
+            cross_segments: for each sample, which rows are its video tokens, text tokens and CLIP tokens.
 
         Returns:
             [L, D].

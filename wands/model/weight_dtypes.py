@@ -42,11 +42,11 @@ class WeightDtypePolicy:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WeightDtypePolicy:
-        """Return the policy that the sections `precision` and `lora` of a recipe choose."""
+        """Return the policy (storage dtypes) that the sections `precision` and `lora` of a recipe choose."""
         return cls(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
 
     def apply(self, model: nn.Module) -> None:
-        """Convert the parameters of a model on the meta device to the dtypes of the policy, in place."""
+        """Convert the weights of a DiT on the meta device to the dtypes of the policy (fp32, bf16 or quantized), in place."""
         if self.weights == "bf16":
             for module in model.modules():
                 if type(module) in (nn.Linear, PatchLinear):  # subclasses compute in fp32
@@ -99,7 +99,7 @@ class Int8:
         """Quantize a weight to 8-bit codes and scales.
 
         Args:
-            weight: fp32 [O, I] on the CPU, for O out features and I in features.
+            weight: fp32 [O, I] on the CPU, for O output features and I input features.
 
         Returns:
             (codes, scales): int8 [O, I] and fp32 [O].
@@ -108,7 +108,7 @@ class Int8:
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode codes and scales to the weight, fp32 [out_features, in_features]."""
+        """Decode the result (codes, scales) of `encode`, and return the weight, fp32 [out_features, in_features]."""
         return load_library().int8_vectorwise_dequant(codes, scales)
 
 
@@ -134,7 +134,7 @@ class NormalFloat4:
         """Quantize a weight to 4-bit codes and scales.
 
         Args:
-            weight: fp32 [O, I] on the CPU, for O out features and I in features.
+            weight: fp32 [O, I] on the CPU, for O output features and I input features.
 
         Returns:
             (codes, scales): uint8 [O, I / 2], and fp32 [O * I / 64, rounded up].
@@ -144,7 +144,7 @@ class NormalFloat4:
 
     @staticmethod
     def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode codes and scales to the weight, fp32 [out_features, in_features]."""
+        """Decode the result (codes, scales) of `encode`, and return the weight, fp32 [out_features, in_features]."""
         library = load_library()
         # Decode the weight as one row: the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
         shape = torch.Size((1, len(codes) * in_features))
@@ -173,7 +173,7 @@ class QuantizedLinear(nn.Linear):
     def convert(cls, linear: nn.Linear, codec: Codec) -> None:
         """Convert a linear layer on the meta device to a quantized layer, in place.
 
-        The new parameters are on the meta device too.
+        The new parameters are on the meta device too. `codec` is the kind of quantization, int8 or nf4.
         """
         with torch.device("meta"):
             codes, scale = codec.empty(linear.out_features, linear.in_features)

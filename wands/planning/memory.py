@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes of device memory that the run needs: `peak`, and a margin for rounding and fragmentation in the allocator."""
+        """Bytes of device memory that one rank needs: `peak`, and a margin for rounding and fragmentation in the allocator."""
         return self.peak * MARGIN
 
 
@@ -139,7 +139,8 @@ class _States:
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
-        """Return the bytes of each component on the device during the backward pass. Activations are not included.
+        """Return the bytes of each component, such as "gradients", on the device during the backward pass. Activations are not
+        included.
 
         Args:
             blocks_left: number of blocks whose backward pass remains. Gradients of these blocks may not exist yet.
@@ -156,7 +157,7 @@ class _States:
         return held
 
     def during_update(self) -> dict[str, float]:
-        """Return the bytes of each component on the device during the optimizer's update, without activations."""
+        """Return the device bytes of each component, such as "gradients", during the optimizer's update, without activations."""
         held = self._during_step()
         held["gradients"] += self.gradients
         if self.stage and not self.optimizer_away:
@@ -168,7 +169,7 @@ class _States:
         return held
 
     def during_samples(self, forward: float) -> list[dict[str, float]]:
-        """Return the bytes of each component on the device at two moments of sampling a video.
+        """Return the bytes of each component, such as "gradients", on the device at two moments of sampling a video.
 
         The first dict is for a forward pass of the DiT. The second dict is for the decoding of the latents by the VAE.
 
@@ -179,7 +180,7 @@ class _States:
         return [held, held | {"gathered weights": self.persistent, "samples": self.workload.decoding_bytes}]
 
     def on_host(self) -> dict[str, float]:
-        """Return the bytes of each component in host memory, such as the offloaded optimizer or the copy for a checkpoint."""
+        """Return the bytes that each component of this rank, such as "optimizer" or "checkpoint copy", uses in host memory."""
         models, host = self.workload.num_models, {}
         if self.optimizer_away:
             # DeepSpeed keeps masters of all trained weights on the host, also at stage 3.
@@ -203,7 +204,7 @@ class _States:
         return host
 
     def _during_step(self) -> dict[str, float]:
-        """Return the bytes of each component that stay on the device from the start of a step to its end."""
+        """Return the bytes of each component, such as "weights", that stay on the device from the start of a step to its end."""
         models, held = self.workload.num_models, defaultdict(float)
         held["weights"] = 0.0 if self.weights_away else self.weights
         if not self.optimizer_away:
@@ -245,9 +246,9 @@ class Activations:
         self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
 
     def moments(self) -> Iterator[tuple[int, float]]:
-        """Yield (number of blocks whose backward pass remains, peak bytes of activations) for each block.
+        """Yield (number of the block, peak bytes of activations during the block's backward pass) for each block.
 
-        The backward pass runs from the last block to the first, so the number of remaining blocks falls.
+        The backward pass runs from the last block to the first, and the first block has the number 1.
         """
         shape, tokens = self.shape, self.tokens
         block = self._block()
@@ -302,7 +303,7 @@ class Activations:
         return (left - 1) * sum(kept) + min(left, 2) * sum(on_host)
 
     def _named(self, name: str) -> float:
-        """Return the bytes of the tensor `name` in one block. `wands.model.checkpointing` lists the tensor names."""
+        """Return the bytes of the activation `name` of one block. `wands.model.checkpointing` lists the names of activations."""
         shape, exchanged = self.shape, self.workload.ulysses_degree > 1
         rows = {
             "block_input": FP32 * shape.dim,

@@ -102,7 +102,7 @@ class Candidate:
     Attributes:
         task: the run and the machine.
         ds_name: name of the DeepSpeed JSON in `task.ds_configs`.
-        workload: `task.workload` with the settings of this combination.
+        workload: sizes that determine memory and step time: `task.workload` with the settings of this combination.
     """
 
     task: Task
@@ -126,14 +126,14 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the device memory and the host memory of the machine are large enough for this combination."""
+        """Whether the device memory and the host memory of the machine are large enough for these settings."""
         if self.workload.device_type == "cpu":  # device and host share the memory
             return self.memory.needed + sum(self.memory.host.values()) <= self.usable
         fits_host = self.host <= HOST_SHARE * self.task.machine.host_memory
         return fits_host and self.memory.needed <= self.usable
 
     def describe_memory(self) -> str:
-        """Return a text with the memory that a run with this combination needs, and the memory that the machine has."""
+        """Return a text with the memory that a run with these settings needs, and the memory that the machine has."""
         machine, host = self.task.machine, ""
         if self.host:
             available = to_gib(machine.host_memory)
@@ -148,13 +148,13 @@ class Candidate:
         return predict(self.workload, self.task.machine, lens)
 
     def changes(self) -> list[str]:
-        """Return the recipe keys that this combination changes, as ``key=value`` strings with the new values."""
+        """Return the recipe keys that this combination of settings changes, as ``key=value`` strings with the new values."""
         recipes = self.task.workload.recipe.model_dump(), self.workload.recipe.model_dump()
         return [f"{key}={'null' if new is None else new}" for key, _, new in differences(*recipes)]
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of an optimizer step in which all DiTs are trained."""
+        """Predicted seconds of an optimizer step, summed over the DiTs that the run trains."""
         return self.prediction.seconds * self.workload.num_models
 
     @property
@@ -203,9 +203,10 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations of settings that the machine can run, sorted by predicted speed with the fastest first.
+    """Return all combinations of settings with which the run fits the machine, with the fastest (predicted) first.
 
-    Among equally fast combinations, the simplest settings come first. If no valid combination fits, the list is empty.
+    A combination consists of a DeepSpeed JSON, a number of context-parallel ranks and a kind of activation checkpointing. If
+    no valid combination fits, the list is empty.
 
     A bin holds the clips of one forward pass. If a combination does not fit with the recipe's bin size, the search uses a
     smaller bin size, close to the largest size that fits. A bin always has space for the longest clip.
@@ -247,7 +248,7 @@ def _recompute_less(candidate: Candidate) -> Candidate:
 
 
 def _sort_key(candidate: Candidate) -> int:
-    """Return a number for sorting combinations by speed. The fastest combination has the smallest number.
+    """Return a number for sorting combinations of settings by speed. The fastest combination has the smallest number.
 
     The predicted speed is rounded in steps of two percent. Combinations with equal rounded speed stay in the order of
     the search, from simple to complex. The speed of a combination with offloading depends on how busy the host is, which is

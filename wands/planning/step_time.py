@@ -52,11 +52,11 @@ _ADAM_ON_HOST = 28
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds of data transfer.
+    """Seconds that one rank spends on one kind of data transfer, such as the transfers of ZeRO.
 
     Attributes:
-        total: seconds of all transfers.
-        exposed: seconds of the transfers that do not overlap with compute.
+        total: seconds of all transfers of this kind.
+        exposed: part of these seconds that does not overlap with compute.
     """
 
     total: float = 0.0
@@ -175,10 +175,10 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (ZeRO's transfers in a micro step, seconds of ZeRO's other work per optimizer step).
+    """Return (ZeRO's transfers in a micro step, seconds of the work of ZeRO that runs once per optimizer step).
 
-    The other work runs once per optimizer step. The ZeRO stage and the offloading decide whether it includes the reduction
-    of the gradients, the gather of the updated weights, and the update on the host.
+    The ZeRO stage and the offloading decide whether the work per optimizer step includes the reduction of the gradients,
+    the gather of the updated weights, and the update on the host.
 
     ZeRO's transfers can overlap only with compute during which the ring transfers nothing. Transfers that take longer than
     this compute are partly exposed (`Traffic.exposed`).

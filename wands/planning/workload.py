@@ -1,4 +1,4 @@
-"""Sizes of a run that determine the memory and the step time of the run: stored parameters, ranks and bins."""
+"""Sizes of a run that determine the memory and the step time of the run: parameters, ranks and bins (packed sequences)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Weight:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the parameter before it is partitioned over ranks."""
         return math.prod(self.shape)
 
 
@@ -41,13 +41,13 @@ class Workload:
     Attributes:
         recipe: recipe with all defaults filled in.
         shape: sizes of the DiT, such as its width and number of layers.
-        weights: name, shape and storage of each parameter of the DiT and of the LoRA, if the run trains a LoRA.
+        weights: name, shape and bytes per element of each parameter of the DiT and of the LoRA, if the run trains a LoRA.
         num_models: number of DiTs that a step trains one after the other. The states of all DiTs are in memory, but only one
             DiT has activations at a time.
         world_size: number of ranks of the run.
         device_type: "cuda" or "cpu".
         text_len: number of text tokens of the longest caption.
-        ds_config: result of `build_ds_config`.
+        ds_config: DeepSpeed config of the run, as `build_ds_config` returns it.
         ulysses_degree: number of ranks among which Ulysses attention divides the heads.
         ring_degree: number of ranks that exchange keys and values in a ring.
         micro_steps: number of forward passes on each rank in one optimizer step.
@@ -95,7 +95,7 @@ class Workload:
 
     @cached_property
     def stored(self) -> int:
-        """Size in bytes of all parameters of one DiT."""
+        """Size in bytes of all parameters of one DiT, in the dtypes in which they are stored in training."""
         return sum(weight.numel * weight.element_size for weight in self.weights)
 
     @cached_property

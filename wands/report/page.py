@@ -94,7 +94,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Return the HTML text of the page of one run, or of a page that compares runs.
 
     Args:
-        runs: results of `read_run`. Each may also have the key `thumbnails`, which maps the sample id of a training clip to
+        runs: results of `read_run`. Each may also have the key `thumbnails`, which maps the key of a training sample to
             an image (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """

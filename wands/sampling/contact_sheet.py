@@ -62,13 +62,11 @@ def save_contact_sheet(
 ) -> None:
     """Draw a contact sheet with the rows below each other, and write the sheet as a PNG.
 
-    If any row has several videos, each column gets a heading.
-
     Args:
         path: PNG to create or replace.
-        rows: rows of the sheet, at least one.
+        rows: rows of the sheet, at least one. A row shows frames of one or more videos next to each other.
         frames_per_row: number of evenly spaced frames to show of each video.
-        headings: text above each column.
+        headings: text above each column of videos. It is drawn only if a row has several videos.
 
     Raises:
         WandsError: if the file cannot be written.

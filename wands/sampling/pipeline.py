@@ -59,9 +59,10 @@ class PipelineSource:
     Attributes:
         model: folder or Hub id of the diffusers pipeline.
         class_name: class of the pipeline, one of `CLASSES`.
-        dits: maps "transformer", and for a model with two experts also "transformer_2", to the source of this DiT.
+        dits: maps "transformer", and for a model with two experts also "transformer_2", to the place from which this DiT is
+            loaded.
         config: diffusers config of the DiTs, which is equal for both experts.
-        variant: variant of the model, found from the configs.
+        variant: variant (kind of Wan model), found from the configs.
         loras: LoRAs to add to the DiTs, in this order.
     """
 
@@ -192,7 +193,7 @@ def load_pipeline(
     """Load all weights of a pipeline, add the LoRAs, and move the models to the device.
 
     Args:
-        source: result of `find_pipeline`.
+        source: the pipeline and its LoRAs, a result of `find_pipeline`.
         dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay
             fp32.
         device: device to sample on.

@@ -151,7 +151,7 @@ def build_requests(
         options: maps a field of `SampleRequest` to one value for all prompts, or to a list with one value per prompt.
             None or an empty list means that the option was not given. If there is only one `seed`, prompt number i
             (from 0) gets seed + i, so that equal prompts give different videos.
-        variant: variant of the model, whose official options fill the fields that are not set.
+        variant: kind of Wan model. Its sampling defaults fill the fields that are not set.
 
     Returns:
         (requests, error texts of all prompts). A prompt with an invalid field has error texts and no request.

@@ -34,5 +34,5 @@ class EulerScheduler(FlowMatchEulerDiscreteScheduler):
     """
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
-        """Set the noise levels for a sample with `num_inference_steps` steps."""
+        """Set the noise levels for sampling a video in `num_inference_steps` steps."""
         super().set_timesteps(device=device, sigmas=np.linspace(1, 0, num_inference_steps, False).tolist())

@@ -190,7 +190,7 @@ def shard_transformer(
         transformer: diffusers model of any variant, with all weights on every rank. Timesteps may differ between
             tokens.
         self_attention: function that computes self-attention inside a sample whose tokens are divided among the group.
-        dims: parallel dimensions of this rank, with the degrees that `self_attention` uses.
+        dims: sizes of the parallel dimensions (Ulysses, ring) that `self_attention` uses, and this rank's index in each.
         group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
     """
     processor = ShardedAttentionProcessor(self_attention, transformer.config.patch_size, dims, group)
@@ -214,7 +214,7 @@ class ShardedAttentionProcessor:
     Attributes:
         self_attention: function that computes self-attention inside a sample whose tokens are divided among ranks.
         patch_size: size of one token in latent (frames, rows, columns).
-        dims: parallel dimensions of this rank.
+        dims: sizes of the parallel dimensions (Ulysses, ring), and this rank's index in each dimension.
         group: ranks that share a sample; None for one rank.
     """
 
@@ -298,7 +298,7 @@ def join_tokens(tokens: Tensor, order: Tensor, group: dist.ProcessGroup | None) 
 
     Args:
         tokens: tokens of this rank, [samples, tokens of this rank with padding, channels].
-        order: third result of `token_index`: for each token of a sample, its position in the joined tokens of all ranks.
+        order: third result of `token_index`: for each token of a sample, its position in the gathered tokens of all ranks.
         group: ranks that share a sample; None for one rank.
 
     Returns:
@@ -321,12 +321,12 @@ def token_index(
 
     Args:
         grid: number of tokens of the sample along (frames, rows, columns).
-        dims: parallel dimensions of this rank.
+        dims: sizes of the parallel dimensions (Ulysses, ring), and this rank's index in each dimension.
         device: device of the results.
 
     Returns:
         (metadata of this rank's tokens for attention, indices, positions). The indices give, for each token of this rank, its
-        index in the sample. The positions give, for each token of the sample, its position in the joined tokens of all ranks.
+        index in the sample. The positions give, for each token of the sample, its position in the gathered tokens of all ranks.
     """
     num_tokens = grid[0] * grid[1] * grid[2]
     layouts = [replace(dims, rank=rank).layout([num_tokens]) for rank in range(dims.cp_size)]

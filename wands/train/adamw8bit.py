@@ -49,7 +49,7 @@ class FragmentAdamW8bit(AdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update all flat tensors that have a gradient. `closure` is ignored."""
+        """Update all flat tensors (many flattened parameters each) that have a gradient. `closure` is ignored."""
         for group_number, group in enumerate(self.param_groups):
             for number, flat in enumerate(group["params"]):
                 if flat.grad is None:
@@ -75,7 +75,7 @@ class FragmentAdamW8bit(AdamW8bit):
                 state["step"] = state.get("step", 0) + 1
 
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
-        """Return the states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
+        """Return the optimizer states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
 
         If a stored range equals the fragment, the states of this range are returned unchanged. Otherwise the moments in the
         result are fp32.

@@ -47,8 +47,8 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
         shape: number of heads on one rank, and head dim.
 
     Returns:
-        A dict that maps each kernel to a dict from segment lengths to milliseconds. All times are for the same number of
-            tokens: one segment of the longest length, or several shorter segments.
+        A dict that maps each kernel to a dict from segment lengths (tokens of one packed sample) to milliseconds. All times
+            are for the same number of tokens: one segment of the longest length, or several shorter segments.
     """
     rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v, dout = to_device(rows, device).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)
@@ -74,7 +74,7 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
     rank 0 measures the kernels.
 
     Nothing is measured with another value of `attention.backend`, in fp32, on a CPU, or if no kernel except cuDNN runs on
-    all ranks. Then the result is the kernel that `attention_backend` returns.
+    all ranks. Then the result is from `attention_backend`: the kernel of the recipe, or the first usable one in a fixed order.
 
     Args:
         run: the checked training run.

@@ -125,9 +125,10 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int, pins: bool = False
 ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
-    """Yield (packing plan, result of `noisy_batches` on this rank) for each step from `start_step` to the end of the run.
+    """Yield (plan of the step, batches) for each step from `start_step` to the end of the run.
 
-    A thread reads the samples and draws the noise of the next `data.prefetch` steps while the device computes.
+    The batches are one list for each trained DiT, with the data of each micro step on this rank. A thread reads the samples
+    and draws the noise of the next `data.prefetch` steps while the device computes.
 
     Args:
         run: the checked training run.

@@ -42,7 +42,7 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
-        """Copy the tensors of files to host memory, and return the files with the copies as their tensors.
+        """Copy to host memory the tensors of files that will be written, and return the file contents with these copies.
 
         The copies of an earlier call are overwritten.
 

@@ -50,7 +50,7 @@ _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executa
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     """Build the training state for a checkpoint.
 
-    The training loop adds the fields `bad_steps` and `attention`, and `CheckpointSaver` adds `files` and `hashes`.
+    The fields `bad_steps`, `attention`, `files` and `hashes` are filled later.
 
     Args:
         run: the checked training run.
@@ -113,11 +113,11 @@ class CheckpointSaver:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes its files of the started checkpoint."""
+        """Whether this rank is still writing its files of a checkpoint that it has started to save."""
         return self._pending is not None and not self._pending[2].done()
 
     def is_due(self, step: int) -> bool:
-        """Return whether `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
+        """Return whether a checkpoint is due: whether `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
         return bool(self._config.every) and step % self._config.every == 0
 
     @property
@@ -227,7 +227,7 @@ class CheckpointSaver:
 
 
 def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
-    """Write the files of this rank. Return the hash of each file by name, or the reason why a file cannot be written."""
+    """Write this rank's files of a checkpoint. Return the hash of each file by name, or the error if a file cannot be written."""
     hashes = {}
     try:
         for name, tensors, metadata in files:

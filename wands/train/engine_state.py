@@ -55,7 +55,7 @@ class Fragment(NamedTuple):
     flat: int = 0
 
     def read(self) -> Tensor:
-        """Return a vector with the current values of the range: a view, not a copy."""
+        """Return the current values of this range of a flattened parameter: a 1-D view, not a copy."""
         return cut_flat(self.tensor, self)
 
 
@@ -100,7 +100,9 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 def state_tensors(
     fragments: Sequence[Fragment], frozen: Sequence[Fragment], flats: Sequence[Tensor], optimizer: Any
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return the result of `engine_tensors`, without "scheduler" and "counters", from the parts of an engine's state.
+    """Return (tensors, JSON object) with the state of an engine on this rank, from the parts of the state.
+
+    The JSON object has the keys that `engine_tensors` explains, except "scheduler" and "counters".
 
     Args:
         fragments: this rank's fragments (ranges) of the flattened trained parameters.
@@ -250,6 +252,8 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
     A flat tensor is a tensor that the optimizer updates. At ZeRO-1 and 2 without CPU offload, DeepSpeed stores the momentum
     of whole parameters for such a flat tensor, in the order of the returned fragments. In all other cases, the result is {}.
+
+    `base` is the torch optimizer inside the engine. `fragments` are this rank's ranges of the flattened parameters.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -289,7 +293,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
     Args:
         fragment: a fragment of this rank.
-        layout: this rank's current values of "fragments" and "flat_sizes", as in the result of `engine_tensors`.
+        layout: (places of this rank's fragments, sizes of its flat tensors), as in the result of `engine_tensors`.
         files: files of the checkpoint.
 
     Raises:
@@ -357,7 +361,7 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return the values of a fragment from its flat tensor, or from a tensor of the same shape, such as the gradient."""
+    """Return the values of a fragment from its flat tensor, or from a tensor of the same shape, such as the flat gradient."""
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 

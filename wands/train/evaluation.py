@@ -102,7 +102,7 @@ class Evaluator:
         Args:
             step: number of optimizer steps that the run has made.
             ends: whether the user has requested to stop the run now. If so, the result is True only if the run has made all
-                its steps. The resumed run makes the other evaluations.
+                its steps. A skipped evaluation is made when the run is resumed.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
@@ -125,8 +125,8 @@ class Evaluator:
             step: number of optimizer steps that the run has made.
 
         Returns:
-            The verdict. If a request to stop arrives during the evaluation, no results are written, and both fields of the
-            verdict are False.
+            (whether the held-out loss is the lowest so far, whether `eval.patience` ends the run). If a request to stop arrives
+            during the evaluation, no results are written, and both values are False.
         """
         trainer, rows, proceed = self._trainer, list[Row](), partial(self._proceed, step)
         engines, groups, device = trainer.engines, trainer.groups, trainer.device
@@ -153,7 +153,8 @@ class Evaluator:
         return not stops.item()
 
     def _report(self, rows: Sequence[Row]) -> Verdict:
-        """Write the results of an evaluation, and compare them with earlier evaluations. Only rank 0 calls this method.
+        """Write the results of an evaluation. Return whether its held-out loss is the lowest so far, and whether
+        `eval.patience` ends the run. Only rank 0 calls this method.
 
         Args:
             rows: rows for `evaluations.jsonl`: one for the trained weights, and one for their moving average if there is
@@ -191,10 +192,11 @@ def measure(
     device: torch.device,
     proceed: Callable[[], bool] = lambda: True,
 ) -> list[float] | None:
-    """Return the loss of each sample of an evaluation. Every rank must call this function, and gets all losses.
+    """Return the loss of each evaluation sample (a clip at one noise level, with one DiT and one condition).
 
-    The loss is the mean squared error over the trained tokens, weighted by the mask of the clip if it has one. Unlike in
-    training, there is no dropout and no caption dropout. The loss weights of data sources and of noise levels are not applied.
+    Every rank must call this function, and gets all losses. The loss is the mean squared error over the trained tokens,
+    weighted by the mask of the clip if it has one. Unlike in training, there is no dropout and no caption dropout. The loss
+    weights of data sources and of noise levels are not applied.
 
     Args:
         models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
@@ -275,7 +277,8 @@ def summarize(
         A dict with these keys. A mean loss is None if there is no loss to average.
         `held_out`, `train`: mean loss of the held-out clips and of the training clips.
         `gap`: `held_out` - `train`.
-        `change`, `train_change`: results of `paired_change` for held-out and training clips; None in the first evaluation.
+        `change`, `train_change`: mean change of the loss since the first evaluation, for held-out clips and for training
+            clips, with its confidence interval (result of `paired_change`). None in the first evaluation.
         `by`: mean losses of groups of samples. The keys say how samples are grouped: "sigma" (by DiT and quantile of the
             noise level), "expert", "kind" (by condition) and "length" (by number of tokens). Each value is a list with a
             dict for each group: "name" of the group, mean losses "held_out" and "train", and mean noise level "sigma".
@@ -325,8 +328,8 @@ def paired_change(
     Args:
         plan: clips of both evaluations.
         side: "held_out" or "train", to select the clips to compare.
-        values: loss of each clip; None for a clip that was not evaluated.
-        base: loss of each clip in the earlier evaluation; None for a clip that was not evaluated.
+        values: loss of each clip in `plan.clips`; None for a clip that was not evaluated.
+        base: loss of each clip in an earlier evaluation; None for a clip that was not evaluated.
 
     Returns:
         A dict with the keys "mean", "low" and "high" (ends of the interval). "low" and "high" are None for a single clip. The

@@ -31,11 +31,11 @@ class EvaluationClip(StrictModel):
     """A clip that each evaluation uses, and its noise levels.
 
     Attributes:
-        key: key of the clip in its data set.
+        key: sample id of the clip.
         side: "held_out" or "train".
         num_tokens: number of video tokens.
-        sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated, in the order of
-            `EvaluationPlan.quantiles`.
+        sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated: one noise level for
+            each probability in `EvaluationPlan.quantiles`.
     """
 
     key: str
@@ -54,7 +54,7 @@ class EvaluationSample(NamedTuple):
         quantile: index of the noise level's quantile in `EvaluationPlan.quantiles`.
         sigma: noise level.
         num_tokens: number of video tokens.
-        row: (data set, index of the clip in the data set).
+        row: (data set that contains the clip, index of the clip in this data set).
     """
 
     expert: Expert
@@ -92,7 +92,8 @@ class EvaluationPlan(StrictModel):
         )
 
     def samples(self, run: TrainingRun) -> list[EvaluationSample]:
-        """Return the samples of an evaluation: each clip with each trained DiT, each condition and each noise level.
+        """Return the samples of an evaluation: each clip with each trained DiT, each condition (text, image or first frame)
+        and each noise level.
 
         The noise levels of a clip differ between the trained DiTs: each DiT is evaluated inside the range that it trains on.
         Clips that are no longer in the data are left out. If the first frame is the condition, clips of a single frame are also
@@ -149,9 +150,9 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:
     """Return how many forward passes all evaluations of a run together make for one clip at one noise level.
 
-    Each evaluation makes one forward pass for each pair of a trained DiT and a condition of `kinds_of`. In a run with an `ema`
-    section, each evaluation after step 0 makes these passes twice: with the weights and with their moving average.
-    `num_experts` is the number of trained DiTs.
+    Each evaluation makes one forward pass for each trained DiT and each condition (text, image or first frame) with which the
+    model is evaluated. In a run with an `ema` section, each evaluation after step 0 makes these passes twice: with the weights
+    and with their moving average. `num_experts` is the number of trained DiTs.
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
@@ -210,7 +211,7 @@ def add_levels(
     Args:
         run: the checked training run.
         side: "held_out" or "train", the side of all chosen clips.
-        chosen: result of `choose_clips`.
+        chosen: (key, number of video tokens) of each clip.
         quantiles: probabilities. The noise levels are at these quantiles of the recipe's distribution of noise levels.
     """
     clips = []

@@ -32,8 +32,8 @@ class StepLog:
     """Writer of the results of each step: `metrics.jsonl`, curves in experiment trackers, terminal lines, and sample losses.
 
     Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
-    group writes the losses of its samples. If the run resumes from a checkpoint, the rows of later steps are removed from
-    these files, because the run makes these steps again.
+    group writes the losses of its samples to a file. If the run resumes from a checkpoint, the rows of later
+    steps are removed from `metrics.jsonl` and these files, because the run makes these steps again.
 
     Args:
         trainer: the trainer whose steps are logged.
@@ -176,14 +176,15 @@ def step_metrics(
         `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
-        `fill`: `tokens` / (number of bins with samples x `packing.max_tokens`).
-        `imbalance`: cost of the slowest rank / mean cost of the ranks. The cost of a rank is summed over its micro steps.
+        `fill`: `tokens` / (number of bins (packed sequences) with samples x `packing.max_tokens`).
+        `imbalance`: cost of the slowest rank of each micro step / mean cost of the ranks, both summed over the micro steps.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
-        `grad_norm_blocks`, `update_ratio_blocks`: results of `measure_blocks`; missing if this step was not measured. With
-        two experts, the name of the expert and a dot come before the name of each block.
+        `grad_norm_blocks`, `update_ratio_blocks`: dicts from block names to the norm of the block's gradient, and to the norm
+        of the block's update / norm of its weights. Missing if this step was not measured. With two experts, the name of the
+        expert and a dot come before the name of each block.
     """
     run, device = trainer.run, trainer.device
     tflops = run.step_flops(plan.bins) / measured["seconds"] / run.world_size / 1e12

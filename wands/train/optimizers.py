@@ -23,7 +23,7 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
     Args:
         named: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
             may be partitioned.
-        section: `optimizer` section of the result of `build_ds_config`.
+        section: section `optimizer` of the DeepSpeed config.
         fused: whether to use torch's fused AdamW kernel for the parameters that Muon does not update, such as biases. The
             other optimizers ignore this argument.
 

@@ -41,7 +41,7 @@ _NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model ca
 
 
 def fingerprint_once(model: str) -> Mapping[str, Any]:
-    """Return the fingerprint of a model's encoders on rank 0. Return {} on other ranks, because the hashing takes seconds."""
+    """Return the fingerprint (digests) of a model's encoders on rank 0. Return {} on other ranks, because hashing is slow."""
     return fingerprint_pipeline(model) if os.environ.get("RANK", "0") == "0" else {}
 
 

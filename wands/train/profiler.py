@@ -175,7 +175,7 @@ def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int
 
 
 def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
-    """Wrap methods of an engine and its modules, so that the profile shows their scopes. Closing `stack` unwraps them."""
+    """Wrap methods of an engine and its modules, so that the profile names them, such as "ffn". Closing `stack` unwraps them."""
     for name, module in engine.module.named_modules():
         part = name.rpartition(".")[2]
         if scope := {"attn1": "projections", "attn2": "projections", "ffn": "ffn"}.get(part):
@@ -199,7 +199,7 @@ def _scope_of_name(name: str) -> str | None:
 
 
 def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
-    """Return the FLOPs of an operator of self-attention on this rank; 0 for other operators."""
+    """Return this rank's FLOPs of an operator, if the operator computes self-attention; otherwise 0."""
     shapes, values = event.input_shapes, event.concrete_inputs
     if event.name == "wands::ring_forward":
         return attention_flops(shapes[0], values[3], values[4], ring_rank)

@@ -42,7 +42,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text:
     if every node has its own copy of the model or the cache, the copies must have the same path.
 
-    This function uses the sampler. Call it before the prefetch thread starts, because the thread uses the sampler too.
+    Call this function before the data prefetch thread starts, because both use the run's data sampler.
 
     Args:
         run: the checked training run.
@@ -146,10 +146,10 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool =
 
     Args:
         engine: DeepSpeed engine of a DiT.
-        plan: packing plan of the last step. It is an argument because this function must not use the sampler, which the
-            prefetch thread is using.
+        plan: packing plan of the last step. It is an argument because this function must not use the data sampler, which
+            the prefetch thread is using.
         device: device of this rank.
-        gather: whether to gather and compare also the parameters that ZeRO-3 has partitioned.
+        gather: whether to also compare the parameters that ZeRO-3 has partitioned, which must be gathered first.
 
     Returns:
         Number of compared parameters.

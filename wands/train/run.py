@@ -44,7 +44,7 @@ class TrainingRun:
         experts: the trained DiTs. Each step updates these DiTs one after the other.
         weights: names, shapes and storage of the parameters of one trained DiT. They are equal for all trained DiTs.
         data: data set that the recipe names.
-        sampler: sampler that plans the bins of every optimizer step.
+        sampler: sampler that plans the bins (packed sequences) of every optimizer step.
         collator: collator that packs samples into batches.
         world_size: number of ranks.
         degrees: Ulysses degree and ring degree.
@@ -93,7 +93,7 @@ class TrainingRun:
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
-        """Return the parallel dimensions of a rank: the degrees, and the rank's position in its groups."""
+        """Return the parallel dimensions of a rank: the Ulysses and ring degrees, and the rank's index in each dimension."""
         return ParallelDims(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
 
     @cached_property
@@ -127,8 +127,8 @@ class TrainingRun:
         """Return a digest of the properties that determine in which order training reads the samples.
 
         The properties are the keys and lengths of the samples, the repeats of each source, and, with
-        `packing.buffer_size`, the positions of the samples in the cache. A resumed run with the digest and the
-        version of wands of its checkpoint plans the same steps.
+        `packing.buffer_size`, the positions of the samples in the cache. If the digest and the version of wands are
+        the same as in the checkpoint, a resumed run plans the same steps.
         """
         rows = zip(self.data.keys, self.seq_lens.tolist(), strict=True)
         text = "".join([f"{key}\0{length}\n" for key, length in rows])
@@ -265,10 +265,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """For each of the N samples, sum of the mask weights of the tokens in its first frame, float64 [N].
+        """For each of the N samples of the data, sum of the mask weights of the tokens in its first latent frame, float64 [N].
 
-        For a sample without a mask, this is the number of tokens in the first frame. The value is 0 for a sample with a
-        single frame, because only first frames of longer samples can be left out of the loss.
+        For a sample without a mask, this is the number of tokens in the first latent frame. The value is 0 for a sample with
+        a single latent frame, because only first frames of longer samples can be left out of the loss.
         """
         frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
         counts = np.where(frames > 1, rows * columns, 0).astype(float)
@@ -276,15 +276,18 @@ class TrainingRun:
         return np.where((total > 0) & (counts > 0), first, counts)
 
     def imbalance(self, bins: Step) -> float:
-        """Return how uneven the work of a step is: cost of the slowest rank / mean cost of the ranks.
+        """Return how uneven the work of a step is: cost of the slowest rank of each micro step / mean cost of the ranks.
 
-        The cost of a rank is summed over the micro steps of the step.
+        Both costs (predicted FLOPs) are summed over the micro steps of the step. `bins` are the packed sequences of the step.
         """
         return imbalance([bins], self.dp_size, self.sampler.bin_cost)
 
 
 def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
-    """Return the fields of `Workload` for the sample videos that a run generates. Without sample videos, return {}."""
+    """Return the sizes of the sample videos that a run generates, as arguments of `Workload` (input of the memory prediction).
+
+    Without sample videos, return {}.
+    """
     if not requests:
         return {}
     # Tensors of the published VAEs while they decode in fp32, a few frames at a time. The pixels of all frames stay.

@@ -241,7 +241,7 @@ class RunSamples:
 
     Args:
         trainer: objects of the training process.
-        tensors: result of `encode_samples`.
+        tensors: encoded prompts and images of the sample videos, result of `encode_samples`.
         watchdog: watchdog of the process.
 
     Raises:
@@ -278,7 +278,7 @@ class RunSamples:
         return section is not None and (step % section.every == 0 or step == total_steps)
 
     def write(self, step: int) -> None:
-        """Sample all videos with the current weights and with their moving average. Every rank must call this method.
+        """Generate all sample videos with the current weights and with their moving average. Every rank must call this method.
 
         If a video fails, print a warning and write the event "sample failed". The training continues.
 

@@ -38,7 +38,7 @@ class StepResult:
         errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.
-        blocks: result of `measure_blocks`; empty if the blocks were not measured.
+        blocks: gradient norm and relative weight change of each block, from `measure_blocks`; empty if not measured.
     """
 
     loss: torch.Tensor
@@ -50,16 +50,16 @@ class StepResult:
 
     @cached_property
     def grad_norm(self) -> float:
-        """Gradient norm of the step: the value of the tensor `norm` as a Python number."""
+        """Norm of the whole gradient of the step before clipping: the value of `norm` as a Python number."""
         return float(self.norm)
 
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample that this rank trains on, without padding samples.
 
-        The keys of each dict are the fields of `SampleKey`, `sigma` (the noise level) and `loss`. The loss is the mean squared
-        error over the trained tokens, weighted by the mask if the sample has one. The loss weights of the sample's source
-        and noise level are not applied.
+        The keys of each dict are `sample_id`, `repeat_index` (number of earlier uses of the sample in the epoch), `epoch`,
+        `sigma` (the noise level) and `loss`. The loss is the mean squared error over the trained tokens, weighted by the mask
+        if the sample has one. The loss weights of the sample's source and noise level are not applied.
         """
         return [
             {**vars(key), "sigma": sigma, "loss": loss}

@@ -28,8 +28,8 @@ class ComputeTimes:
     weights are gathered is not included.
 
     Args:
-        trainer: objects of the training process. `deepspeed.initialize` must already have wrapped the DiTs, so that the hooks
-            of this class run inside the hooks of ZeRO-3.
+        trainer: objects of the training process, among them the DiTs. `deepspeed.initialize` must already have wrapped the DiTs,
+            so that the hooks of this class run inside the hooks of ZeRO-3.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -104,8 +104,8 @@ def slow_ranks(table: np.ndarray) -> dict[int, float]:
     The seconds per value alone would also report a rank with fewer tokens, because each layer has a constant cost.
 
     Args:
-        table: [world_size, 2], for each rank its seconds per step and its seconds per input value (element of the layers'
-            inputs).
+        table: [world_size, 2], for each rank the seconds per step in the feed-forward layers, and these seconds divided by
+            the number of input values (elements of the inputs of these layers).
 
     Returns:
         A dict that maps each slow rank to the smaller of its two ratios, slowest rank first.

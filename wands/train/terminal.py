@@ -19,7 +19,7 @@ SILENCE = 30.0
 
 
 class Terminal:
-    """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log`.
+    """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log` function.
 
     On a terminal, the package rich keeps a live line with the progress at the bottom. All other output of this process
     appears above this line.

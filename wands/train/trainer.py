@@ -43,9 +43,10 @@ class Trainer:
     log: Log
 
     def weights_at(self, step: int) -> tuple[str, ...]:
-        """Return the kinds of weights to evaluate and to sample: "raw", and "ema" if there is a moving average.
+        """Return the kinds of weights to evaluate and to generate videos with: "raw" (the trained weights), and "ema" if there
+        is a moving average of the weights.
 
-        Step 0 needs no "ema", because the moving average then equals the weights.
+        At step 0, "ema" is left out, because the moving average then equals the weights.
         """
         return ("raw", "ema") if self.averages and step else ("raw",)
 

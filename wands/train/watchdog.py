@@ -127,7 +127,7 @@ class Watchdog:
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
-        """Limit the time of a step. Do not call this method for the first step.
+        """Limit the time that an optimizer step may take. Do not call this method for the first step.
 
         The first step is part of the start of the run, which `watch_run` limits.
 
@@ -238,12 +238,12 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file in which a rank writes its stacks, so that the other ranks see that this rank answers."""
+    """Return the file to which a rank writes its stack traces, which shows the other ranks that this rank still responds."""
     return folder / f"rank-{rank}.txt"
 
 
 def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
-    """Write this rank's stacks to a file, wait for the files of the other ranks, and return a text about all ranks.
+    """Write the stack traces of this rank to a file, wait for the files of the other ranks, and return a text about all ranks.
 
     Args:
         folder: folder of the files. All ranks must share this folder.
@@ -309,8 +309,8 @@ class ControlRequest(NamedTuple):
 def poll_requests(output_dir: Path, watchdog: Watchdog, rank: int) -> ControlRequest:
     """Return the requests that this rank received since the last call: from the watchdog, and on rank 0 also from files.
 
-    The user requests an action with a file named `save`, `save_quit` or `check` in the run folder. Rank 0 removes these
-    files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
+    The user requests an action with a file named `save`, `save_quit` or `check` (compare the ranks) in the run folder. Rank 0
+    removes these files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
     """
     names = {"save_quit"} if watchdog.stop_requested else set()
     for name in REQUESTS if rank == 0 else ():

@@ -237,10 +237,10 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return the segments, changed so that no row of a long segment takes part in attention.
+    """Return the segments (rows that attend only to each other), changed so that long segments are left out of attention.
 
-    A segment is long if it has at least `min_rows` rows of q and of k. Two segments replace each long segment: one with the
-    rows of q and no keys, and one with the rows of k and no queries.
+    `lens_q` and `lens_k` are the numbers of rows of q and of k in each segment. A segment is long if both numbers are at least
+    `min_rows`. Two segments replace it: one with its rows of q and no keys, and one with its rows of k and no queries.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

@@ -302,7 +302,7 @@ class FrameWarnings:
                 self._cuts.append(f"{start_seconds + new[cut + 1] / fps:.2f} s")
 
     def texts(self) -> list[str]:
-        """Return one warning for each kind of problem in the examined windows, or an empty list."""
+        """Return one warning for each kind of problem in the examined windows (ranges of frames), or an empty list."""
         borders = []
         for side, axis in (("height", 1), ("width", 0)):
             dark = self._brightest.max(axis) <= BORDER_VALUE

@@ -43,7 +43,7 @@ class CheckedSample:
 
     Attributes:
         key: key of the sample in the cache.
-        start_seconds: time of the sample's first frame, in seconds from the start of the file.
+        start_seconds: time of the sample's first frame, in seconds from the start of the clip's file.
         num_frames: number of frames: 1 + k * temporal stride of the VAE, for an integer k >= 0.
         height: height of a frame in pixels.
         width: width of a frame in pixels.
@@ -63,13 +63,14 @@ class CheckedClip:
     """One clip of the source with one caption.
 
     Attributes:
-        key: key of the clip.
+        key: clip key (path without extension, and suffixes for the time range and the caption).
         path: path of the video or image file.
         caption: cleaned caption, or the start of a very long caption; empty for a clip without a caption.
         text_tokens: number of text tokens of the whole caption, including the end token. Without a tokenizer the number is
             estimated.
         source: properties of the file; None if the file cannot be read or was not decoded.
-        samples: samples of the clip. A rejected clip may have samples that were decoded before the error.
+        samples: samples of the clip, one for each time range and size. A rejected clip may have samples that were decoded
+            before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
             samples would use with --clip-mode slide, which divides the whole clip into samples. Three zeros for an image and
@@ -174,8 +175,9 @@ class CheckReport:
         return count_problems(texts)
 
     def totals(self) -> dict[str, Any]:
-        """Return a dictionary of totals over all clips. The keys are "clips", "fine", "warned", "rejected", "samples", "frames",
-        "seconds_of_video", "footage" (see `footage()`), "tokens" and "cache_bytes".
+        """Return a dictionary of totals. "clips", "fine" (no warning), "warned" and "rejected" are numbers of clips. "samples",
+        "frames", "seconds_of_video" and "tokens" are totals of the samples. "footage" is the result of `footage()` (seconds of
+        source video). "cache_bytes" is the expected size of the shards.
         """
         verdicts = Counter[str](clip.verdict for clip in self.clips)
         frames = sum(sample.num_frames for sample in self.samples)
@@ -198,8 +200,8 @@ class CheckReport:
         return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
 
     def column_texts(self) -> dict[str, str]:
-        """Return a dictionary that maps the name of each numeric column of the table to a text with the column's minimum,
-        median and maximum.
+        """Return a dictionary that maps the name of each numeric column of the source's table to a text with the minimum,
+        median and maximum of the column, and the number of clips.
         """
         return {
             name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"
@@ -376,7 +378,7 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the histogram of the numeric column `name` of the clips' table, and marks for the thresholds of --where.
+    """Return the histogram of the numeric column `name` of the source's table, and marks for the thresholds of --where.
 
     Returns:
         (heights, positions). heights: height of each bar, from 0 to 1. positions: horizontal position of each threshold of

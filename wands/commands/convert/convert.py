@@ -280,8 +280,8 @@ class ModelConversion:
             raise ConfigError(f"SOURCE={self.options.source}: {error}. Set SOURCE to a Wan model.") from error
 
     def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
-        """Return the path for the tensors of a component: a folder, or a single file if the layout stores the component
-        in one file.
+        """Return the path for the tensors of a component (one model, such as the VAE): a folder, or a single file if the
+        layout stores the component in one file.
         """
         name = component.name
         if self.to == "diffusers":

@@ -55,7 +55,7 @@ class ComponentSummary:
 
 @dataclass
 class ConvertResult:
-    """Result of a conversion: the written folder, a summary of each component, and notes for the user.
+    """Result of a conversion: the written folder, a summary of each component (model), and notes for the user.
 
     Attributes:
         out: folder that was written.
@@ -68,7 +68,7 @@ class ConvertResult:
     notes: list[str] = field(default_factory=list)
 
     def add(self, name: str, read: int, tensors: Sequence[LazyTensor], renamed: int, **details: Any) -> None:
-        """Add the summary of a component or LoRA file.
+        """Add the summary of a component or LoRA file to the result.
 
         Args:
             name: name of the component or file.

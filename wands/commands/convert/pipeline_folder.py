@@ -1,4 +1,4 @@
-"""Write the files that a converted DiT needs to become a diffusers pipeline: configs, tokenizer, scheduler and index."""
+"""Write the files that a converted DiT needs to become a diffusers pipeline: configs, tokenizer, scheduler, model_index.json."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) 
 
 
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
-    """Write the tokenizer, scheduler and index of a pipeline, with the same contents as in the diffusers pipelines of the
-    published Wan models.
+    """Write the tokenizer, scheduler and model_index.json of a pipeline, with the same contents as in the diffusers
+    pipelines of the published Wan models.
 
     Args:
         out: folder of the converted components.

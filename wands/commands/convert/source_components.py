@@ -32,8 +32,8 @@ class ComponentKind:
             all tensors, and a text that names the files in error messages.
         config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
             the official config, and a text that names the files in error messages.
-        official_files: glob pattern of the file in an official repository, without suffix; "" if the repository has a
-            folder for the model instead of a single file.
+        official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if they
+            contain a folder for the model instead of a single file.
         unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
     """
 
@@ -182,11 +182,11 @@ def _read_config(folder: Path) -> _Config:
 
 
 def map_component(component: SourceComponent, to: str) -> ComponentMapping:
-    """Find the source's tensor for every tensor that the new layout needs, and check that all tensors fit the model.
+    """Find the source's tensor for every tensor that a file layout needs, and check that all tensors fit the model.
 
     Args:
-        component: component of the source.
-        to: "diffusers", "official" or "comfyui".
+        component: a model in the source, such as the VAE.
+        to: name of the new file layout: "diffusers", "official" or "comfyui".
 
     Raises:
         CheckpointError: if a file is damaged, a tensor name is unknown, tensors are missing, or shapes differ from the config.

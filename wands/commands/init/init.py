@@ -49,7 +49,7 @@ TEXT_ENCODER = 13.4
 
 
 def init(options: InitOptions) -> str:
-    """Decode the clips of a source, choose the fastest settings that fit a machine, and write the files named in `FILES`.
+    """Decode the clips of a source, choose the fastest settings that fit a machine, and write a recipe and commands.
 
     Args:
         options: options of the command; they name the source and the machine.

@@ -56,7 +56,7 @@ class EncodeSettings:
 
     @property
     def work(self) -> Path:
-        """Folder for write-ahead logs, inside the cache folder."""
+        """Folder inside the cache folder for the write-ahead logs of samples and text embeddings."""
         return self.cache / WORK_NAME
 
 

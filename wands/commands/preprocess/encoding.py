@@ -66,7 +66,7 @@ class WorkerTimes(NamedTuple):
     """Statistics of one worker after all clips of this worker are finished.
 
     Attributes:
-        waited: seconds in which the encoder waited for decoded windows.
+        waited: seconds in which the encoder waited for decoded windows (ranges of frames of a clip).
         worked: seconds in which the worker loaded the encoders, encoded and stored.
     """
 
@@ -176,10 +176,9 @@ class _ClipEncoder:
         yield WorkerTimes(waited, time.monotonic() - began - waited)
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
-        """Encode and store the windows (ranges of frames) in `pieces`, and yield a `Done` event for each `ClipEnd` in
-        `pieces`.
+        """Encode and store the windows (ranges of frames) in `pieces`, and yield an event for each clip that ends in `pieces`.
 
-        Windows of the same shape are encoded together.
+        A `ClipEnd` follows the last window of a clip. Windows of the same shape are encoded together.
 
         Raises:
             CacheError: if an earlier window could not be written.

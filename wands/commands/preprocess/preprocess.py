@@ -197,7 +197,7 @@ class PreprocessRun:
         """Encode all captions and then all clips that the cache lacks.
 
         Raises:
-            WandsError: if every worker failed, or workers died repeatedly without finishing an item.
+            WandsError: if every worker failed, or workers died repeatedly without finishing a caption or clip.
         """
         self._run_rounds("captions", encode_captions, self._pending_captions)
         self._run_rounds("clips", encode_clips, self._pending_clips)

@@ -34,7 +34,7 @@ samples. Any of these samples can be used, because all of them contain latents o
 
 @dataclass(frozen=True)
 class Row:
-    """One caption of a clip, with the digest and the cached samples of this caption.
+    """One caption of a clip, with facts about the clip and the list of the caption's samples in the cache.
 
     Attributes:
         key: id of the pair of clip and caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
@@ -61,8 +61,8 @@ class Clip:
         part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: a tuple (shard name, number of the sample in the shard, suffix) for each of the cached latents that missing
-            samples can reuse. The suffix names the window (range of frames) and the size.
+        latents: (shard name, index of the sample in the shard, suffix) of each cached sample whose latents missing samples
+            can reuse. The suffix is the end of the sample's key, which names the window (range of frames) and the size.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -74,7 +74,7 @@ class Clip:
     decode: bool = True
 
     def lacks(self, suffix: str) -> list[Row]:
-        """Return the captions of this clip whose sample is missing in the cache.
+        """Return the captions of this clip for which the cache has no sample with the given suffix.
 
         The cache has one sample for each caption, window and size of a clip.
 
@@ -88,8 +88,8 @@ class SourceScan:
     """Clips of a source, identified by the content of their files.
 
     Attributes:
-        contents: maps the key of each usable row (clip with one caption) to the digest `Row.content`.
-        clips: maps (path, digest `Clip.video`) to a clip with all its captions.
+        contents: maps the key of each usable row (clip with one caption) to `Row.content`, a digest of the clip and caption.
+        clips: maps (path, digest of the clip without captions) to the clip with all its captions.
         rejected: rejections of the rows that cannot be used.
     """
 
@@ -132,7 +132,7 @@ class SourceScan:
 
         Args:
             entries: samples of the cache by key.
-            rejected_videos: digests of clips that are left out because this run rejected them.
+            rejected_videos: digests (`Clip.video`) of clips that are left out because this run rejected them.
         """
         stored: dict[str, Samples] = defaultdict(dict)
         for key, entry in entries.items():
@@ -147,7 +147,7 @@ class SourceScan:
 
         Args:
             clip: clip with all its captions.
-            stored: maps suffixes (window and size) to the cached samples of the clip's file and time range.
+            stored: maps suffixes of sample keys (window and size) to the cached samples of the clip's file and time range.
             entries: all samples of the cache by key.
 
         Returns:
@@ -195,7 +195,7 @@ class SourceScan:
         return {window + size for window in windows for size in sizes}
 
     def accepted(self, entries: Mapping[str, IndexEntry]) -> set[str]:
-        """Return the keys of the cached samples that belong to the source and have a requested size.
+        """Return the keys of the cached samples that belong to the source and have a size that --max-pixels selects.
 
         Args:
             entries: samples of the cache by key.
@@ -234,8 +234,8 @@ class SourceScan:
 
 @lru_cache(1 << 16)
 def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the suffixes that name the sizes of a clip's samples. The suffix is "" for the first value of --max-pixels (largest
-    area of a frame), and a text such as "#640x352" for each further value.
+    """Return the ends of the keys of a clip's samples, which name the sizes. The end is "" for the first value of --max-pixels
+    (largest area of a frame), and a text such as "#640x352" for each further value.
 
     Return None if the display size is unknown, or if the clip is too small for one of the values. The clip must then be
     decoded.

@@ -266,7 +266,7 @@ def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
 
 
 def compare_with_first_frame(setup: Setup) -> Comparison:
-    """Run `compare_to_stock` on samples whose first frame is given, for the model TI2V."""
+    """Run `compare_to_stock` (training step against stock diffusers) on samples whose first frame is given, for TI2V."""
     return compare_to_stock(setup, i2v_ratio=1.0)
 
 

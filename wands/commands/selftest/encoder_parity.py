@@ -119,9 +119,9 @@ def check_statistics(part: VaePart) -> Result:
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
-    """Return the largest difference between the statistics in the VAE's config and the published statistics.
+    """Return the largest difference between the latents' mean and std in the VAE's config and the published values.
 
-    The number of latent channels determines whether the statistics of Wan 2.1 or of Wan 2.2 are used.
+    The number of latent channels determines whether the values of Wan 2.1 or of Wan 2.2 are used.
     """
     table, defaults = LATENTS_22, inspect.signature(AutoencoderKLWan.__init__).parameters
     if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
@@ -284,7 +284,7 @@ def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens. Compare its embeddings of two long captions with
     the embeddings of diffusers' stock pipeline.
 
-    By default, diffusers' `encode_prompt` cuts captions after 226 tokens.
+    By default, diffusers' `encode_prompt` cuts captions after 226 tokens. `part` has the tokenizer and the text encoder.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

@@ -70,7 +70,7 @@ def _ask_pipeline(setup: Setup, timesteps: list[float]) -> list[str]:
     The sampling loop of the pipeline runs with mock objects in place of the two DiTs. The mock objects record the calls.
 
     Args:
-        setup: setup with the model.
+        setup: the tested model, which has two DiTs.
         timesteps: timesteps in descending order.
     """
     latents, dits = torch.zeros(1, 16, 1, 2, 2), MagicMock()

@@ -160,7 +160,7 @@ def _make_frames() -> np.ndarray:
 
 
 def judge(measured: Tensor, expected: Tensor) -> Result:
-    """Return the result of a check in fp32, which passes if the relative error of `measured` is at most 1e-5."""
+    """Return the result of a check of fp32 values. The check passes if the relative error of `measured` is at most 1e-5."""
     return judge_error(relative_error(measured, expected), 1e-5, "fp32 sums in a different order")
 
 

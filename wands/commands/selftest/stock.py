@@ -58,7 +58,7 @@ def stock_velocity(
 
     Args:
         model: model of diffusers.
-        latents: latents with the channels of the image conditions [channels, f, h, w], from `add_conditions`.
+        latents: noisy latents [channels, f, h, w] from `add_conditions`, which adds channels for image conditions.
         timesteps: one timestep [1] for the sample, or a timestep [1, tokens] for each token.
         text_embeds: text embedding [L, text_dim] of L tokens, without padding.
         image_embeds: hidden states of CLIP for all given images, [number of states, channels].

@@ -80,7 +80,7 @@ def digest(value: Any) -> str:
 
 
 def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the arrays that every sample of a cache has, in the order of `ARRAYS`.
+    """Return the names of the arrays that every sample of a cache has, in the order in which checksums use the arrays.
 
     Args:
         conditions: conditions of the model variant for which the cache is made, such as "image" (`Variant.conditions`).
@@ -89,8 +89,8 @@ def array_names(conditions: Collection[str]) -> tuple[str, ...]:
 
 
 def variant_contract(variant: Variant) -> dict[str, Any]:
-    """Return the properties of a variant that decide whether a cache fits a model, such as "vae_stride" and "text_dim".
-    The key "name" contains the variant's name for error messages.
+    """Return the properties of a variant (published Wan model) that decide whether a cache fits a model, such as "vae_stride"
+    and "text_dim". The key "name" contains the variant's name for error messages.
     """
     dit = variant.dit
     return {

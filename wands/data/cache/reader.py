@@ -113,7 +113,7 @@ class LatentCache(SampleFacts):
         return len(self.index)
 
     def find(self, key: str) -> int:
-        """Return the position in `keys` of the sample with the given key.
+        """Return the number of the sample with the given key. `read` takes this number.
 
         Raises:
             CacheError: if the cache has no sample with this key. The error message names some existing keys.
@@ -126,15 +126,15 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: latents, text embeddings without padding, and the arrays that `conditions` need. `Sample`
-        describes the arrays and their shapes.
+        """Read a sample in bf16: latents, text embeddings without padding, and the arrays for the model's `conditions`,
+        such as "image". `Sample` describes the arrays and their shapes.
 
         Args:
             i: position in `keys`.
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
                 are zero in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
-                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). With `verify`, the whole
-                sample is read to compute the checksum.
+                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). If `verify` is set, the
+                whole sample is read to compute its checksum.
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
@@ -172,11 +172,11 @@ class LatentCache(SampleFacts):
         """Raise CacheError if the cache does not fit a model.
 
         Cache and model must have the same VAE stride, patch size, latent channels and text width. The cache must contain
-        the arrays that the model's conditions need, and may contain more arrays (see `serve`). But a cache made for first
-        and last images does not fit a model that takes only first images.
+        the arrays that the model's conditions (text and images) need, and may contain more arrays. But a cache made for
+        first and last images does not fit a model that takes only first images.
 
         Args:
-            variant: variant of the model to train.
+            variant: variant (kind of Wan model) to train.
             fingerprint: fingerprint of the model's encoders (`wands.encoders.fingerprint.fingerprint_pipeline`). Only
                 the components in this mapping are compared, because a model folder may contain a bare DiT without
                 encoders.
@@ -207,12 +207,12 @@ class LatentCache(SampleFacts):
         """Raise CacheError if the encoders that made the cache differ from the encoders of a model.
 
         Args:
-            fingerprint: fingerprint of the model's encoders. Only the components in this mapping are compared, see
-                `check_fits`.
+            fingerprint: digests of the model's encoders. Only the components (such as "vae") in this mapping are
+                compared, see `check_fits`.
             model: name of the model for the error message.
 
         Raises:
-            CacheError: if a component differs. The error message names the value of the cache and the value of the
+            CacheError: if a component differs. The error message names the digest of the cache and the digest of the
                 model.
         """
         known = {part: self.fingerprint.get(part) for part in fingerprint}
@@ -261,7 +261,7 @@ class LatentCache(SampleFacts):
         """Compare an open shard with the index, and return the HDF5 group of sample `i`.
 
         Raises:
-            CacheError: if the shard differs from the index in its digest, or in the key or shapes of the sample.
+            CacheError: if the index has another key or other array shapes for the sample, or another digest of the shard.
         """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
@@ -278,7 +278,7 @@ class LatentCache(SampleFacts):
     def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
         """Return a dictionary that maps each array name to the shape that the array must have in sample `i`.
 
-        The shapes come from the index and the manifest. The names have the same order as the offsets in the index.
+        The shapes come from the index and the manifest. The names have the same order as the offsets of the arrays in the index.
         """
         latents = tuple(self.index.latent_shapes[i].tolist())
         text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])

@@ -128,8 +128,8 @@ def read_offsets(group: h5py.Group) -> tuple[int, ...]:
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
-    """Return a digest of the samples of a shard: their keys, checksums and positions. Shards with different samples
-    have different digests, even if the files have equal sizes.
+    """Return a digest of the samples of a shard: their keys, checksums and byte positions in the file. Shards with different
+    samples have different digests, even if the files have equal sizes.
     """
     return digest([[entry.key, entry.crc32, entry.offsets] for entry in entries])
 
@@ -156,7 +156,7 @@ def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
 
 
 def read_entry(group: h5py.Group, shard: str, row: int) -> IndexEntry:
-    """Return the index entry of one stored sample.
+    """Return the index entry (shape, checksum and other facts) of one stored sample.
 
     Args:
         group: HDF5 group of the sample.
@@ -204,8 +204,9 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         row: number of the sample in the shard.
 
     Returns:
-        A pair (arrays, metadata). `arrays` maps the names of the arrays to their bf16 bits (uint16). The text embedding is
-        left out, because callers reuse the other arrays with a new caption.
+        (arrays, metadata). arrays: maps the name of each array of the sample to the bf16 bits (uint16). The text embedding
+        is left out, because callers reuse the other arrays with a new caption. metadata: facts about the sample as JSON
+        values, such as "fps" and "num_frames".
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.

@@ -77,7 +77,7 @@ class ShardWriter:
             path: cache folder, which already contains a manifest.
             fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
             max_samples: largest number of samples of a shard.
-            max_bytes: size in bytes at which a shard is finished. The last sample may exceed this size.
+            max_bytes: a shard is finished when its arrays have at least this many bytes, so it may be larger by one sample.
         """
         self.path = path
         self.max_samples, self.max_bytes = max_samples, max_bytes
@@ -115,8 +115,9 @@ class ShardWriter:
             latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalized.
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
-                made from, including the caption). Usual: `caption`, `source`, the range of frames, `video` (digest of what
-                the latents were made from) and `last` (whether the sample is the last range of frames of its clip).
+                made from, including the caption). Usual: `caption`, `source` (path of the file), `start_seconds`, `video`
+                (digest of what the latents were made from) and `last` (whether the sample is the last range of frames of
+                its clip).
             others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. At
                 least one token weight must not be 0. None for an array that the sample does not have.
 
@@ -165,9 +166,9 @@ class ShardWriter:
         """Copy samples from a write-ahead log to shards, and finish the last shard. Samples in finished shards are skipped.
 
         A record of the log contains one video with one or several captions. Each caption makes one sample. The first arrays
-        of the record belong to the video: the latents and, for some samples, further arrays. `meta["arrays"]` is the list
-        of their names. The other arrays are the text embeddings of the samples. `meta["samples"]` is a list with the pair
-        (key, metadata) of each sample.
+        of the record belong to the video: the latents and, for some videos, further arrays. `meta["arrays"]` lists the
+        names of the video's arrays. The other arrays are the text embeddings, one for each sample. `meta["samples"]` is
+        a list of pairs (sample key, metadata of the sample).
 
         Args:
             path: file of the log.
@@ -300,8 +301,8 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
 
         Args:
             path: cache folder.
-            variant: variant of the model for which the samples are made, or the dict of its properties (see
-                `variant_contract`), for example from the manifest of another cache.
+            variant: variant (kind of Wan model) for which the samples are made, or the dict that `variant_contract` returns
+                for this variant, for example from the manifest of another cache.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
             limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
 

@@ -135,7 +135,7 @@ class ClipSpec:
 @dataclass(frozen=True)
 class FrameSize:
     """Frame size before and after cropping: a frame is resized to ``scaled``, then cropped centrally to ``target``.
-    Both are (width, height) in displayed pixels.
+    Both are (width, height) in pixels of the frame as it is displayed.
     """
 
     scaled: tuple[int, int]

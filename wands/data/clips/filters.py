@@ -1,4 +1,4 @@
-"""Filter clips by the columns of their rows: the condition of --where.
+"""Filter clips by the columns of their table rows or JSON objects: the condition of --where.
 
 A condition is written like a Python expression, but Python never runs it. `ast` parses the condition, and `Filter` walks
 the parsed tree. `Filter` accepts only comparisons and the operators `and`, `or` and `not`.
@@ -92,7 +92,7 @@ class Filter:
         The reason contains the first part of the condition that is not met, and the cells that this part compares.
 
         Args:
-            row: columns of the clip, as `columns_of` returns them.
+            row: maps the names of the columns to the cells of the clip, as `columns_of` returns them.
         """
         for part in self._parts:
             if (value := self._test(part, row)) < 1:
@@ -102,8 +102,8 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row meets a part of the condition, 0 if the row does not meet the part, and 0.5 (unknown) if a compared
-        cell is empty or not a number.
+        """Return 1 if a row meets the part `node` of the condition, 0 if it does not meet the part, and 0.5 (unknown) if a
+        compared cell is empty or not a number.
 
         With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
         """

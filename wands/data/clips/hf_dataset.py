@@ -78,13 +78,13 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
 
 
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (index, row) for each row of the split `source.split`.
+    """Yield (index, row) for each row of the split `source.split` of the dataset `name`.
 
     Column names are converted to lower case. Videos are not decoded: the cell of a video is a path, or a dictionary with "path"
     and "bytes". Each row is read when it is needed, so the dataset is not copied to the disk first.
 
     Raises:
-        DataError: if the dataset cannot be loaded or lacks the split or the columns.
+        DataError: if the dataset cannot be loaded, or lacks the split, a column of videos or a required column of captions.
     """
     import datasets
 

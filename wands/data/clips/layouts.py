@@ -47,8 +47,7 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
         source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), dataset configuration of another trainer
             (.toml, or .json with the settings of such a trainer), tar archive, or name of a Hugging Face dataset
             (owner/name).
-        options: ``split``, ``video_column``, ``caption_column``, ``cache_dir``, ``needs_caption``, ``other_columns`` and
-            ``log`` of `Source`.
+        options: attributes of `Source`, such as ``split``, ``caption_column`` and ``log`` (function that receives messages).
 
     Returns:
         The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by key.

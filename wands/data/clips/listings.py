@@ -63,7 +63,7 @@ class Listing:
         source: source of the clips, with the names of the columns.
         clips: paths of the listed clips that exist.
         other_files: normalized paths of videos and images that rows name outside the video column, such as input images.
-            These files are not clips of the source, so the file need not list them as clips.
+            These files are not clips of the source, and are not rejected as unlisted clips.
         is_complete: whether every clip in the folder of `file` has already been listed or rejected. If False, the folder
             is searched for clips that the file does not list.
     """
@@ -76,7 +76,9 @@ class Listing:
 
 
 def listed_file(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a file that lists clips, such as a table. Return the clips, or None if the source is not a file."""
+    """Read a source that is one file with a list of clips, such as a table. Return the clips and the rejections,
+    or None if the source is not a file.
+    """
     return _scan_listing(Listing(source.path, source)) if source.path.is_file() else None
 
 
@@ -210,8 +212,8 @@ def _scan_rows(
     """Yield the clips that the rows of a table name.
 
     Args:
-        listing: the table itself, or the merge.txt that names the table. The function adds the paths of the clips to
-            `listing.clips`, and the paths of other files in the rows to `listing.other_files`.
+        listing: the table itself, or the merge.txt (FastVideo's list of tables) that names the table. The function adds the
+            paths of the clips to `listing.clips`, and the paths of other files in the rows to `listing.other_files`.
         table: file of the table, for error messages.
         rows: rows of the table.
         folder: folder to which paths in the rows are relative.

@@ -77,14 +77,14 @@ class ClipRecord:
 
     @property
     def range_suffix(self) -> str:
-        """Suffix of the key for the time range: "@start-end", "@start", or "" without a time range."""
+        """Part of the clip key for the time range: "@start-end", "@start", or "" without a time range."""
         if self.start is None and self.end is None:
             return ""
         return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
 
     @property
     def suffix(self) -> str:
-        """Suffix of the key: the time range and, from the second caption of a clip on, a hash of the caption."""
+        """End of the clip key: the time range and, from the second caption of a clip on, a hash of the caption."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"

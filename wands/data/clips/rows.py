@@ -123,7 +123,7 @@ def _seconds(name: str, value: Any) -> float | None:
 def _read_frames(row: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
 
-    The last frame is included in the range, as in NVIDIA's meta.json.
+    The last frame belongs to the range.
     """
     first, last = row.get("start_frame"), row.get("end_frame")
     if first in (None, "") and last in (None, ""):

@@ -89,7 +89,10 @@ class Source:
                 )
 
     def pick(self, row: dict[str, Any]) -> tuple[Any, Any]:
-        """Return (video, caption) of a row with lower-case column names. A value that the row lacks is None."""
+        """Return the values of the video column and of the caption column of a row. A value that the row lacks is None.
+
+        The column names of `row` are in lower case.
+        """
         return first_filled(row, self.video_names), self.pick_caption(row)
 
     def pick_caption(self, row: dict[str, Any]) -> Any:

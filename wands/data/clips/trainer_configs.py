@@ -78,8 +78,8 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips of all sections. If clips in several folders have the same name, the path of the folder is put in front
-    of each of these names.
+    """Yield the clips of all sections of a dataset configuration. If clips in several folders have the same name, the path
+    of the folder is put in front of each of these names.
 
     Args:
         source: the configuration, with the options for reading the clips.

@@ -44,7 +44,7 @@ class DecodedClip:
             `ClipSpec.size_multiple`.
         fps: frames per second of ``frames``.
         start_seconds: time of ``frames[0]``.
-        suffix: suffix of the sample's key. In slide mode, the suffix starts with the number of the window ("#0000",
+        suffix: suffix of the sample's key. With --clip-mode slide, it starts with the number of the window ("#0000",
             "#0001", ...). If --max-pixels has several values, samples for all values except the first also have their size
             in the suffix, such as "#640x352".
         source: properties of the file. With a crop, width and height are the size of the cropped rectangle in stored (not

@@ -61,8 +61,8 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in older checkpoints, in which only a `base` that starts with "Wan-AI/"
-            can be a Hub id. Every other `base` of an older checkpoint is a folder, and a relative path gets the prefix "./".
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints. There, a `base` that starts with "Wan-AI/" is a
+            Hub id or a folder. Any other `base` is a folder; if its path is relative, this class adds "./" at its start.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
@@ -362,8 +362,8 @@ class FragmentFiles:
         """Read slices of stored tensors into given tensors. Only one file is open at a time.
 
         Args:
-            wanted: maps the name of a stored tensor to (start, flat tensor to fill). start is the index of the first value
-                to read. The number of values to read is the length of the flat tensor.
+            wanted: maps the name of a stored tensor to (start, flat tensor to fill). start is the index in the stored
+                tensor of the first value to read. The number of values to read is the length of the flat tensor.
 
         Raises:
             CheckpointError: if a file cannot be read, or the files lack a requested value.

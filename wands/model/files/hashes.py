@@ -31,8 +31,8 @@ def find_changed_files(
 ) -> tuple[int, list[str]]:
     """Read the files of a model, and compare them with their stored hashes.
 
-    The stored hashes are in `HASH_FILE`. In a folder without `HASH_FILE`, a safetensors file is compared with the SHA-256
-    that the Hub client stored when it downloaded the file. Other files have no stored hash.
+    The stored hashes are in the file `HASH_FILE` in `folder`. Without this file, a safetensors file is compared with the
+    SHA-256 that the Hub client stored when it downloaded the file. Other files have no stored hash.
 
     Args:
         folder: folder of a pipeline or another model.
@@ -83,7 +83,8 @@ def find_damaged_files(
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None) -> None:
     """Check that the files of a model did not change after wands wrote them and their hashes.
 
-    If the folder has no `HASH_FILE`, no file is checked. `find_changed_files` explains the arguments `folder` and `parts`.
+    The hashes are in the file `HASH_FILE` in `folder`. Without this file, nothing is checked. `parts` are names of
+    subfolders or files in `folder` to check; None checks the whole folder.
 
     Raises:
         CheckpointError: if a file changed or cannot be read. The messages start with `label`.

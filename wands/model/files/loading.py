@@ -201,7 +201,8 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
     """Return the local folder of a DiT.
 
-    For a Hub id, first download the files that match `patterns`, or the whole repository if it has Wan's original layout.
+    For a Hub id, first download the files of the DiT that match `patterns`, or all files of the DiT if the repository has
+    Wan's original layout. `key` is the option or recipe key that contains `path`, for error messages.
     """
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder

@@ -107,7 +107,7 @@ class LoraUpdate:
         return [*matrices, *((name, tuple(value.shape)) for name, value in self.differences.items())]
 
     def merge(self, name: str, weight: Tensor, scale: float) -> Tensor:
-        """Return a parameter plus `scale` times its update, in float64. A parameter without an update is returned unchanged.
+        """Return a parameter plus `scale` times the LoRA's update, in float64. Without an update, return `weight` itself.
 
         Args:
             name: diffusers name of the parameter.
@@ -139,7 +139,7 @@ class LoraUpdate:
         return [name for name, _ in self.shapes if name not in shapes]
 
     def without(self, names: Collection[str]) -> LoraUpdate:
-        """Return the update without the changes of the named parameters."""
+        """Return a copy of this LoRA update without its changes of the named parameters."""
         return LoraUpdate(
             {name: pair for name, pair in self.pairs.items() if f"{name}.weight" not in names},
             {name: value for name, value in self.differences.items() if name not in names},
@@ -218,7 +218,7 @@ def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
     If the file has no alpha tensor for a module, the alpha comes from the file's metadata or PEFT's `adapter_config.json`.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to the update of this DiT, see `parse_lora`.
+        A dict that maps "transformer" or "transformer_2" to everything that the LoRA adds to the weights of this DiT.
 
     Raises:
         CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
@@ -335,7 +335,7 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
 
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
-    """Return the LoRA of one module as two matrices. For a convolution, all dimensions after the first are flattened.
+    """Return the LoRA of the module `name` as two matrices. For a convolution, all dimensions after the first are flattened.
 
     The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha.
     """

@@ -69,7 +69,7 @@ class NameMap:
 
     @cached_property
     def inverse(self) -> NameMap:
-        """Inverse map, whose method `to_diffusers` translates diffusers names to official names."""
+        """Map from diffusers names to official names. Its method `to_diffusers`, despite the name, returns official names."""
         outside, block = ({new: old for old, new in table.items()} for table in (self.outside, self.block))
         return NameMap(outside, block, self.prefixes[::-1])
 

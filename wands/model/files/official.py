@@ -143,7 +143,7 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
     Args:
         config: the diffusers config of the DiT.
-        variant: variant of the model. Its name contains the official model_type, such as "t2v".
+        variant: variant (kind of Wan model). `variant.name` contains the official model_type, such as "t2v".
     """
     return {
         "_class_name": OFFICIAL_CLASS,
