@@ -62,12 +62,12 @@ class Segments:
 
     @property
     def max_seqlen_q(self) -> int:
-        """Largest number of rows of q in a segment; 0 without segments."""
+        """Largest number of rows of q in a segment (one block of the attention pattern); 0 without segments."""
         return max(self.lens_q, default=0)
 
     @property
     def max_seqlen_k(self) -> int:
-        """Largest number of rows of k in a segment; 0 without segments."""
+        """Largest number of rows of k in a segment (one block of the attention pattern); 0 without segments."""
         return max(self.lens_k, default=0)
 
     def pairs(self) -> Iterator[tuple[slice, slice]]:
@@ -148,7 +148,7 @@ class PackedMeta:
     def padded_timestep_lens(self) -> tuple[int, ...]:
         """Number of tokens on this rank for each timestep. The padding at the end counts as tokens of the last timestep.
 
-        The sum of these numbers is the length of `segment_ids`.
+        The sum of these numbers is the number of tokens on this rank, padding included.
         """
         return self._with_padding(self.timestep_lens or self.local_seq_lens)
 

@@ -82,7 +82,7 @@ class UlyssesAttention(DistributedAttention):
                 each Ulysses group.
 
         Returns:
-            [L, H, D].
+            Attention output of the local tokens, [L, H, D].
         """
         if not self.fused:
             return super().forward(q[None], k[None], v[None], BATCH_AXIS, None, meta)[0]

@@ -113,7 +113,7 @@ class _VarlenAttention(torch.autograd.Function):
     """Autograd function of `varlen_attention` and `padded_attention`.
 
     `options` are (segments, `PaddedSegments.log_num_pads`, attention kernel, whether to use torch.compile). `tensors` are q, k
-    and v; for `padded_attention`, they are q, k, v, pad_k and pad_v.
+    and v; for `padded_attention`, they are q, k, v, pad_k and pad_v (the key and the value of the padding).
     """
 
     @staticmethod
@@ -227,7 +227,7 @@ _MERGE_PADS, _MERGE_PADS_BACKWARD = compiled_op(merge_pads), compiled_op(merge_p
 def _cut_queries(
     lens_q: tuple[int, ...], lens_k: tuple[int, ...], piece_len: int, device: torch.device
 ) -> tuple[Segments, Tensor]:
-    """Cut segments into pieces with at most `piece_len` rows of q. Each piece gets a copy of its segment's rows of k.
+    """Cut attention segments into pieces with at most `piece_len` rows of q. Each piece gets a copy of its segment's rows of k.
 
     The cut makes the backward pass of cross-attention faster. On a GPU, the backward pass of flash attention starts one
     thread block for each head and each block of about 128 keys. In cross-attention, a segment has few keys (the tokens of a

@@ -63,7 +63,7 @@ def pack_bins(
             costs.
         max_tokens: capacity of a bin in tokens.
         seed: number or text that determines the random choices, usually `train.seed`.
-        epoch: number of the epoch. All epochs have the same number of bins, but the clips are combined differently.
+        epoch: number of the epoch. All epochs have the same number of bins, but the samples are combined differently.
 
     Returns:
         Bins that together contain every sample exactly once. With at most `PART` samples and at most `MAX_LENGTHS`

@@ -230,12 +230,12 @@ class PackingCollator:
 
     Attributes:
         shape: sizes of the DiT. The collator checks that every sample fits them.
-        flow: flow options. The collator uses `cfg_dropout` and `i2v_ratio`.
+        flow: `flow` section of the recipe. The collator uses its keys `cfg_dropout` and `i2v_ratio`.
         drops_captions: whether to replace captions at random by the empty caption. False in an evaluation.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
         conditions: conditions of the model variant, such as "text", "image" or "clip".
-        has_dropout: whether to draw a dropout key for each sample.
+        has_dropout: whether to draw a dropout key for each sample: 64 bits that determine the sample's dropout masks.
     """
 
     shape: DiTShape

@@ -80,7 +80,7 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
       where the span is, and whether `fraction` times the film's number of windows is rounded up or down. The two windows
       next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
 
-    Adding a clip never changes the choice for another clip that is not a film. Adding a film changes the choice for other
+    For a clip that is not a film, the choice never changes when other clips are added. Adding a film changes the choice for other
     films only if there were few films before, and there are many films afterwards.
 
     Args:
@@ -89,7 +89,7 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
         fraction: share of the clips to hold out, from 0 to 1.
 
     Returns:
-        int8 [N]: TRAIN, HELD_OUT or GAP.
+        int8 [N], for each of the N samples: TRAIN, HELD_OUT or GAP (not used).
     """
     names = [clip_name(key) for key in keys]
     sides, counts = hold_out(keys, fraction).astype(np.int8), Counter(names)
@@ -169,11 +169,11 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    If the key has a time range with an end, and no window number, the whole time range is returned, because a sample of
+    If the key has a time range with an end, but no window number, the whole time range is returned, because a sample of
     `--clip-mode middle` can be anywhere in this range.
 
     Args:
-        key: key of the sample.
+        key: key of the sample, such as "a@2.0-9.5#3" for window number 3 in the time range from 2.0 to 9.5 seconds.
         length: length of the sample in seconds.
         longest: length of the longest sample of the same source in seconds, which is the length of a full window. Windows
             follow each other without gaps, so window number n starts n * `longest` seconds after the start of the time

@@ -99,7 +99,7 @@ def build_card(
         directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
         repo_id: repository as ``owner/name``, for the title and the loading example.
         record: contents of `RECORD_FILE`, which `wands export` wrote. The card leaves out what the record does not contain.
-        contents: contents of the folder.
+        contents: pipeline or LoRA files in the folder.
         license_id: the Hub's identifier of the license.
 
     Returns:

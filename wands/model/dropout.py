@@ -100,7 +100,8 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
         lora_p: dropout probability of the LoRA inputs. 0 does not change the dropout layers of the LoRA.
 
     Returns:
-        The row keys that all new layers share. Call their method `set` before each forward pass.
+        The row keys (hashes of tokens and timesteps) that all new layers share. Call their method `set` before each forward
+        pass.
     """
     keys = RowKeys()
     for name, module in list(model.named_modules()):

@@ -170,7 +170,7 @@ def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
     """Read the initial LoRA of one DiT from the file that `lora.init_from` names. Return None if this key is not set.
 
     Raises:
-        ConfigError: if the file contains full-size updates of parameters, which a LoRA run cannot train.
+        ConfigError: if the file contains full-size (not low-rank) updates of parameters, which a LoRA run cannot train.
     """
     if lora.init_from is None:
         return None

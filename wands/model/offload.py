@@ -168,9 +168,9 @@ class _Group:
         return (offloaded for member in self.members if (offloaded := member()) is not None)
 
     def prefetch(self) -> None:
-        """Start to copy this group's tensors back to the device.
+        """Start to copy the tensors of this group (offloaded by one block of the model) back to the device.
 
-        Then start the copies of the previous group, because the backward pass needs that group next.
+        Then start the copies of the previous block's group, because the backward pass needs that group next.
         """
         previous = self._previous() if self._previous else None
         for offloaded in (*self, *(previous or ())):

@@ -111,7 +111,7 @@ class Candidate:
 
     @cached_property
     def memory(self) -> Memory:
-        """Predicted memory of one rank."""
+        """Predicted memory of one rank with this combination of settings."""
         return estimate_memory(self.workload)
 
     @property
@@ -228,7 +228,7 @@ def search(task: Task) -> list[Candidate]:
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
-    """Return a copy of a candidate that recomputes as few blocks as the memory of the machine allows.
+    """Return a copy of a candidate (combination of settings) that recomputes as few blocks as the machine's memory allows.
 
     The copy's recipe sets `model.checkpoint_blocks`, the number of recomputed blocks. If the candidate's recipe already sets
     this key, or the candidate uses no activation checkpointing, the candidate itself is returned.

@@ -37,7 +37,7 @@ class DiTSource:
     """Place from which a DiT (diffusion transformer) is loaded: a diffusers folder, or a checkpoint of `wands train`.
 
     Attributes:
-        folder: for a diffusers folder, its path or Hub id. For a checkpoint, the step folder.
+        folder: for a diffusers folder, its path or Hub id. For a checkpoint, the path of its folder (`step_*`).
         subfolder: subfolder of `folder` that contains the DiT; "" if `folder` contains the DiT itself.
         label: flag and value that the user typed, for error messages.
         config: for a checkpoint, the diffusers config of the DiT. None for a diffusers folder, which contains the config.

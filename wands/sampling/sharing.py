@@ -269,7 +269,7 @@ class ShardedAttentionProcessor:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hook before the timestep embedding: keep only the timesteps of this rank's tokens in `args[0]`.
+        """Hook before the timestep embedding. Of the timesteps `args[0]`, keep only those of this rank's tokens.
 
         If all tokens of a sample have one common timestep, nothing is changed.
 

@@ -160,7 +160,7 @@ class EventLog:
                 self._log.append(to_line(row | values))
 
     def close(self) -> None:
-        """Write the rows that could not be written before, or report that rows are missing."""
+        """Try again to write the rows whose write failed before. If it fails again, report that rows are missing."""
         if self._log is not None:
             self._log.close()
 

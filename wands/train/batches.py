@@ -57,13 +57,12 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Read one rank's part of the data of a step, as `rank_slices` does, and add noise.
+    """Read the part of a step's data that the rank of `grid` processes, and add noise.
 
     The result contains one list for each trained DiT, with the data of each micro step.
 
     The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
-    the sample in the epoch. They do not depend on the rank, or on the bin that contains the
-    sample (the samples that are packed into one sequence).
+    the sample in the epoch. They do not depend on the rank, or on the other samples in the same packed sequence.
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]

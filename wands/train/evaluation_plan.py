@@ -182,7 +182,9 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 
 
 def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
-    """Choose clips of a data set for the evaluation. Return (key, number of video tokens) pairs, the first choice first.
+    """Choose clips of a data set for the evaluation.
+
+    Return pairs (key of the clip, number of its video tokens), the first choice first.
 
     Clips in `data.exclude` and clips with more than `packing.max_tokens` tokens are left out. The order of the choice is
     pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same

@@ -179,7 +179,7 @@ class TrainingRun:
         the FLOPs of its linear layer.
 
         Args:
-            bins: bins of the step, each a sequence of sample indices.
+            bins: bins (packed sequences) of the step, each as the indices of its samples.
         """
         lens = self.seq_lens
         forward = sum(self.shape.forward_flops([int(lens[i]) for i in bin]) for bin in bins)

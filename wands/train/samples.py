@@ -77,7 +77,7 @@ def plan_videos(
         variant: variant of the model.
         experts: DiTs that the recipe trains.
         has_model: whether the files of the model are on this machine and can be checked.
-        has_images: whether the images are on this machine and can be checked.
+        has_images: whether the input images of the videos are on this machine and can be checked.
 
     Raises:
         ConfigError: if a prompt, an image or an option is invalid, `model.path` is not a complete pipeline, or the recipe trains

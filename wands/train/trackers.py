@@ -98,7 +98,10 @@ class Trackers:
         return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
 
     def _try(self, name: str, action: Callable[[], object]) -> None:
-        """Start a tracker if it is not running, then call `action`, which sends something to the tracker. Log a failure."""
+        """Start a tracker if it is not running, then call `action`, which sends something to the tracker.
+
+        A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure is logged.
+        """
         began, tracker = time.monotonic(), self._trackers[name]
         if began < self._retry_at.get(name, 0):
             return

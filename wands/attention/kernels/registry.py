@@ -76,7 +76,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
 
 
 def usable_backends(device: torch.device, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
-    """Yield the names of the kernels that `auto` may use on a GPU, in the order of `auto`.
+    """Yield the names of the kernels that `attention.backend: auto` may use on a GPU, in the order of preference.
 
     A kernel whose results are wrong is left out, and a warning is logged. `check_backend` checks the results.
     """

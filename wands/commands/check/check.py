@@ -361,7 +361,7 @@ def _cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
     Args:
         clip: the clip with its caption.
         variant: model variant.
-        stored: digests of all samples whose latents were counted before. The function adds the digests of this clip.
+        stored: hashes of the frames of all samples that were counted before. The function adds the hashes of this clip's samples.
     """
     dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
     text = 2 * min(clip.text_tokens, TEXT_LEN) * dit.text_dim + len(clip.caption.encode())

@@ -219,8 +219,8 @@ class _ClipEncoder:
             window.arrays = tensors | window.arrays
 
     def _store(self, window: Window) -> str | None:
-        """Pass an encoded window (range of frames of a clip) to the writer thread, which appends its samples to the
-        write-ahead log.
+        """Pass an encoded window (range of frames of a clip) to the writer thread. The thread appends the window's samples to
+        the write-ahead log.
 
         Returns:
             The reason why the window cannot be stored; None if it can be stored.

@@ -98,7 +98,7 @@ class Comparison(NamedTuple):
 
 
 def check_output(found: Comparison) -> Result:
-    """Compare the velocity that the tested model predicts for each sample with the expected velocity.
+    """Compare the velocity that the tested model predicts for each sample with the velocity of the reference model.
 
     Args:
         found: results of the tested model and of the reference model.

@@ -168,9 +168,9 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
     pipeline.
 
     Args:
-        setup: setup with the model.
+        setup: setup of `wands selftest`, with the folder of the model.
         dtype: dtype of the weights.
-        label: name of the parts in the error message.
+        label: how the error message names the parts, such as "image encoder".
         parts: names of the parts to load, such as "tokenizer".
 
     Raises:

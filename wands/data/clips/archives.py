@@ -99,7 +99,7 @@ class TarReader:
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a member to a file in `folder`, and return the path of the file. The member must be a regular file.
+        """Copy a member of the archive to a new file in `folder`, and return its path. The member must be a regular file.
 
         The new file's name is a hash of the archive's path, size and modification time, and of the member's position in
         the archive. If a file with this name exists, the member is not read.

@@ -147,11 +147,11 @@ class Filter:
 
 
 def columns_of(record: ClipRecord) -> dict[str, object]:
-    """Return a dictionary from column name to the clip's cell, with all columns that a condition can compare.
+    """Return a dictionary from column name to the clip's value, with all columns that a condition can compare.
 
-    Every clip has the columns "key", "path", "caption", "license", "start" and "end". The cells of "start" and "end" are
-    seconds or None. If neither cell is None, the column "seconds" is the length of the clip's time range. The other
-    columns are the columns of the clip's row, with the names that `identifier` returns.
+    Every clip has the columns "key", "path", "caption", "license", "start" and "end". The values of "start" and "end" are
+    seconds or None. If neither is None, the column "seconds" is the length of the clip's time range. The other columns
+    are the columns of the clip's row in the source's table, with the names that `identifier` returns.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:

@@ -134,7 +134,7 @@ class IsolatedWorker:
 
 
 def _serve(pipe: Connection) -> None:
-    """Run the calls that arrive through the pipe, and send their values back. This function runs in the subprocess."""
+    """Run the functions that arrive through the pipe, and send back the values that they yield. Runs in the subprocess."""
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it

@@ -294,7 +294,7 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
     """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder.
 
     Args:
-        listing: listing whose file is captions.json.
+        listing: the file captions.json, with the source that contains this file.
         captions: maps file names to captions. A clip without an entry is rejected if the source needs captions.
     """
     file, source = listing.file, listing.source

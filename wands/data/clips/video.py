@@ -186,7 +186,7 @@ def _read_mask(
         mask: image or video. An image is the mask of every frame.
         clip: open video of the clip.
         crop: part of the clip's frames to use; None for the whole frame.
-        sizes: maps the suffix of each sample's key to the sample's frame size.
+        sizes: frame sizes in which the clip is encoded. The keys are suffixes of sample keys: "" or, for example, "#640x352".
         side: width and height of a token in pixels.
         times: times in seconds of the clip's frames that are used.
 

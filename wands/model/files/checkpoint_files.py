@@ -125,10 +125,10 @@ class TrainState:
         return {**values, "hash_of_this_file": _hash_of(values)}
 
     def write(self, folder: Path, hashes: dict[str, str]) -> None:
-        """Write `wands_state.json` with the sizes and hashes of the files in a step folder.
+        """Write this state to `wands_state.json`, with the sizes and hashes of the other files in the same folder.
 
         Args:
-            folder: step folder, which may still have a temporary name.
+            folder: step folder (folder of one checkpoint), which may still have a temporary name.
             hashes: maps the name of every other file in the folder to its hash.
         """
         files = {name: (folder / name).stat().st_size for name in sorted(hashes)}
@@ -186,7 +186,7 @@ def list_steps(where: Path) -> list[Path]:
 
 
 def load_state(checkpoint: Path) -> TrainState:
-    """Read `wands_state.json` of a step folder, and check the size of every file that `wands_state.json` lists.
+    """Read `wands_state.json` of a checkpoint's folder, and check the size of every file that `wands_state.json` lists.
 
     Raises:
         CheckpointError: if the folder has no `wands_state.json`, this file is damaged, or a listed file is missing or

@@ -55,10 +55,10 @@ values of the Wan 2.1 VAE (16 channels).
 
 
 def find_expert(root: Path, expert: str) -> Path | None:
-    """Return the folder of a DiT in an official repository, or None if the repository has no such DiT.
+    """Return the folder of a DiT in an official Wan repository, or None if the repository has no such DiT.
 
     Args:
-        root: folder of the repository.
+        root: local folder of the repository.
         expert: "transformer" for the only DiT or the high-noise expert, "transformer_2" for the low-noise expert.
     """
     folder = root / EXPERT_FOLDERS[expert]
