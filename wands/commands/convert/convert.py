@@ -351,7 +351,7 @@ class ModelConversion:
     def _complete_official(self) -> None:
         """Complete a result in the official layout: copy the tokenizer and the model files that the conversion did not write.
 
-        The files are copied from the source of the conversion. Model files that the source lacks are copied from the model in --base.
+        The files are copied from the source of the conversion. Model files that the source lacks come from the model in --base.
         """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
