@@ -314,7 +314,7 @@ def _separate_rest(
     samples are chosen first, and then the bins whose most expensive sample costs least. `costs` is the cost of each sample.
 
     Returns:
-        The chosen bins, and the bins of all full steps.
+        The chosen bins, and the bins of all other steps.
     """
     num_rest = len(bins) % bins_per_step
     share = num_rest / bins_per_step * sum(costs) / len(bins)
@@ -375,7 +375,7 @@ def group_into_steps(
        group of each part.
 
     Args:
-        bins: bins of all full steps, as sample indices.
+        bins: bins of all steps except a shorter last step, as sample indices.
         bins_per_step: number of bins of a step. The number of all bins is a multiple of this number.
         level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
@@ -420,13 +420,13 @@ def _choose_cuts(
     """Divide the bins, sorted by cost, into ranges. Each group (bins that the ranks process at the same time) is later
     formed from the bins of one range.
 
-    Large ranges contain samples of many lengths, but small ranges let the ranks wait less. To compare divisions, the time of
-    a bin is assumed to be the cost of the most expensive bin of its range. A division is allowed if the sum of all costs is
-    at least `LEVEL` times the sum of all times. Among the allowed divisions, choose the division whose ranges have sample
+    Large ranges contain samples of many lengths, but small ranges let the ranks wait less. The time of a bin, waiting
+    included, is estimated as the highest cost in its range. A division is allowed if the sum of all costs (useful work) is at
+    least `LEVEL` times the sum of these times. Among the allowed divisions, choose the division whose ranges have sample
     lengths most similar to the lengths in the whole data. If none is allowed, choose the smallest ranges.
 
     Args:
-        bins: bins of all full steps, the most expensive bin first.
+        bins: bins of all steps except a shorter last step, the most expensive bin first.
         costs: float64, cost of each bin.
         level_bins: number of bins of a group. It divides the number of bins.
         seq_lens: int64 [N], number of tokens of each sample.

@@ -273,12 +273,13 @@ class PackedWanBlock(WanTransformerBlock):
 
         Args:
             hidden: [L, D], residual stream: L tokens of width D.
-            text: [T + 1, D], embeddings of T text tokens. The last row is the padding.
+            text: [T + 1, D], embeddings of the T text tokens of all samples. The last row is the embedding of the padding, which
+                all samples share.
             image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
             table: [M, 6, D], modulation for each of M timesteps.
             rotation: complex [L, 1, head dim / 2], rotary embedding.
             meta: position and sample of each token, and the number of tokens of each sample.
-            cross_segments: segments of the cross-attention.
+            cross_segments: for each sample, the rows of `text` and `image` to which its tokens attend.
             compute_dtype: dtype of matmuls and attention.
 
         Returns:

@@ -75,9 +75,9 @@ class Trackers:
 
         Args:
             step: number of optimizer steps that the run has made.
-            kind: "Image" or "Video". TensorBoard gets the values themselves. For another tracker, each value is wrapped in the
-                class with this name from the tracker's package, such as `wandb.Image`.
-            values: maps the name of an image or video to a uint8 array [H, W, 3] or to the path of an mp4 file.
+            kind: "Image" or "Video". Other trackers than TensorBoard get each value as an object of the class with this name
+                in their package, such as `wandb.Image`.
+            values: maps the name of an image to a uint8 array [H, W, 3], or the name of a video to the path of an mp4 file.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):
             self._try(name, partial(_send_media, tracker, step, kind, values))

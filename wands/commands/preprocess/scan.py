@@ -172,8 +172,8 @@ class SourceScan:
         return replace(lacking, latents=latents, decode=expected is None or not expected <= stored.keys())
 
     def _expected(self, stored: Samples) -> set[str] | None:
-        """Return the suffixes of all samples that a clip must have. A suffix names a window (range of frames) and a
-        size.
+        """Return the key suffixes of all samples that a clip must have. The suffix is the end of a sample's key in the cache. It
+        names a window (range of frames) and a size.
 
         Return None if the number of windows or the sizes cannot be derived from the cached samples. The clip must then be
         decoded.

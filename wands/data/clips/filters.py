@@ -151,7 +151,7 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
 
     Every clip has the columns "key", "path", "caption", "license", "start" and "end". The values of "start" and "end" are
     seconds or None. If neither is None, the column "seconds" is the length of the clip's time range. The other columns
-    are the columns of the clip's row in the source's table, with the names that `identifier` returns.
+    come from the clip's row in the source's table. `identifier` changes their names to words that a condition can contain.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:

@@ -155,8 +155,8 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     Args:
         file: name of the image.
         siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files. A video with an upper-case extension counts only if `siblings` contains a
-            caption file with an upper-case extension, and none with a lower-case extension.
+        extensions: extensions of caption files. A video with an upper-case extension is returned only if `siblings`
+            contains caption files, and all of them have upper-case extensions.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -220,7 +220,7 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
 
 
 def _may_be_caption(file: Path, source: Source) -> bool:
-    """Return whether a text file without a clip looks like a caption, and not like a document or other JSON data."""
+    """Return whether a text or JSON file that belongs to no clip looks like a caption, not like a document or other data."""
     if _DOCUMENT.fullmatch(file.stem) or file.name.lower() in (*VIDEO_LINES, *CAPTION_LINES):
         return False
     kind = file.suffix.lower()
