@@ -238,7 +238,7 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file to which a rank writes its stack traces, which shows the other ranks that this rank still responds."""
+    """Return the file to which a rank writes its stack traces. Its changes show the other ranks that this rank responds."""
     return folder / f"rank-{rank}.txt"
 
 

@@ -69,8 +69,8 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
 
     Raises:
-        ConfigError: if the source is not a Wan model, `--out` is not empty, or `--base` is a different model than the
-            source.
+        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the model in `--base`, from which
+            missing files are copied, is not the model of the source.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
