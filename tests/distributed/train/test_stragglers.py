@@ -116,7 +116,7 @@ def test_a_slow_rank_is_named(
 @pytest.mark.parametrize(
     ("overrides", "delays", "kind"),
     [
-        (UNEQUAL, [0.0001, 0.0001], "tokens"),
+        (UNEQUAL, [0.001, 0.001], "tokens"),
         pytest.param((), [0.0, 0.02], "data", marks=pytest.mark.slow),
     ],
     ids=["more tokens", "late data"],
