@@ -332,7 +332,7 @@ def sampling_table() -> str:
 def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
     """Return the variant of a model, recognized from its configs.
 
-    A model may have the input channels and conditions of a published family, but an unpublished shape, such as a small model
+    A model may have the inputs of a published family, such as "wan2.1-t2v", but an unpublished shape, such as a small model
     for tests. For such a model, return a new variant with this shape. The name of the new variant is the name of the family
     and "-tiny". The new variant has no official sampling options.
 

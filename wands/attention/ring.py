@@ -88,7 +88,7 @@ def ring_forward(
     """Run the forward pass of `RingAttention` as a custom operator.
 
     Args:
-        q: [N, H, D], for N tokens, H heads and head dim D.
+        q: [N, H, D], for N tokens of this rank, H heads and head dim D.
         k: [N, H, D].
         v: [N, H, D].
         lens: number of tokens of each sample on the first rank of the ring, then on the second rank, and so on.

@@ -190,9 +190,9 @@ def merge_pads_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
-    `merge_pads` adds n copies of one padding key to the attention to all other keys; `log_num_pads` contains ln(n) for each
-    row of q. `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The argument `dq` is the
-    gradient of q from the keys that are not padding. The returned gradient of q also includes the padding keys.
+    `merge_pads` merges the attention to n copies of one padding key into the attention to all other keys. `log_num_pads`
+    contains ln(n) for each row of q. `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The
+    argument `dq` is the gradient of q from the other keys. The returned gradient of q also includes the padding keys.
     """
     dtype = q.dtype
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))

@@ -60,8 +60,8 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
 
     Returns:
         (records, rejections). A usable clip has one record for each of its captions. If --trigger is set, each caption
-        contains the trigger word. An unusable clip has a rejection. A clip that does not meet --where has a record, whose
-        attribute `unmet` contains the reason.
+        contains the trigger word. An unusable clip has a rejection. A clip that does not meet the condition of --where
+        has a record, whose attribute `unmet` contains the reason.
 
     Raises:
         ConfigError: if the condition of --where is invalid, or names a column that no clip has.

@@ -169,7 +169,7 @@ def timestep_histogram(flow: FlowConfig, seed: int, sigma_range: tuple[float, fl
     Args:
         flow: `flow` section of a recipe.
         seed: random seed.
-        sigma_range: (lowest, highest) noise level of the trained expert.
+        sigma_range: (lowest, highest) noise level of the trained expert (DiT for high or low noise).
 
     Returns:
         ASCII lines: a heading, one line per bar from high noise to low noise, and a line with the mean and the

@@ -473,7 +473,7 @@ class ProfileOptions(LauncherOptions):
     """Run folder to write. The folder must not contain checkpoints."""
 
     def train_options(self) -> TrainOptions:
-        """Return the options of `wands train` for the run of `wands profile`.
+        """Return the options of `wands train` for the short training run that `wands profile` makes.
 
         The run saves no checkpoint, and ends after the profiled steps.
         """

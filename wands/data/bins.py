@@ -298,10 +298,10 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
-        bins: bins as lists of indices in `lengths` and `costs`. Each index stands for one sample. Equal samples may have the
-            same index.
-        lengths: int64 [D], number of tokens of a sample. The same number may occur several times.
-        costs: int64 [D], cost of a sample.
+        bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Equal
+            samples may share an entry.
+        lengths: int64 [D], number of tokens of a sample, for each of D entries.
+        costs: int64 [D], cost of a sample, for each entry.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
 

@@ -129,7 +129,7 @@ class PackedBatch(BinSamples):
         tokens: fp32 [T, P], clean tokens.
         cu_seqlens: int32 [S+1], cumulative sequence lengths, from 0 to T.
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
-        cu_seqlens_text: int32 [S+1], cumulative text lengths.
+        cu_seqlens_text: int32 [S+1], cumulative numbers of text tokens of the samples.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
         condition_channels: fp32 [T, P'], see `wands.data.patchify.condition_channels`. None for models without
             conditioning channels.
@@ -315,7 +315,7 @@ class PackingCollator:
     def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
         """Return the embedding of a sample's caption or, with the probability of caption dropout, of the empty caption.
 
-        The random choice depends only on the seed and on `key`.
+        The random choice depends only on the seed and on `key`, which names one use of the sample in training.
         """
         rate = self.flow.cfg_dropout if sample.caption_dropout is None else sample.caption_dropout
         if self.drops_captions and rng(self.seed, key, "cfg_dropout").random() < rate:

@@ -77,10 +77,10 @@ class MockDataset(SampleFacts):
         self.places = np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and
+        """Return a mock sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and
         image latents and image embeddings if the model needs them.
 
-        The same index always gives the same numbers.
+        The same index always gives the same random numbers.
 
         Args:
             index: position of the sample in `keys` (the sample ids).
@@ -189,7 +189,7 @@ class CombinedDataset(SampleFacts):
         self.places = np.concatenate(places)
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `keys[i]`.
+        """Read the sample of row `i` (one use of a sample in an epoch). The sample id of the result is `self.keys[i]`.
 
         Args:
             i: number of the row.
@@ -222,7 +222,8 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
         section: `data` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: function that returns the fingerprint of the model's encoders. It is not called for mock data.
+        fingerprint: function that returns digests of the model's encoders, to compare with those in a cache. It is not called
+            for mock data.
 
     Raises:
         ConfigError: if the recipe names no data, or if `data.holdout` leaves no sample for training or for evaluation.
@@ -299,7 +300,7 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
-    """Describe each source by a dictionary.
+    """Describe each source of data (a cache, or mock data) by a dictionary.
 
     The keys are "path", "num_samples" (samples that the run uses) and "repeat" (how often an epoch uses each sample). Three
     keys count samples that are left out: "num_other_side" (held-out samples, or training samples if `data` is held out),
@@ -412,9 +413,9 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
 
 
 def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
-    """Return the sample ids of all sources in one list.
+    """Return the sample ids of all sources (caches or mock data) in one list.
 
-    The id of a sample is its key in its cache. If samples of two sources have the same key but different content, they get
+    The id of a sample is its key in its source. If samples of two sources have the same key but different content, they get
     different ids (see `CombinedDataset`).
     """
     if len(sources) == 1:
@@ -432,7 +433,7 @@ def _settle_names(sources: Sequence[SelectedSource]) -> list[str]:
 
 
 def _contents(data: Data) -> list[int]:
-    """Return for each sample one number that combines checksum, text length and number of latent frames. Samples of two
+    """Return for each sample a number that combines its checksum, text length and number of latent frames. Samples of two
     caches count as the same sample if their keys and these numbers are equal.
     """
     assert isinstance(data, LatentCache), "mock data has one source"

@@ -169,8 +169,8 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    If the key has a time range with an end, but no window number, return the whole time range: the key does not say whether
-    the sample is from its start or from its middle (`--clip-mode middle`).
+    If the key has a time range with an end, but no number of a window (range of frames), return the whole time range: the key
+    does not say whether the sample is from its start or from its middle (`--clip-mode middle`).
 
     Args:
         key: key of the sample, such as "a@2.0-9.5#3" for window number 3 in the time range from 2.0 to 9.5 seconds.

@@ -70,8 +70,8 @@ class EpochPlan:
     def fill(self) -> float:
         """Share of the bins' token capacity that samples use, from 0 to 1.
 
-        The last step spreads the remaining samples over all ranks, so the bins of this step are not full. The last step
-        is therefore not counted, unless the epoch has only one step.
+        The epoch's last step spreads the remaining samples over all ranks, so the bins (packed sequences) of this step are
+        not full. The last step is therefore not counted, unless the epoch has only one step.
         """
         bins = [bin for step in self.steps[: max(1, self.num_steps - 1)] for bin in step if bin]
         return sum(int(self.seq_lens[i]) for bin in bins for i in bin) / (len(bins) * self.max_tokens)
@@ -365,8 +365,8 @@ def group_into_steps(
     seq_lens: np.ndarray,
     key: tuple[int | str, int],
 ) -> list[Step]:
-    """Form full optimizer steps from groups of `level_bins` bins (packed sequences) with similar costs. Different ranks
-    process the bins of a group at the same time.
+    """Form optimizer steps of `bins_per_step` bins (packed sequences) each, from groups of `level_bins` bins with similar
+    costs. Different ranks process the bins of a group at the same time.
 
     1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
     2. Divide each range into groups: sort its bins by their longest samples, and deal the bins out to the groups in turn, so
@@ -375,8 +375,8 @@ def group_into_steps(
        group of each part.
 
     Args:
-        bins: bins of all steps except a shorter last step, as sample indices.
-        bins_per_step: number of bins of a step. The number of all bins is a multiple of this number.
+        bins: sample indices of each bin, without the bins of a shorter last step.
+        bins_per_step: number of bins of a step. The length of `bins` is a multiple of this number.
         level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
@@ -420,10 +420,10 @@ def _choose_cuts(
     """Divide the bins, sorted by cost, into ranges. Each group (bins that the ranks process at the same time) is later
     formed from the bins of one range.
 
-    Large ranges contain samples of many lengths, but small ranges let the ranks wait less. The time of a bin, waiting
-    included, is estimated as the highest cost in its range. A division is allowed if the sum of all costs (useful work) is at
-    least `LEVEL` times the sum of these times. Among the allowed divisions, choose the division whose ranges have sample
-    lengths most similar to the lengths in the whole data. If none is allowed, choose the smallest ranges.
+    In large ranges, the samples of a group can have many lengths. In small ranges, the ranks wait less for the most expensive
+    bin. The time of a bin with waiting is estimated as the highest cost in its range. A division is allowed if the sum of all
+    costs is at least `LEVEL` (smallest efficiency) times the sum of these times. Choose the allowed division whose ranges
+    have sample lengths most similar to the lengths in the whole data. If none is allowed, choose the smallest ranges.
 
     Args:
         bins: bins of all steps except a shorter last step, the most expensive bin first.

@@ -156,12 +156,14 @@ class StepPlan:
     epoch_plan: EpochPlan = field(repr=False, compare=False)
 
     def repeat_indices(self, bin: Bin) -> list[int]:
-        """Return, for each row (use of a sample) in a bin (packed sequence), how many earlier rows have the same sample id."""
+        """Return, for each row (use of a sample) in a bin (packed sequence), how many earlier rows of the whole data have the
+        same sample id.
+        """
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
     def denominators(self) -> dict[str, float]:
-        """Numbers by which the summed loss of this step is divided before the backward pass, one for each
+        """Numbers from which `TrainingRun.denominator` computes the divisor of this step's summed loss, one for each
         `loss.reduction` ("sample" or "token").
 
         Each number is the epoch's mean number of samples (or tokens) per step, so that every sample (or token) of the
@@ -174,8 +176,8 @@ class StepPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of samples ("sample") and number of tokens ("token") of this step. The logged loss is the summed loss of
-        this step, divided by the number that `loss.reduction` names.
+        """Number of samples ("sample") and number of tokens ("token") of this step, untrained tokens included. From the one
+        that `loss.reduction` names, `TrainingRun.count` computes the number by which the logged loss is divided.
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 
@@ -311,10 +313,10 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows of an epoch: int64 arrays of row numbers. A row is one use of a sample. Rows of different
-        windows are packed together only in the few bins that do not fill an optimizer step.
+        """Return the windows (groups of rows that are read one after the other) of an epoch, as int64 arrays of row numbers.
 
-        Return None if all rows of the data are used and packed together.
+        A row is one use of a sample. Rows of different windows are packed together only in the few bins that do not fill an
+        optimizer step. Return None if the epoch uses all rows of the data as one window.
         """
         rows = self.rows(epoch)
         if self._windows is None:

@@ -173,7 +173,7 @@ def _variant_of(record: Mapping[str, Any]) -> Variant:
 def _samples(directory: Path) -> list[dict[str, Any]]:
     """Return one dict for each video and image in the subfolder ``samples`` of a folder, sorted by file name.
 
-    The keys of each dict are "caption", "link" (path relative to the folder) and "is_image".
+    The keys of each dict are "caption", "link" (such as "samples/a.mp4") and "is_image".
     """
     folder = directory / "samples"
     prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}

@@ -25,8 +25,8 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 class NoisyBatch:
     """Noisy tokens and their targets, in host memory.
 
-    L is the number of local tokens, P the number of channels of a token, S the number of samples, and x0 are the clean
-    tokens.
+    L is the number of tokens on this rank, padding included, P the number of channels of a token, S the number of samples,
+    and x0 are the clean tokens.
 
     Attributes:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
@@ -113,7 +113,10 @@ def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[f
 
 
 def _cond_mask(layout: ContextLayout, num_cond_tokens: Sequence[int]) -> Tensor:
-    """Return for each token of this rank whether it is a conditioning token, which gets no noise: bool [number of tokens]."""
+    """Return for each token of this rank whether it is a conditioning token, which gets no noise: bool [number of tokens].
+
+    `num_cond_tokens` is the number of conditioning tokens of each sample. They are the sample's first tokens.
+    """
     starts = torch.tensor([0, *layout.seq_lens]).cumsum(0)[:-1]
     index_in_sample = layout.token_index - starts[layout.segment_ids]
     return (layout.token_index >= 0) & (index_in_sample < torch.tensor(num_cond_tokens)[layout.segment_ids])

@@ -19,7 +19,7 @@ class SampleKey:
 
     Attributes:
         sample_id: stable and unique name of the sample.
-        repeat_index: 0 for the first use of the sample in an epoch, 1 for the second use, and so on.
+        repeat_index: 0, 1, ... for the uses of the sample in an epoch.
         epoch: number of the pass over the data, starting with 0.
     """
 
@@ -43,7 +43,7 @@ def rng(seed: int, key: SampleKey, purpose: str) -> np.random.Generator:
 
     Args:
         seed: `train.seed`.
-        key: sample_id, repeat_index and epoch of the use.
+        key: sample id, epoch, and repeat index (0, 1, ...), which distinguishes the uses of a sample in one epoch.
         purpose: "noise", "sigma", "sigma_start", "first_frame", "cfg_dropout" or "dropout". Generators for different purposes are
             independent.
     """

@@ -206,7 +206,10 @@ def _mode(uniform: float, scale: float) -> float:
 
 
 def _mode_inverse(value: float, scale: float) -> float:
-    """Return the number in [0, 1] that `_mode` maps to the sigma `value`. The inverse of `_mode` has no closed form."""
+    """Invert `_mode`, which maps a uniform number in [0, 1] to a sigma: return the number for the sigma `value`.
+
+    The inverse has no closed form.
+    """
     left, right = _bisect(lambda uniform: _mode(uniform, scale) > value, 0.0, 1.0)
     return 0.5 * (left + right)
 

@@ -80,8 +80,8 @@ class KeyedDropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [..., C] in training; in evaluation, return x.
 
-        x has one row of C channels for each token or timestep, in the order of the hashes in `RowKeys`. If the rows are text
-        tokens, x has one more row at the end, for the padding that all samples share. Nothing in the padding row is dropped.
+        x has one row of C channels for each token or timestep of the packed samples. If the rows are text tokens, x has one
+        more row at the end, for the padding that all samples share. Nothing in the padding row is dropped.
         """
         if not self.training or self.p == 0:
             return x

@@ -60,8 +60,8 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
     """Sum x over the tokens of each of M timesteps, and return [M, D].
 
-    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. `_timestep_rows` returns `valid`, which marks the tokens that
-    count, and `chunks`, which marks the chunks of each timestep.
+    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. `valid` and `chunks` are results of `_timestep_rows`: `valid` is 0
+    for the rows of x that only fill a short chunk, and `chunks` is 1 if a chunk belongs to a timestep, else 0.
     """
     return (chunks * (x * valid).sum(1)).sum(1)
 
@@ -109,15 +109,17 @@ def add_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of the arguments (hidden, update, gate, factor, shift) of `add_norm_forward`.
 
+    `add_norm_forward` returns total = hidden + update * gate, and normed = layer_norm(total) * factor + shift.
+
     Gradients that are not computed are empty tensors: the update's if `update` is None, the gate's if `needs_gate` is
     False, and the gradients of factor and shift if `needs_table` is False.
 
     Args:
-        dtotal: gradient of the result `total` of `add_norm_forward`; None means 0.
-        dnormed: gradient of the result `normed` of `add_norm_forward`.
+        dtotal: gradient of `total`; None means 0.
+        dnormed: gradient of `normed`.
         total: result of `add_norm_forward`, or `hidden` if `update` is None.
-        mean: result of `add_norm_forward`.
-        rstd: result of `add_norm_forward`.
+        mean: mean of `total` for each token.
+        rstd: 1 / standard deviation of `total` for each token.
         update: argument of `add_norm_forward`. Only its dtype is used if `needs_gate` is False.
         gate: argument of `add_norm_forward`.
         factor: argument of `add_norm_forward`.

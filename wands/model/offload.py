@@ -30,7 +30,7 @@ _GROUPS_ON_DEVICE = 2
 
 
 class CopyStream:
-    """Runs copies one after another. On a device without CUDA, each copy is done when `run` returns.
+    """Runs copies between host and device one after another. On a device without CUDA, `run` returns after the copy is done.
 
     The subclass `_CudaCopyStream` runs copies on a CUDA device, in parallel with the computation.
     """
@@ -193,7 +193,7 @@ class OffloadedTensor:
         self._copied = offloader.copy_stream.run(partial(_copy, tensor, self._pages, to_host=True))
 
     def take(self) -> Tensor:
-        """Return the tensor on its device. Later computation on the device waits until the copy from the host is done."""
+        """Return the offloaded tensor on its device. Later computation there waits until the copy from the host is done."""
         if self._on_device is None:
             self._fetch()
         self._group.prefetch()
@@ -204,7 +204,7 @@ class OffloadedTensor:
         return tensor
 
     def prefetch(self) -> None:
-        """Start to copy this tensor from the host to the device, unless it is on the device or `take` was already called."""
+        """Start to copy this tensor from the host to the device, unless it is on the device or `take` has returned it."""
         if self._on_device is None and not self._taken:
             self._fetch()
 

@@ -103,7 +103,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         offloader: ActivationOffloader | None = None,
         num_blocks: int | None = None,
     ) -> None:
-        """Set the activation checkpointing of the blocks. `wands.model.checkpointing` lists the tensor names.
+        """Set the activation checkpointing of the blocks. `wands.model.checkpointing` lists the names of tensors to keep.
 
         Args:
             mode: "none": keep all activations. "full": run every block again in the backward pass. "selective": as
@@ -397,7 +397,8 @@ class CrossAttentionProcessor:
         Args:
             attn: attention module of the block.
             hidden_states: [L, D], L video tokens of width D.
-            encoder_hidden_states: [T + 1, D], embeddings of T text tokens. The last row is the padding.
+            encoder_hidden_states: [T + 1, D], embeddings of the T text tokens of all samples. The last row is the
+                embedding of the zero padding that all samples share.
             _: attention mask and rotary embedding of diffusers, not used.
             image: [samples * CLIP tokens, D], image embeddings; None without CLIP.
             cross_segments: for each sample, which rows are its video tokens, text tokens and CLIP tokens.

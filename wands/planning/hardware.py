@@ -154,7 +154,7 @@ def machine_named(
         name: key in `MACHINES`.
         gpu_memory: memory of one GPU in GB.
         gpus_per_node: number of GPUs in a node.
-        own: other attributes of `Machine`: host_memory in GB, node_bandwidth and network_bandwidth in GB/s.
+        own: other attributes of `Machine`: host_memory of a node in GB, node_bandwidth and network_bandwidth of a GPU in GB/s.
 
     Raises:
         ConfigError: if `MACHINES` has no machine with this name.
@@ -176,7 +176,7 @@ def measurement_file(device: str) -> Path:
     """Return the path of the file with the measured speeds of a device, in the user's cache folder.
 
     Args:
-        device: name of the device. All names that contain the same key of `PEAK_TFLOPS`, such as "NVIDIA H200" and
+        device: name of the device. All names of one GPU type (key of `PEAK_TFLOPS`), such as "NVIDIA H200" and
             "H200 141 GB", have the same file.
     """
     kind = next((key for key in PEAK_TFLOPS if key in device), device)

@@ -50,7 +50,9 @@ class Memory:
 
     @property
     def needed(self) -> float:
-        """Bytes of device memory that one rank needs: `peak`, and a margin for rounding and fragmentation in the allocator."""
+        """Bytes of device memory that one rank needs: all tensors at the peak of the run, and a margin for rounding and
+        fragmentation in the allocator.
+        """
         return self.peak * MARGIN
 
 

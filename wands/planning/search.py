@@ -44,7 +44,7 @@ class Task:
 
     Attributes:
         workload: model and current settings of the run. The search tries other values for the DeepSpeed config, the
-            parallel degrees, the activation checkpointing and the bin size.
+            parallel degrees, the activation checkpointing and the size of the bins (packed sequences).
         seq_lens: number of tokens of each clip in the data, int64 [N] for N clips.
         machine: GPUs and links.
         ds_configs: maps the name of each DeepSpeed JSON that the search tries to the contents of this JSON.
@@ -143,7 +143,7 @@ class Candidate:
 
     @cached_property
     def prediction(self) -> Prediction:
-        """Predicted time of an optimizer step that trains one DiT."""
+        """Predicted time of an optimizer step that trains one DiT with these settings."""
         lens = self.task.full_bin(self.workload.recipe.packing.max_tokens)
         return predict(self.workload, self.task.machine, lens)
 

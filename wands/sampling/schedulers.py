@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 
 def with_shift(scheduler: Any, flow_shift: float | None) -> Any:
-    """Return a copy of a scheduler with a new shift of the noise schedule. The copy has no state of earlier samples.
+    """Return a copy of a scheduler with a new shift of the noise schedule. The copy has no state of an earlier sampling loop.
 
     Args:
         scheduler: flow-matching scheduler of diffusers.

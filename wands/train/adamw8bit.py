@@ -96,7 +96,7 @@ class FragmentAdamW8bit(AdamW8bit):
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state dict, and convert the moments of each fragment to the format that `quantize` returns.
+        """Load a state dict, and convert the moments: to 8 bits for large parameters, to fp32 for small parameters.
 
         8-bit moments have one scale for each block of 256 values. In states from earlier versions of wands, the first block
         starts at the beginning of a flat tensor. Now the first block starts at the beginning of a parameter, so moments with
@@ -195,7 +195,7 @@ def _new_states(values: Tensor, fragment: Fragment) -> States:
 
 @cache
 def _table(moment: str, device: torch.device) -> Tensor:
-    """Return the value of each of the 256 codes of a moment, in ascending order.
+    """Return the values that the 256 codes of an 8-bit moment stand for, in ascending order.
 
     Args:
         moment: "1" for the first moment, "2" for the second moment, which has no negative values.

@@ -48,7 +48,7 @@ class AppendLog:
         self._num_lost, self._failed = 0, False
 
     def append(self, *records: bytes) -> None:
-        """Write the records of earlier failed writes, then these records. Do not raise an error if a write fails."""
+        """Append records (lines of the log), after the records whose write failed before. Raise no error if a write fails."""
         self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
         self._waiting.extend(records)
         try:
@@ -63,7 +63,7 @@ class AppendLog:
             self._failed = True
 
     def close(self) -> None:
-        """Try again to write the records that are waiting. If they cannot be written, report how many are missing."""
+        """Try again to write the records whose write failed. If this fails too, report how many records are missing."""
         if self._waiting:
             self.append()
         if self._waiting:
@@ -160,7 +160,7 @@ class EventLog:
                 self._log.append(to_line(row | values))
 
     def close(self) -> None:
-        """Try again to write the rows whose write failed before. If it fails again, report that rows are missing."""
+        """Try again to write the rows whose write failed before. If this write fails too, report that rows are missing."""
         if self._log is not None:
             self._log.close()
 

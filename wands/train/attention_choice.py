@@ -48,7 +48,7 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
 
     Returns:
         A dict that maps each kernel to a dict from segment lengths (tokens of one packed sample) to milliseconds. All times
-            are for the same number of tokens: one segment of the longest length, or several shorter segments.
+        are for the same number of tokens: one segment of the longest length, or several shorter segments.
     """
     rows = torch.randn((4, LENGTHS[0], *shape), generator=torch.Generator().manual_seed(0)).bfloat16()
     q, k, v, dout = to_device(rows, device).repeat(1, LENGTHS[-1] // LENGTHS[0], 1, 1)

@@ -44,7 +44,7 @@ class BadSteps:
 
     Attributes:
         state: values that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
-            The subfolder of each DiT maps to the [loss, gradient norm] pairs of its last updates.
+            The name of each DiT's subfolder, such as "transformer", maps to the [loss, gradient norm] of its last updates.
     """
 
     def __init__(self, run: TrainingRun, events: EventLog) -> None:

@@ -57,9 +57,10 @@ def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[Ra
 
 
 def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Read the part of a step's data that the rank of `grid` processes, and add noise.
+    """Read the part of a step's data that one rank processes, and add noise.
 
-    The result contains one list for each trained DiT, with the data of each micro step.
+    `grid` contains the rank's index in each parallel dimension. The result contains one list for each trained DiT, with the
+    data of each micro step.
 
     The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
     the sample in the epoch. They do not depend on the rank, or on the other samples in the same packed sequence.

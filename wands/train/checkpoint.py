@@ -222,7 +222,7 @@ class CheckpointSaver:
         return target
 
     def close(self) -> None:
-        """Wait until old checkpoints are deleted."""
+        """Wait until the thread that deletes old checkpoints has finished."""
         self._thread.shutdown()
 
 
@@ -339,7 +339,7 @@ class BackgroundPush:
             mark.unlink(missing_ok=True)
 
     def close(self, wait: float) -> None:
-        """Wait at most `wait` seconds for the pushes that were started. A resumed run repeats an unfinished push."""
+        """Wait at most `wait` seconds for the started pushes to the Hub. A resumed run repeats an unfinished push."""
         if wait and self._thread.is_alive():
             self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

@@ -99,11 +99,11 @@ def use_compile(setting: bool | str, device: torch.device) -> bool:
     """Return whether to compile the pointwise operations of the transformer blocks.
 
     Args:
-        setting: value of `model.compile`.
+        setting: value of `model.compile`: True, False, or "auto", which compiles on GPUs if torch.compile works.
         device: device of this rank.
 
     Raises:
-        ConfigError: if the recipe requires compiled code, and torch.compile does not work on this machine.
+        ConfigError: if `setting` is True, and torch.compile does not work on this machine.
     """
     if setting is False or (setting == "auto" and device.type != "cuda"):
         return False

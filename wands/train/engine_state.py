@@ -78,7 +78,7 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 
     - "fragments": maps the name of each trained parameter to [start of this rank's range, shape of the whole parameter,
       index of the tensor that the optimizer updates].
-    - "frozen": a dict like "fragments", for frozen parameters; empty for a LoRA run.
+    - "frozen": a dict like "fragments", for frozen parameters. The index is not used. Empty for a LoRA run.
     - "flat_sizes": number of values of each tensor that the optimizer updates.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.
@@ -100,7 +100,7 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 def state_tensors(
     fragments: Sequence[Fragment], frozen: Sequence[Fragment], flats: Sequence[Tensor], optimizer: Any
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
-    """Return (tensors, JSON object) with the state of an engine on this rank, from the parts of the state.
+    """Return (tensors, JSON object) with the state of an engine on this rank.
 
     The JSON object has the keys that `engine_tensors` explains, except "scheduler" and "counters".
 
@@ -288,17 +288,17 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
     """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
 
-    A flat tensor is a tensor that the optimizer updates. The checkpoint may divide the parameters into other flat tensors. The
-    states come from the flat tensor of the checkpoint that contains the start of `fragment`.
+    A flat tensor is a tensor that the optimizer updates. The run that wrote the checkpoint may have had other flat tensors. The
+    states come from that run's flat tensor that contains the start of `fragment`.
 
     Args:
         fragment: a fragment of this rank.
-        layout: (places of this rank's fragments, sizes of its flat tensors), as in the result of `engine_tensors`.
+        layout: values of the keys ("fragments", "flat_sizes") that `engine_tensors` returns for this rank now.
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the layout in the checkpoint differs from `layout`, and one of these states is a tensor with
-            several values.
+        CheckpointError: if the checkpoint has other values of these keys than `layout`, and one of the states is a tensor
+            with several values.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (

@@ -143,7 +143,7 @@ class Evaluator:
         return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
 
     def _proceed(self, step: int) -> bool:
-        """Report to the watchdog that the evaluation makes progress. Return False if a rank was asked to stop the run, else True.
+        """Report progress of the evaluation at `step` to the watchdog. Return False if a rank was asked to stop the run.
 
         Every rank must call this method.
         """
@@ -153,8 +153,8 @@ class Evaluator:
         return not stops.item()
 
     def _report(self, rows: Sequence[Row]) -> Verdict:
-        """Write the results of an evaluation. Return whether its held-out loss is the lowest so far, and whether
-        `eval.patience` ends the run. Only rank 0 calls this method.
+        """Write the results of an evaluation. Return whether the held-out loss of the last row is the lowest so far, and
+        whether `eval.patience` ends the run. Only rank 0 calls this method.
 
         Args:
             rows: rows for `evaluations.jsonl`: one for the trained weights, and one for their moving average if there is
@@ -192,7 +192,7 @@ def measure(
     device: torch.device,
     proceed: Callable[[], bool] = lambda: True,
 ) -> list[float] | None:
-    """Return the loss of each evaluation sample (a clip at one noise level, with one DiT and one condition).
+    """Return the loss of each evaluation sample: a clip at one noise level, with one DiT, as text-to-video or image-to-video.
 
     Every rank must call this function, and gets all losses. The loss is the mean squared error over the trained tokens,
     weighted by the mask of the clip if it has one. Unlike in training, there is no dropout and no caption dropout. The loss
@@ -268,7 +268,7 @@ def summarize(
 
     Args:
         plan: clips and noise levels.
-        samples: result of `EvaluationPlan.samples`.
+        samples: result of `EvaluationPlan.samples`. A sample is a clip at one noise level, with one DiT and condition.
         losses: loss of each sample, the result of `measure`.
         base: the value of the key `losses` of the first evaluation (mean loss of each clip), for comparison. None if this is
             the first evaluation.

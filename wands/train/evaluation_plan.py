@@ -32,10 +32,10 @@ class EvaluationClip(StrictModel):
 
     Attributes:
         key: sample id of the clip.
-        side: "held_out" or "train".
+        side: part of the data that contains the clip, "held_out" or "train".
         num_tokens: number of video tokens.
         sigmas: maps the subfolder of each trained DiT to the noise levels at which the clip is evaluated: one noise level for
-            each probability in `EvaluationPlan.quantiles`.
+            each quantile in `EvaluationPlan.quantiles`.
     """
 
     key: str
@@ -130,7 +130,7 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    The number of noise levels (a key of `QUANTILES`) is chosen first, as large as the budget allows for a single clip. Then
+    The number of noise levels (9, 5, 3 or 1) is chosen first, as large as the budget allows for a single clip. Then
     as many clips are chosen as the budget allows.
 
     Args:
@@ -186,8 +186,8 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
 
     Return pairs (key of the clip, number of its video tokens), the first choice first.
 
-    Clips in `data.exclude` and clips with more than `packing.max_tokens` tokens are left out. The order of the choice is
-    pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same
+    Clips that the recipe key `data.exclude` names, and clips with more than `packing.max_tokens` tokens, are left out. The
+    order of the choice is pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same
     source file, one clip of every source file is chosen before a second clip of any source file.
 
     Args:
@@ -262,7 +262,7 @@ def check_held_out(recipe: Recipe, held_out: Dataset | None) -> None:
         held_out: held-out clips; None if the recipe has no `eval` section, or holds out no clip.
 
     Raises:
-        ConfigError: if a key needs a held-out loss, but there are no held-out clips.
+        ConfigError: if the recipe sets one of the two keys, but there are no held-out clips.
     """
     patience = recipe.eval and recipe.eval.patience
     for key, value in (("checkpoint.keep_best", recipe.checkpoint.keep_best), ("eval.patience", patience)):

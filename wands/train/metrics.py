@@ -109,7 +109,7 @@ class StepLog:
         return steps_left * (median(self._recent) + between / num_steps)
 
     def close(self) -> None:
-        """Try again to write the rows that could not be written. If this fails too, report how many rows are missing."""
+        """Try again to write the rows that the log files still lack. If this fails too, report how many rows are missing."""
         for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()
@@ -156,11 +156,11 @@ def step_metrics(
 
     Args:
         trainer: objects of the training process.
-        plan: packing plan of the step.
+        plan: packing plan of the step: the samples of each packed sequence.
         results: result of each trained DiT on this rank.
         losses: mean weighted squared error of the step for each trained DiT. The mean is over samples or over tokens, as
             `loss.reduction` selects.
-        of_sigmas: result of `sigma_sums`, summed over the ranks.
+        of_sigmas: sums of losses and numbers of clips in ranges of the noise level: `sigma_sums`, summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
         measured: a dict with the keys `lr` (learning rate of this step), `seconds` (duration of the step including the wait
             for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (seconds of each rank in

@@ -256,7 +256,7 @@ def _check_fp32(data: Dataset, variant: Variant) -> None:
 
 
 def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
-    """Return (sampler that plans the bins of all steps, collator that packs samples into batches)."""
+    """Return (sampler that plans the bins (packed sequences) of all steps, collator that packs the samples of a bin)."""
     shape = variant.dit
     sampler = PlanSampler(
         data.num_tokens(shape.patch_size),

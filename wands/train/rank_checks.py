@@ -146,8 +146,8 @@ def check_step(engine: Any, plan: StepPlan, device: torch.device, gather: bool =
 
     Args:
         engine: DeepSpeed engine of a DiT.
-        plan: packing plan of the last step. It is an argument because this function must not use the data sampler, which
-            the prefetch thread is using.
+        plan: packing plan of the last step: the samples of each packed sequence. It is an argument because this function must
+            not use the data sampler, which the prefetch thread is using.
         device: device of this rank.
         gather: whether to also compare the parameters that ZeRO-3 has partitioned, which must be gathered first.
 

@@ -46,8 +46,8 @@ class RestartingAgent(LocalElasticAgent):
     """torchrun's agent on a node, which restarts the workers of the node after a crash.
 
     The agent does not restart the workers after an error that only the user can fix, after a stop that a signal requested, or
-    after `MAX_RESTARTS` restarts without a new checkpoint. Restarted workers get the option `--resume`. So do workers on a node
-    that joins the run after a restart.
+    after `MAX_RESTARTS` restarts without a new checkpoint. The option `--resume` is given to
+    restarted workers, and to workers on a node that joins the run after a restart.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:

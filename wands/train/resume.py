@@ -55,8 +55,8 @@ def find_resume(
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the path does not exist, or is the folder of a step that `restore` renamed to `*.abandoned`. Also if
-            the run folder already contains checkpoints of a different run.
+        ConfigError: if the path does not exist, or is a step folder that was renamed to `*.abandoned` when the run resumed
+            from an older step. Also if `resume` is None and the run folder already contains checkpoints.
         CheckpointError: if there is no complete checkpoint, or the checkpoint contains pickles of an earlier version of
             wands.
     """

@@ -40,9 +40,9 @@ class TrainingRun:
         ds_config: config for `deepspeed.initialize`. Only its learning rate is not final: `build_engine` multiplies it by the
             factor of `optim.scale_lr`.
         transformer_config: diffusers config of the DiT.
-        variant: variant of the model.
+        variant: kind of Wan model.
         experts: the trained DiTs. Each step updates these DiTs one after the other.
-        weights: names, shapes and storage of the parameters of one trained DiT. They are equal for all trained DiTs.
+        weights: names, shapes and bytes per element of the parameters of one trained DiT. They are equal for all trained DiTs.
         data: data set that the recipe names.
         sampler: sampler that plans the bins (packed sequences) of every optimizer step.
         collator: collator that packs samples into batches.
@@ -126,7 +126,7 @@ class TrainingRun:
     def data_fingerprint(self) -> str:
         """Return a digest of the properties that determine in which order training reads the samples.
 
-        The properties are the keys and lengths of the samples, the repeats of each source, and, with
+        The properties are the keys and lengths of the samples, the repeats per epoch of each cache, and, with
         `packing.buffer_size`, the positions of the samples in the cache. If the digest and the version of wands are
         the same as in the checkpoint, a resumed run plans the same steps.
         """
@@ -193,8 +193,8 @@ class TrainingRun:
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
-        token counts with its weight in the mask. The tokens of a first frame that is a condition are not trained. Samples
-        with such a frame are drawn at random, so the expected number of these tokens is subtracted.
+        token counts with its weight in the mask. The tokens of a first frame that is a condition are not trained. A random
+        choice gives some samples such a frame, so the expected number of these tokens is subtracted.
         `data.sources[].loss_weight` does not change the denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]

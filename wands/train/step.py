@@ -27,11 +27,11 @@ from wands.transfer import to_device
 class StepResult:
     """Result of one optimizer step on one rank.
 
-    The numbers stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
+    The tensors stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. It is not divided by a number of samples or tokens:
-            the logged loss is the sum over all ranks / `TrainingRun.count`.
+        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum of these scalars over
+            all ranks, divided by the number of samples or tokens of the step (`TrainingRun.count`).
         clips: (key, noise level, weight) of each sample that this rank trains on. The key consists of the sample id, the
             epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's
             data source, or 0 for a padding sample, which keeps a rank without data in step with the other ranks.
@@ -57,7 +57,7 @@ class StepResult:
     def samples(self) -> list[dict[str, Any]]:
         """Loss of each sample that this rank trains on, without padding samples.
 
-        The keys of each dict are `sample_id`, `repeat_index` (number of earlier uses of the sample in the epoch), `epoch`,
+        The keys of each dict are `sample_id`, `repeat_index` (0, 1, ... for the uses of the sample in the epoch), `epoch`,
         `sigma` (the noise level) and `loss`. The loss is the mean squared error over the trained tokens, weighted by the mask
         if the sample has one. The loss weights of the sample's source and noise level are not applied.
         """

@@ -90,7 +90,7 @@ def start_block(run: TrainingRun) -> str:
 
 def _trained(run: TrainingRun) -> list[str]:
     """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
-    experts and the moving average.
+    experts (DiTs for high and low noise) and the moving average.
     """
     recipe = run.recipe
     lines = [f"merged LoRA: {merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras]

@@ -91,7 +91,7 @@ class Trackers:
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
         """Return (name, tracker) of each tracker in `names` that needs the values of a step.
 
-        wandb does not need them if an earlier process of a resumed run has sent the values of this step.
+        When a resumed run repeats steps, wandb does not need their values, because it already has them.
         """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}

@@ -24,7 +24,7 @@ How to add a kernel:
    For any other kernel, such as a kernel for CPUs or an fp8 kernel whose errors exceed `TOLERANCE` and `LSE_TOLERANCE` of
    self_check.py, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to `_unmet_requirement`.
    Such a kernel is not checked at the start of a run, and runs only if the user sets `attention.backend` to its name.
-   `wands infer` and `wands selftest` always use `auto`, so such a kernel never runs there.
+   `wands infer` and `wands selftest` use no kernel by name, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
@@ -32,14 +32,15 @@ How to add a kernel:
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add a `FlashBackend` to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
-   tests/unit/attention/test_kernels.py. For a CUDA kernel, add the name to the tests of `auto`, which list the order
-   of all kernels. For a CUDA kernel from a package, add a fake module with the package's signatures, so that machines
-   without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows, autocast and
-   self-check. For any other CUDA kernel, such as the fp8 kernel of step 1, write a test marked `gpu`, with the steps
-   of `check_against_plain` and the kernel's own tolerance. Add a CUDA kernel to docs/performance.md (table and order
-   of `auto`), to the help text of `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py:
-   fractions of the peak for forward and backward, only for GPUs that run the kernel. `bash scripts/gpu.sh --only
-   attention` measures the TFLOP/s of every kernel that runs on the GPU. Then run scripts/build_reference.py.
+   tests/unit/attention/test_kernels.py. For a `FlashBackend`, add the name to the tests of `auto`, which list the
+   order of all kernels. For a `FlashBackend` from a package, add a fake module with the package's signatures, so that
+   machines without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows,
+   autocast and self-check. For any other CUDA kernel, such as the fp8 kernel of step 1, write a test marked `gpu`,
+   with the steps of `check_against_plain` and the kernel's own tolerance. Add every CUDA kernel to the table in
+   docs/performance.md, and its speed to wands/planning/hardware.py: fractions of the peak for forward and backward,
+   only for GPUs that run the kernel. Add a `FlashBackend` also to the order of `auto` in docs/performance.md and in
+   the help text of `InferOptions.attention_backend`. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of
+   every kernel that runs on the GPU. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
    else, skip its other cases in `test_cuda_backend_keeps_the_contract`. On a machine with several GPUs, also run

@@ -29,7 +29,8 @@ BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (REFERENCE,
 def get_backend(name: str) -> Backend:
     """Return the kernel called `name`. Use `choose_backend` to check that the kernel runs on this machine.
 
-    A name such as "cudnn:2048:torch" means cuDNN for segments of 2048 rows or more, and torch for shorter segments.
+    A name such as "cudnn:2048:torch" means cuDNN for segments (clips in a packed sequence) of 2048 tokens or more, and torch
+    for shorter segments.
     """
     _, *mixed = name.split(":")
     return cudnn_backend(int(mixed[0]), BACKENDS[mixed[1]]) if mixed else BACKENDS[name]

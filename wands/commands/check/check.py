@@ -280,7 +280,7 @@ class FrameWarnings:
 
         Args:
             frames: uint8 [frames, height / 4, width / 4, 3]: every fourth pixel in each direction.
-            start_seconds: time of the first frame.
+            start_seconds: time of the first frame in the clip's file.
             fps: frames per second.
         """
         count, height, width, _ = frames.shape

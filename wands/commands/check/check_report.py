@@ -60,7 +60,7 @@ class CheckedSample:
 
 @dataclass
 class CheckedClip:
-    """One clip of the source with one caption.
+    """One clip with one caption, and what `wands check` found.
 
     Attributes:
         key: clip key (path without extension, and suffixes for the time range and the caption).
@@ -68,15 +68,15 @@ class CheckedClip:
         caption: cleaned caption, or the start of a very long caption; empty for a clip without a caption.
         text_tokens: number of text tokens of the whole caption, including the end token. Without a tokenizer the number is
             estimated.
-        source: properties of the file; None if the file cannot be read or was not decoded.
+        source: properties of the video or image file; None if the file cannot be read or was not decoded.
         samples: samples of the clip, one for each time range and size. A rejected clip may have samples that were decoded
             before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
             samples would use with --clip-mode slide, which divides the whole clip into samples. Three zeros for an image and
             for a clip that cannot be decoded.
-        columns: values of the clip in the source's table, by column name: a number for each numeric column, and a text for
-            each of the columns duplicate_of, license and source. Empty cells are left out.
+        columns: values in the clip's table row or JSON object, by column name: a number for each numeric column, and a text
+            for each of the columns "duplicate_of", "license" and "source". Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.

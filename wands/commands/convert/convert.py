@@ -365,7 +365,7 @@ class ModelConversion:
 
 
 def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
-    """Write tensors as a pickled state dict, the format of the official Wan files.
+    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors.
 
     Raises:
         OSError: if the file cannot be written, for example because the disk is full.

@@ -53,8 +53,8 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
     pipelines of the published Wan models.
 
     Args:
-        out: folder of the converted components.
-        tokenizer_dir: folder of the tokenizer in the repository in Wan's original layout.
+        out: folder of the pipeline, which already contains the converted models.
+        tokenizer_dir: folder of the tokenizer in the source of the conversion.
         variant: variant of the model.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)

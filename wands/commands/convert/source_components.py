@@ -104,7 +104,7 @@ class ComponentMapping(NamedTuple):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of the source's tensors that the new layout does not have."""
+        """Names of the source's tensors from which no tensor of the new layout is made."""
         used = {source.name for source in self.sources.values()}
         return tuple(name for name in self.stored if name not in used)
 
@@ -182,10 +182,10 @@ def _read_config(folder: Path) -> _Config:
 
 
 def map_component(component: SourceComponent, to: str) -> ComponentMapping:
-    """Find the source's tensor for every tensor that a file layout needs, and check that all tensors fit the model.
+    """Map a model to a new file layout: find the source's tensor for each tensor of the layout, and check the shapes.
 
     Args:
-        component: a model in the source, such as the VAE.
+        component: the model in the source of the conversion, such as the VAE.
         to: name of the new file layout: "diffusers", "official" or "comfyui".
 
     Raises:

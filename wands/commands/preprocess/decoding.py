@@ -41,7 +41,7 @@ class EncodeSettings:
     Attributes:
         cache: cache folder.
         options: options of the command.
-        spec: size, rate and length of the samples.
+        spec: size, frame rate and length of the samples.
         fingerprint: digest of the settings and model files with which all samples in the cache are encoded.
         max_samples: largest number of samples in a shard.
         conditions: names of the inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.

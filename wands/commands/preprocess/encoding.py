@@ -132,7 +132,7 @@ class _ClipEncoder:
     """Encoder of the clips that are assigned to one worker.
 
     While a clip is encoded, decoder threads decode the next clips, and one writer thread writes the previous samples.
-    Only the writer thread uses the write-ahead log.
+    Only the writer thread uses the write-ahead log, in which samples are stored before they get into a shard.
     """
 
     def __init__(self, settings: EncodeSettings, slot: int, device: torch.device) -> None:
@@ -176,7 +176,7 @@ class _ClipEncoder:
         yield WorkerTimes(waited, time.monotonic() - began - waited)
 
     def _finish(self, pieces: Sequence[Window | ClipEnd]) -> Iterator[Done]:
-        """Encode and store the windows (ranges of frames) in `pieces`, and yield an event for each clip that ends in `pieces`.
+        """Encode and store the windows (ranges of frames) in `pieces`, and yield a `Done` for each clip that ends in `pieces`.
 
         A `ClipEnd` follows the last window of a clip. Windows of the same shape are encoded together.
 
@@ -199,7 +199,8 @@ class _ClipEncoder:
                 yield Done(end if end.reason else None)
 
     def _encode(self, windows: Sequence[Window]) -> None:
-        """Encode windows of one shape together, and add the latents and other encoded arrays to each window's `arrays`.
+        """Encode windows (ranges of frames) of one shape together. Add the latents and other encoded arrays to each window's
+        `arrays`.
 
         If the memory is too small for all windows, the windows are encoded one by one. If the memory is too small for
         one window, this window gets no latents.
@@ -241,7 +242,7 @@ class _ClipEncoder:
     def _append(self, window: Window) -> None:
         """Append one record with all missing samples of an encoded window (range of frames) to the write-ahead log.
 
-        A sample is missing if the cache has no sample of this window with this caption. If the process is killed while
+        A sample (the window with one of its captions) is missing if the cache does not contain it. If the process is killed while
         writing, either all samples of the record are stored, or none.
         """
         clip, rows = window.clip, window.clip.lacks(window.suffix)

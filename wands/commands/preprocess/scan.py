@@ -143,12 +143,12 @@ class SourceScan:
         return [clip for clip in lacking if clip is not None]
 
     def _lacking(self, clip: Clip, stored: Samples, entries: Mapping[str, IndexEntry]) -> Clip | None:
-        """Return a copy of a clip that contains only captions with missing samples.
+        """Return a copy of a clip with only those captions for which the cache lacks a sample.
 
         Args:
             clip: clip with all its captions.
             stored: maps suffixes of sample keys (window and size) to the cached samples of the clip's file and time range.
-            entries: all samples of the cache by key.
+            entries: maps the key of each sample in the cache to its index entry.
 
         Returns:
             The copy, or None if the cache contains all samples of the clip.

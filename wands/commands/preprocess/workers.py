@@ -108,7 +108,7 @@ class WorkerPool:
         return Devices(vae, pick_device("--text-device", text, number) if text else vae)
 
     def limit(self, num_items: int) -> None:
-        """Reduce the number of workers to `num_items`, because more workers would have nothing to do.
+        """Reduce the number of workers to at most `num_items`, because more workers would have nothing to do.
 
         If a launcher such as torchrun has started the workers, their number does not change.
 

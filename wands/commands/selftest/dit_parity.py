@@ -274,7 +274,7 @@ def compare_to_one_process(setup: Setup) -> Comparison:
     """Run the same bin (packed sequence) twice: shared by all ranks, and as a whole on each rank alone.
 
     Returns:
-        The comparison of the two answers. The tested answer is from the shared bin. The expected answer is from the whole bin.
+        The velocities and gradients of both runs. Those to test are from the shared bin, those to expect from the whole bin.
 
     Raises:
         ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.

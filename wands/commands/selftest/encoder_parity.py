@@ -223,7 +223,7 @@ class TextPart:
         """Return the text embedding that `wands preprocess` computes, fp32 [tokens, text_dim].
 
         Raises:
-            Skipped: if the token embedding of UMT5 was loaded with random values. The check "text.tied" then fails.
+            Skipped: if the token embedding of UMT5 was loaded with random values, which the check "text.tied" reports.
         """
         try:
             return TextEncoder(self.tokenizer, self.model).encode(caption).float()
@@ -284,7 +284,7 @@ def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens. Compare its embeddings of two long captions with
     the embeddings of diffusers' stock pipeline.
 
-    By default, diffusers' `encode_prompt` cuts captions after 226 tokens. `part` has the tokenizer and the text encoder.
+    The check sets the limit of diffusers' `encode_prompt` to 512 tokens, too. The default of this limit is 226.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

@@ -73,7 +73,7 @@ class Setup:
         dtype: dtype of the text encoder and of the DiT's computation. The VAE and CLIP use fp32, as in `wands preprocess`.
         frames: RGB frames of the clip, uint8 [F, height, width, 3]. The number of frames is F = 4k + 1 >= 5 for an
             integer k.
-        expert: DiT that is tested by the checks that run once for each DiT.
+        expert: the DiT to test. The checks of a DiT run once for each DiT of the model, each time with another `expert`.
     """
 
     options: SelftestOptions

@@ -29,8 +29,8 @@ class Check(NamedTuple):
     Attributes:
         name: name of the check.
         load: loads the part of the model that the check needs; None if the check loads nothing in advance.
-        run: runs the check and returns its result, without the name of the check. The argument is the loaded part, or the
-            setup if `load` is None.
+        run: runs the check and returns a `Result` whose name is still empty. The argument is the result of `load`, or the
+            `Setup` (model, clip and settings) if `load` is None.
         condition: name of an input, such as "image". The check applies only to models with this input. If the name is
             empty, the check applies to every model.
     """

@@ -25,7 +25,7 @@ def add_conditions(
         latents: noisy latents [C, f, h, w], with C channels and f frames of size h x w.
         timestep: timestep of the noise level, a scalar.
         first_frame: latent frame [C, 1, h, w] without noise that replaces the first noisy frame, for the model TI2V.
-        image_latents: latents [C, f, h, w] of a clip that contains the given images and gray frames, for I2V models.
+        image_latents: latents [C, f, h, w] of a clip with the conditioning images and otherwise gray frames, for I2V models.
         last_image: whether the model gets the last frame of the clip in addition to the first frame.
 
     Returns:

@@ -65,8 +65,8 @@ class LatentCache(SampleFacts):
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
-        conditions: names of conditions, such as "image". `read` returns the arrays that these conditions need. After
-            opening, these are the conditions of the model for which the cache was made. `serve` changes them.
+        conditions: names of the model's additional inputs, such as "text" and "image". `read` returns the arrays that these
+            inputs need. At first the model is the one for which the cache was made; `serve` selects another one.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -126,15 +126,15 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: latents, text embeddings without padding, and the arrays for the model's `conditions`,
-        such as "image". `Sample` describes the arrays and their shapes.
+        """Read a sample in bf16: latents, text embeddings without padding, and the arrays for the names in
+        `conditions` (inputs of the model), such as "image". `Sample` describes the arrays and their shapes.
 
         Args:
-            i: position in `keys`.
+            i: number of the sample: its position in the reader's attribute `keys`.
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
                 are zero in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
-                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). If `verify` is set, the
-                whole sample is read to compute its checksum.
+                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). A reader that was
+                opened with `verify` reads the whole sample to compute its checksum.
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is

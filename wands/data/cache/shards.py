@@ -336,7 +336,7 @@ class CacheIndex:
 
     @classmethod
     def from_file(cls, path: Path) -> CacheIndex:
-        """Read `index.npz`.
+        """Read the index of a cache from the file `index.npz`.
 
         Raises:
             CacheError: if the file is damaged or an array is missing.

@@ -32,8 +32,8 @@ class LogRecord:
     """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read`.
 
     Attributes:
-        name: for a text embedding, the digest of the caption. For samples, the digest of the clip, and a suffix that
-            names the window (range of frames) and the size.
+        name: for a text embedding, the digest of the caption. For the samples of one window (range of frames), the digest of
+            the clip, and a suffix that names the window and the size.
         meta: metadata, as JSON values.
         path: file of the log.
         offset: position in bytes at which the arrays start in the file.

@@ -65,7 +65,8 @@ class ShardWriter:
     Attributes:
         path: cache folder.
         digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
-        entries: maps the key of each sample to its index entry, for all shards that this writer has finished or read.
+        entries: maps the key of each sample to its index entry, for all shards that this writer has finished, or whose index
+            entries it has read.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ def _cut_slack(shard: Path) -> None:
 
 
 class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
-    """Writer for a new cache, or for a cache that an earlier run with the same fingerprint began.
+    """Writer for a new cache, or for a cache that an earlier run with the same fingerprint (encoders and settings) began.
 
     Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
     samples written so far are stored in a finished shard, but no index is written. So readers see the cache unchanged.

@@ -149,8 +149,8 @@ class TarReader:
         return samples
 
     def _members(self) -> Iterator[tarfile.TarInfo]:
-        """Yield members up to the end mark of the archive. If the archive is damaged or has no end mark, append ("", the
-        reason) to the list `rejections`.
+        """Yield members up to the end mark of the archive. If the archive is damaged or has no end mark, append the reason to
+        the list `rejections`, with "" in place of a file name.
 
         `tarfile` alone would treat damage between two members as the end of the archive.
         """

@@ -105,7 +105,8 @@ class ClipSpec:
         """Return the `ClipSpec` that `wands preprocess` and `wands check` use for a model variant.
 
         Args:
-            variant: variant of the model. Its VAE and patch size give ``size_multiple`` and ``frame_stride``.
+            variant: variant of the model. Its VAE and patch size give the attributes ``size_multiple`` (height and width are
+                multiples of this number) and ``frame_stride``.
             options: values of other attributes of `ClipSpec`. The default of ``fps`` is the variant's frame rate. The
                 default of ``max_frames`` is 81. Without ``height``, the default of ``max_pixels`` is `MAX_PIXELS`.
 
@@ -223,7 +224,7 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     Args:
         path: path of the clip, for the message.
         num_frames: number of frames of the sample.
-        conditions: conditions of the model variant, such as "text" and "image". An image-to-video model has "image".
+        conditions: names of the model's additional inputs, such as "text" and "image". An image-to-video model has "image".
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(

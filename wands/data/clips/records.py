@@ -72,7 +72,7 @@ class ClipRecord:
 
     @property
     def part(self) -> Part:
-        """Part of the file that the clip uses, as `wands.data.clips.video.decode_clip` takes it: (start, end, crop, mask)."""
+        """Part of the file that the clip uses: (start in seconds, end in seconds, crop rectangle, path of the mask)."""
         return self.start, self.end, self.crop, self.mask
 
     @property
@@ -84,7 +84,7 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """End of the clip key: the time range and, from the second caption of a clip on, a hash of the caption."""
+        """Part of a clip's key after the path: the time range and, for each caption except the first, a hash of the caption."""
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"
@@ -153,16 +153,15 @@ def _check_name(name: str) -> None:
 
 
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
-    """Return the mask that a row names. If the row names no mask, return the mask next to the clip, or None if there is no
-    mask.
+    """Return the loss mask of a clip: the file that `written` names, else the mask next to the clip, else None.
 
     Args:
         path: file of the clip.
-        written: the row's path of the mask. Empty if the row names no mask.
-        folders: folders to which the path in the row may be relative.
+        written: path of the mask in the table row that describes the clip. Empty if the row names no mask.
+        folders: folders to which `written` may be relative.
 
     Raises:
-        DataError: if the row's path is not valid UTF-8, contains control characters or does not lead to a file. Also if the
+        DataError: if `written` is not valid UTF-8, contains control characters or does not lead to a file. Also if the
             mask next to the clip is not a file.
     """
     text = "" if is_empty(written) else str(written).strip()
@@ -187,7 +186,8 @@ def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENS
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:
-    """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key.
+    """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key. A key is a unique
+    name that begins with the clip's path.
 
     Records with the same clip and time range, but different captions, are kept. `is_extra_caption` is set in all of them
     except the first.

@@ -155,8 +155,8 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     Args:
         file: name of the image.
         siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files. A video with an upper-case extension is returned only if `siblings`
-            contains caption files, and all of them have upper-case extensions.
+        extensions: extensions of caption files. A video such as CLIP.MP4 is returned only if `siblings` contains a caption file
+            with an upper-case extension, such as CLIP.TXT, and no caption file with a lower-case extension.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -320,7 +320,7 @@ def scan_tar(
     Args:
         archive: file of the archive.
         folder: folder to which the names of the clips are relative. It contains the archive.
-        source: source of the clips, with the names of the columns that a .json member may use.
+        source: source of the clips. Its `caption_names` are the keys under which a .json member can contain captions.
         captions: captions from a captions.json file next to the archive: maps names of clips, with extension, to captions.
             They replace captions in the archive.
         used: set to which the function adds each name of `captions` that it finds in the archive. The caller can then report
@@ -393,7 +393,7 @@ def _captions_of_sample(
         reader: the open archive.
         sample: name of the sample.
         clip: extension of the member that is the clip.
-        source: source of the clips, with the names of the columns that a .json member may use.
+        source: source of the clips. Its `caption_names` are the keys under which a .json member can contain captions.
 
     Returns:
         The captions, and the JSON object that contains the captions. The object is empty for a text member. If the sample has no

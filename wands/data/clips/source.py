@@ -37,8 +37,8 @@ class Source:
         cache_dir: folder in which clips from datasets and archives are stored as files. None is a folder in the cache
             of the `datasets` library.
         needs_caption: whether a clip without a caption is rejected. If False, its record has the caption "".
-        other_columns: further columns to read from a Hugging Face dataset, with the names that
-            `wands.data.clips.filters.identifier` returns. In tables and caption files, all columns are read.
+        other_columns: further columns to read from a Hugging Face dataset, written as in a --where
+            condition, such as "motion_score" for the column "Motion score". In tables and caption files, all columns are read.
         sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
         recursive: whether the sub-folders of a folder are searched for clips.
         log: function that receives messages about the dataset configuration of another trainer, such as a message for each

@@ -177,8 +177,8 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
 def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, object]:
     """Return the row for a clip in a new table.
 
-    The row has one video column, one caption column, and the time range in seconds. All other columns of the record's
-    row are copied.
+    The row has one video column, one caption column, and the time range in seconds. All other columns are copied from
+    `record.row`, the clip's row in its source.
 
     Args:
         record: the clip.

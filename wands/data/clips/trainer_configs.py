@@ -129,7 +129,7 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 def _read_section(
     source: Source, settings: _Settings
 ) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
-    """Read one section of the configuration.
+    """Read one section (one set of clips, with its `settings`) of the configuration file `source`.
 
     A relative path in the section is looked up in the working directory, as in the other trainers, and then in the folder
     of the configuration.

@@ -43,7 +43,7 @@ class DecodedClip:
         frames: uint8 [F, H, W, 3] RGB. F is 1 + a multiple of `ClipSpec.frame_stride`. H and W are multiples of
             `ClipSpec.size_multiple`.
         fps: frames per second of ``frames``.
-        start_seconds: time of ``frames[0]``.
+        start_seconds: time of ``frames[0]`` in the file.
         suffix: suffix of the sample's key. With --clip-mode slide, it starts with the number of the window ("#0000",
             "#0001", ...). If --max-pixels has several values, samples for all values except the first also have their size
             in the suffix, such as "#640x352".
@@ -277,8 +277,8 @@ def decode_clip(
     """Decode the windows (ranges of frames) that ``spec`` selects in a clip, lazily and in time order.
 
     The frame of a sample at time t is the last frame of the file with a timestamp <= t. Rotation, mirroring and pixel
-    aspect ratio are applied. Damage and truncation outside the windows are ignored. In slide mode, windows that were
-    yielded before an error are complete.
+    aspect ratio are applied. Damage and truncation outside the windows are ignored. Windows that were yielded
+    before an error are complete.
 
     Args:
         path: file of the clip.
@@ -289,8 +289,8 @@ def decode_clip(
         mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are not yielded.
 
     Yields:
-        A `DecodedClip` for each size in the modes ``head`` and ``middle``, and for each size and window in the mode
-        ``slide``. Without an error, at least one `DecodedClip` is yielded.
+        A `DecodedClip` for each size if `spec.clip_mode` is ``head`` or ``middle`` (one window), and for each size and window
+        if it is ``slide``. Without an error, at least one `DecodedClip` is yielded.
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or

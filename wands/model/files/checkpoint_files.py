@@ -116,11 +116,11 @@ class TrainState:
         return None if section is None else LoraConfig.model_validate(section)
 
     def has_average(self, part: str) -> bool:
-        """Return whether the checkpoint contains the moving average of the weights of the DiT `part`."""
+        """Return whether the checkpoint contains the moving average of a DiT. `part`: "transformer" or "transformer_2"."""
         return f"{part}/{average_file(0)}" in self.files
 
     def to_json(self) -> dict[str, Any]:
-        """Return the state as a dict for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
+        """Return the training state as a dict for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
         values = asdict(self)
         return {**values, "hash_of_this_file": _hash_of(values)}
 
@@ -147,7 +147,7 @@ class Checkpoint(NamedTuple):
     state: TrainState
 
     def open_state(self, part: str) -> FragmentFiles:
-        """Return the files in which the ranks stored the training state of the DiT `part`."""
+        """Return the files in which the ranks stored the training state of a DiT. `part` is its subfolder in the checkpoint."""
         return FragmentFiles(self.folder / part, "state")
 
     def check_average(self) -> None:
@@ -423,7 +423,7 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
     """Read the fp32 weights of a trained DiT from a checkpoint, and join the ZeRO partitions that the ranks wrote.
 
     Args:
-        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         ema: whether to read the moving average of the trained weights instead of their last values. Frozen weights have
             no average and keep their values.
@@ -449,7 +449,7 @@ def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> d
     """Read the LoRA of one DiT from a checkpoint of a LoRA run.
 
     Args:
-        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         ema: whether to read the moving average of the LoRA instead of its last values.
 
@@ -478,7 +478,7 @@ def load_full_weights(
     model with the trained LoRA and the LoRAs in `model.merge_loras` merged in.
 
     Args:
-        where: step folder, or run folder. For a run folder, its newest complete checkpoint is read.
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
         part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
         base: base model of a LoRA run; None means the `model.path` of the run.
         ema: whether to read the moving average of the trained weights instead of their last values.

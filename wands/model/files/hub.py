@@ -17,7 +17,7 @@ from wands.variants import VARIANTS
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether `name` has the form owner/name of a Hub repository, and no file or folder has this path."""
+    """Return whether a text has the form owner/name of a Hub repository, and is not the path of a file or folder."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 

@@ -265,8 +265,8 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
         model: the DiT.
 
     Returns:
-        A function that maps (diffusers parameter name, shape) to the parameter's value in fp32. The function does not
-        use the shape.
+        A function that maps (diffusers parameter name, shape) to the parameter's value in fp32. The function ignores the
+        shape, which only random weights need.
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

@@ -387,7 +387,8 @@ def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
 
     Args:
         key: key from which a suffix such as ".lora_A.weight" was removed.
-        is_table: whether the suffix was ".diff_m". If so, return the name of the module's modulation table, not of the module.
+        is_table: whether the suffix was ".diff_m" (difference of a modulation table). If so, return the name of the module's
+            modulation table, not of the module.
 
     Raises:
         KeyError: if the DiT has no such module.
