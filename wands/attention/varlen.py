@@ -59,7 +59,7 @@ class PaddedSegments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
     ) -> PaddedSegments:
-        """Build padded segments from the number of rows in each segment.
+        """Build padded segments from the number of rows in each segment. Rows of q attend only to keys of their segment.
 
         Args:
             lens_q: number of rows of q in each segment.

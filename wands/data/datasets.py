@@ -47,7 +47,8 @@ class MockDataset(SampleFacts):
         seed: `train.seed`.
         keys: sample ids.
         licenses: array of one empty text per sample, because mock data has no licenses.
-        mask_sums: zeros [N, 2] (in a cache, two sums of a sample's token weights), because mock data has no loss masks.
+        mask_sums: zeros [N, 2], because mock data has no loss masks. In a cache, the columns are the sums of a sample's token
+            weights over all tokens and over the first latent frame.
         places: int64 [N, 2], (shard, position in the shard) of each sample, as if the samples were stored in shards of 512
             samples.
         null_text_embeds: bf16 [1, text_dim], random numbers that replace the embedding of the empty caption.
@@ -390,7 +391,7 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
     """Return for each data source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
 
-    GAP (close in time to a held-out sample) and DUPLICATE (nearly equal to one) are neither trained on nor evaluated.
+    GAP (close in time to a held-out sample) and DUPLICATE (nearly equal to a held-out sample) are not used.
     """
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]

@@ -73,7 +73,7 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
 
     A film is a clip with at least `MIN_WINDOWS` windows (samples from different time ranges of the clip).
 
-    - A clip that is not a film is held out as a whole, or not at all (`hold_out`).
+    - A clip that is not a film is held out as a whole, or not at all (see `hold_out`).
     - If there are many films, each film is also held out as a whole, or not at all. "Many" means that (number of
       films) * `fraction` and (number of films) * (1 - `fraction`) are both at least `FEW_FILMS`.
     - If there are few films, a span of consecutive windows of each film is held out. The hash of the film's name decides

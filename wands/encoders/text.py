@@ -105,7 +105,7 @@ class TextSpool:
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:
-        """Index the text embeddings that the write-ahead logs contain now. Embeddings that are appended later are not found."""
+        """Index the text embeddings that the files `logs` (write-ahead logs) contain now. Later embeddings are not found."""
         self._records = {record.name: record for log in logs for record in read_records(log)}
 
     def __contains__(self, caption: str) -> bool:

@@ -212,7 +212,7 @@ def add_levels(
 
     Args:
         run: the checked training run.
-        side: "held_out" or "train", the side of all chosen clips.
+        side: part of the data that contains all chosen clips, "held_out" or "train".
         chosen: (key, number of video tokens) of each clip.
         quantiles: probabilities. The noise levels are at these quantiles of the recipe's distribution of noise levels.
     """

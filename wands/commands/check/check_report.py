@@ -133,7 +133,7 @@ class CheckReport:
         clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
         exact_text: whether the model's tokenizer counted the caption tokens. If false, their numbers are estimates.
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
-        packing: prediction of the bins in training; None if there is no sample.
+        packing: prediction of the bins (packed sequences) in training; None if there is no sample.
         seconds: duration of the check.
         num_skipped: number of clips of the source that were not decoded, because `check` was called with `max_clips`.
         columns: maps the name of each numeric column of the source's table to the sorted numbers in this column.
@@ -201,7 +201,7 @@ class CheckReport:
 
     def column_texts(self) -> dict[str, str]:
         """Return a dictionary that maps the name of each numeric column of the source's table to a text with the minimum,
-        median and maximum of the column, and the number of clips.
+        median and maximum of the column, and how many clips have a number in it.
         """
         return {
             name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"

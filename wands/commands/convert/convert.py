@@ -324,9 +324,10 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        The parts are copied from the pipeline folder `rest`. If `rest` is None and the source is a diffusers pipeline, the
-        parts are copied from the source. If the source is no diffusers pipeline either, new files are written. New files
-        need a source with all components and a tokenizer; if one of these is missing, only a note is added to the result.
+        The parts are copied from the pipeline folder `rest` (option --base). If `rest` is None and the source is a diffusers
+        pipeline, the parts are copied from the source. If the source is no diffusers pipeline either, new files are
+        written. New files need a source with all components and a tokenizer; if one of these is missing, only a note is
+        added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

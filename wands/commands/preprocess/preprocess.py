@@ -141,7 +141,7 @@ class PreprocessRun:
         self.null_text: Tensor | None = None
 
     def prepare(self) -> None:
-        """Create the work folder, and read the list of clips that earlier runs put into quarantine.
+        """Create the work folder, and read the quarantine: the list of clips that crashed or hung earlier runs.
 
         If the work folder contains samples of an interrupted run, move these samples to shards.
 

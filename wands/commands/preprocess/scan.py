@@ -61,8 +61,8 @@ class Clip:
         part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: (shard name, index of the sample in the shard, suffix) of each cached sample whose latents missing samples
-            can reuse. The suffix is the end of the sample's key, which names the window (range of frames) and the size.
+        latents: (shard name, index of the sample in the shard, suffix) of each cached sample of this time range whose latents
+            can be reused for `rows`. The suffix is the end of the sample's key (window, that is range of frames, and size).
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 

@@ -105,7 +105,7 @@ def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 def _find_listing(source: Source) -> Path | None:
     """Return the file that lists the clips of a folder, or None if there is no such file.
 
-    The function searches the folder and, after that, its sub-folder with the name of the split.
+    The function searches the folder and, after that, its sub-folder with the name `source.split`, such as "train".
 
     Raises:
         DataError: if a folder contains several files that list clips.
