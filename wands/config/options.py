@@ -147,7 +147,7 @@ class SplitOptions(Options):
     """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
     out: Path
     """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. If SOURCE is a table,
-    its other columns are copied. The progress is stored in a file next to the table, such as shots.films.jsonl for
+    its other columns are copied. The list of finished films is stored next to the table: shots.films.jsonl for
     shots.csv."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
     """Length of the shortest clip in seconds. Shorter shots are left out. If a shot is cut because of --max-seconds, a last

@@ -163,12 +163,12 @@ class StepPlan:
 
     @property
     def denominators(self) -> dict[str, float]:
-        """Numbers from which `TrainingRun.denominator` computes the divisor of this step's summed loss, one for each
-        `loss.reduction` ("sample" or "token").
+        """Mean number of samples, and of tokens, in a step of the epoch. The keys are the values of `loss.reduction`: "sample"
+        and "token".
 
-        Each number is the epoch's mean number of samples (or tokens) per step, so that every sample (or token) of the
-        epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss of a step were
-        divided by the step's own number of samples, long clips would have a larger weight.
+        `TrainingRun.denominator` computes the divisor of a step's summed loss from one of these numbers, so that every sample
+        (or token) of the epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss
+        of a step were divided by the step's own number of samples, long clips would have a larger weight.
         """
         num_samples, num_tokens = self.epoch_plan.totals
         num_steps = self.epoch_plan.num_steps

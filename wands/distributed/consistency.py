@@ -84,15 +84,15 @@ def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None
 
 
 def _first_key(odd: str | None, usual: str | None) -> str:
-    """Return the first difference between two texts for an error message, such as " (train.seed=3, not 0)".
+    """Return the first difference between the values of two groups of ranks, such as " (train.seed=3, not 0)".
 
     Args:
-        odd: text of the ranks that differ from most ranks; None if these ranks have no text.
-        usual: text of most ranks; None if most ranks have no text.
+        odd: compared value, as JSON or a digest, of the ranks that differ from most ranks; None if they have no value.
+        usual: compared value of most ranks; None if they have no value.
 
     Returns:
         For JSON objects, the first key with different values, and both values. " (missing)" if `odd` is None. An empty text
-        if `usual` is None, or if the texts are digests.
+        if `usual` is None, or if the values are digests.
     """
     if odd is None or usual is None:
         return " (missing)" if odd is None else ""

@@ -221,7 +221,7 @@ def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[st
         variant: variant of the model.
 
     Yields:
-        (option as text such as "--height=100", text with the rule that the option breaks and the fix).
+        A pair for each problem: the option, such as "--height=100", and a text that says what is wrong and how to fix it.
     """
     for key in ("height", "width", "num_frames"):
         if text := size_problem(variant, key, size := getattr(request, key)):

@@ -238,7 +238,7 @@ def test_mistakes_end_in_one_sentence(tmp_path: Path, monkeypatch: pytest.Monkey
         run(tmp_path, tmp_path / "a.txt")
     assert not in_process  # the extension is checked before clips are decoded
     (tmp_path / "list.csv").write_text("video\nnone.mp4\n")
-    with pytest.raises(ConfigError, match="is SOURCE; choose another file"):
+    with pytest.raises(ConfigError, match="is the file SOURCE; choose another file"):
         run(tmp_path / "list.csv", tmp_path / "list.csv")
     with pytest.raises(DataError, match="has no clip to measure"):
         run(tmp_path / "list.csv", tmp_path / "b.csv")

@@ -207,7 +207,7 @@ def check_out(table: Path, source: str) -> None:
         raise ConfigError(f"--out={table} must end in .csv or .jsonl; rename the file")
     if os.path.realpath(table) == os.path.realpath(os.path.expanduser(source)):  # also for a link to itself
         raise ConfigError(
-            f"--out={table} is SOURCE; choose another file, because unreadable rows would be lost"
+            f"--out={table} is the file SOURCE; choose another file, because rows of SOURCE that cannot be read would be lost"
         )
 
 

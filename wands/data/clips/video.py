@@ -49,12 +49,12 @@ class DecodedClip:
             in the suffix, such as "#640x352".
         source: properties of the file. With a crop, width and height are the size of the cropped rectangle in stored (not
             displayed) pixels.
-        variable_fps: whether the frames read up to the end of this window have unequal distances in time.
-        interlaced: whether any frame read up to the end of this window is interlaced: alternate lines show two different
+        variable_fps: whether the time between frames varies, judged by all frames up to the end of this window.
+        interlaced: whether any frame up to the end of this window is interlaced: alternate lines show two different
             moments.
         span: (start, end) in seconds of the part of the file that the clip uses.
-        token_weights: float [latent frames, token rows, token columns]: mean brightness of the mask in each video token, from 0
-            (black) to 1 (white). None without a mask.
+        token_weights: float [latent frames, token rows, token columns], loss weight of each video token: the mean brightness
+            of the clip's loss mask there, from 0 (black) to 1 (white). None if the clip has no loss mask.
     """
 
     frames: np.ndarray
