@@ -266,9 +266,7 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
     if first_problem := next(filter(None, gather_objects(problem)), None):
-        raise CheckpointError(
-            f"output_dir={folder.parent}: the next checkpoint {first_problem}.", agreed=True
-        )
+        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {first_problem}.", agreed=True)
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -326,8 +326,8 @@ class ModelConversion:
 
         The parts are copied from the pipeline folder `rest` (option --base). If `rest` is None and the source is a diffusers
         pipeline, the parts are copied from the source. If the source is no diffusers pipeline either, new files are
-        written. New files need a source with all components and a tokenizer; if one of these is missing, only a note is
-        added to the result.
+        written. If the source lacks a model or the tokenizer, no new file is written, and a note is added to the
+        result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

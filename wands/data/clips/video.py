@@ -294,9 +294,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. Also if the mask does not fit the clip. Two errors are raised only after all usable
-            `DecodedClip`s are yielded: the mask is black in a window, or the frames are too small at some but not all of
-            the limits `spec.max_pixels` and `spec.more_pixels`.
+            corrupt inside a window. Also if the mask does not fit the clip. Each limit in
+            `spec.max_pixels` and `spec.more_pixels` gives one size. Two errors are raised only after all usable
+            `DecodedClip`s are yielded: the mask is black in a window, or the frames are too small for some of the sizes.
     """
     with open_video(path) as reader:
         duration = reader.info.duration
