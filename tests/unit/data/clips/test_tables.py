@@ -76,7 +76,7 @@ def test_a_table_that_cannot_be_written_stays_as_it_was(tmp_path: Path):
     assert list(tmp_path.iterdir()) == [table]
     with pytest.raises(ConfigError, match=r"--out=.*out.json must end in .csv or .jsonl"):
         check_out(tmp_path / "out.json", "clips")
-    with pytest.raises(ConfigError, match=r"--out=.*out.csv is SOURCE"):
+    with pytest.raises(ConfigError, match=r"--out=.*out.csv is the file SOURCE"):
         check_out(table, str(table))
 
 
