@@ -40,6 +40,7 @@ def on_a_terminal(argv: list[str]) -> str:
 
 def test_a_live_line_on_a_terminal(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
     text = on_a_terminal(command(tiny_pipeline, tmp_path))
     assert STEP.search(text)
     # Every other text begins at the start of a line, and no line of a step remains.
@@ -51,11 +52,24 @@ def test_a_live_line_on_a_terminal(tiny_pipeline: Path, tmp_path: Path, monkeypa
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor stays hidden"
 
 
+def logged_steps(text: str) -> list[str]:
+    return [line.split()[1] for line in text.splitlines() if re.match(r"step \d/4 ", line)]
+
+
+@pytest.mark.slow
+def test_lines_on_a_terminal_that_cannot_move_the_cursor(
+    tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TERM", "dumb")
+    text = on_a_terminal(command(tiny_pipeline, tmp_path))
+    assert logged_steps(text) == ["2/4", "4/4"]
+    assert "\x1b" not in text
+
+
 @pytest.mark.slow
 def test_lines_in_a_pipe(tiny_pipeline: Path, tmp_path: Path):
     done = subprocess.run(command(tiny_pipeline, tmp_path), capture_output=True, text=True, check=True)
-    steps = [line for line in done.stdout.splitlines() if re.match(r"step \d/4 ", line)]
-    assert [line.split()[1] for line in steps] == ["2/4", "4/4"]
+    assert logged_steps(done.stdout) == ["2/4", "4/4"]
     text = done.stdout + done.stderr
     assert "\x1b" not in text
     assert not re.search(r"wands\.\w+|DeepSpeed|Warning|\[INFO\]|\.py:\d", text), text

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
 log = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
 
@@ -20,12 +23,9 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
         label: name of the items, such as "clips".
         total: number of items.
     """
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    if sys.stderr.isatty() and (console := Console(stderr=True)).is_interactive:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as bar:
+        with Progress(*columns, console=console) as bar:
             task = bar.add_task(label, total=total)
             yield lambda: bar.advance(task)
         return

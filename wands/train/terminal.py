@@ -22,7 +22,7 @@ class Terminal:
     """Output of a run for the user. A call of the object prints a text, so the object can be used as a `Log` function.
 
     On a terminal, the package rich keeps a live line with the progress at the bottom. All other output of this process
-    appears above this line.
+    appears above this line. A terminal that cannot move the cursor (TERM=dumb) gets no live line.
 
     Args:
         echo: function that prints a text on rank 0; None on the other ranks, which print nothing.
@@ -31,7 +31,7 @@ class Terminal:
     def __init__(self, echo: Log | None) -> None:
         self._echo, self._last = echo, time.monotonic()
         self._live = Live(console=Console(), auto_refresh=False, transient=True)
-        if echo and sys.stdout.isatty():
+        if echo and sys.stdout.isatty() and self._live.console.is_interactive:
             self._live.start()
             for handler in logging.getLogger().handlers:
                 if isinstance(handler, logging.StreamHandler):
@@ -48,7 +48,7 @@ class Terminal:
     def show(self, text: str) -> bool:
         """Replace the text of the live line, which shows the progress below all other output.
 
-        Return True on rank 0 with a terminal. Otherwise there is no live line: do nothing and return False.
+        Return True on rank 0 if its terminal has a live line. Otherwise there is no live line: do nothing and return False.
         """
         if self._live.is_started:
             self._last = time.monotonic()
