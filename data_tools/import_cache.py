@@ -81,8 +81,8 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
         return _import_musubi(source, Path(out), model)
     if pickles := sorted(path for path in source.glob("*") if path.suffix in PICKLES):
         raise DataError(
-            f"SOURCE={source} contains pickles such as {pickles[0].name}, as DiffSynth writes them; opening a pickle can run "
-            "any program, so run wands preprocess on the videos instead."
+            f"SOURCE={source} contains pickles such as {pickles[0].name}, as DiffSynth writes them, and opening a pickle can "
+            "run any code; run wands preprocess on the videos instead."
         )
     raise DataError(
         f"SOURCE={source} has neither {EXPORT_NAME} nor *_wan.safetensors; pass a folder that data_tools.export wrote, or "
@@ -97,13 +97,12 @@ def _import_export(source: Path, out: Path) -> int:
         variant, fingerprint = stored["variant"], stored["fingerprint"]
         names = array_names(variant["conditions"])
         if stored.pop("digest", None) not in (None, digest(stored)):
-            raise ValueError("the manifest of the cache was changed")
+            raise ValueError(f"the values of the cache in {EXPORT_NAME} do not match their digest")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
-        if manifest["format"] != EXPORT_FORMAT or layout not in FORMATS:
-            raise ValueError(
-                f"format={manifest['format']} must be {EXPORT_FORMAT}, and "
-                f"layout={layout} must be one of {', '.join(FORMATS)}"
-            )
+        if manifest["format"] != EXPORT_FORMAT:
+            raise ValueError(f"format={manifest['format']} in {EXPORT_NAME} must be {EXPORT_FORMAT}")
+        if layout not in FORMATS:
+            raise ValueError(f"layout={layout} in {EXPORT_NAME} must be one of {', '.join(FORMATS)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
             f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
@@ -130,7 +129,7 @@ def _import_export(source: Path, out: Path) -> int:
 def _read_folder(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES:
-            raise DataError(f"{path} is a pickle, and opening a pickle can run any program; remove the file.")
+            raise DataError(f"{path} is a pickle, and opening a pickle can run any code; remove the file.")
         if path.suffix == ".safetensors" and path.name != NULL_NAME:
             yield _exported(path.read_bytes(), str(path), names)
 
@@ -148,7 +147,7 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                 for extension in members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:
                         raise DataError(
-                            f"{path}: {key}.{extension} is a pickle, and opening a pickle can run any program; "
+                            f"{path}: {key}.{extension} is a pickle, and opening a pickle can run any code; "
                             "export the cache again. For shards of other trainers, use data_tools.import_shards."
                         )
                 if "safetensors" not in members:
@@ -173,8 +172,8 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         tensors = {name: stored[name] for name in (*names, *stored.keys() & {MASK_ARRAY})}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
-                f"the tensors are {' and '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export writes "
-                "bf16"
+                f"the tensors have the dtypes {', '.join(str(t.dtype) for t in tensors.values())}, but every tensor of an "
+                "export must have dtype torch.bfloat16"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):

@@ -4,7 +4,7 @@ python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--f
 
 SHARDS is a file or a folder. It contains tars of NVIDIA DFM or Megatron-Bridge (Energon: .pth latents, .json with the
 caption), or .tfrec files of MaxDiffusion. The captions in tars are encoded again. TFRecords contain no captions, so their
-stored text embeddings are used. Pickles are never opened.
+stored text embeddings are used. Loading a .pth file runs no code, and .pickle files are never opened.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ImportReport:
 
     Attributes:
         num_samples: number of samples in the cache.
-        num_reused: number of the cache's samples that an earlier run wrote and this run kept.
+        num_reused: number of samples in the cache that an earlier run wrote.
         rejected: samples that cannot be used, each with the reason.
     """
 
@@ -67,7 +67,8 @@ def import_shards(
         source: a shard, or a folder with shards at any depth.
         out: cache folder.
         model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name
-            their encoders, so only the channels, the size, the normalization and the text width are checked.
+            their encoders, so the import checks only the shapes of latents and text embeddings, and that the latents are
+            normalized.
         fps: frames per second of the clips, which shards do not contain. None means the variant's frame rate.
         device: device of the text encoder.
 
@@ -173,8 +174,13 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 def _checked(
     samples: Iterator[EncodedSample | Rejection], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
-    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`. `std` is
-    latents_std of the VAE, see `check_latents`.
+    """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`.
+
+    Args:
+        samples: result of `read_samples`.
+        variant: variant to train.
+        std: [latent channels], latents_std of the VAE, for `check_latents`.
+        rejected: list to which the rejections are appended.
     """
     for sample in samples:
         if isinstance(sample, Rejection):

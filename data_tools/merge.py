@@ -37,7 +37,7 @@ class Merged:
         num_copied: number of samples that this run copied. An earlier run copied the other samples.
         duplicates: keys that are in several caches with equal content. The merged cache contains each of these samples
             once.
-        num_rejected: number of rejected clips of all caches. They are listed in rejects.jsonl.
+        num_rejected: number of rejected clips of all caches, which rejects.jsonl lists.
     """
 
     num_samples: int
@@ -162,13 +162,15 @@ class MergeArguments(Options):
     cache: Annotated[tuple[Path, ...], ARGUMENT]
     """Folders of the caches to merge, written by `wands preprocess`."""
     out: Path | None = None
-    """Folder of the merged cache [default: the first CACHE, which is then not merged, as in earlier versions]."""
+    """Folder of the merged cache. Without --out, the first CACHE names this folder, and only the other caches are merged."""
 
 
 def _run(options: MergeArguments) -> int:
     out, *caches = [options.out, *options.cache] if options.out else options.cache
     if not caches:
-        raise ConfigError("there is no cache to merge; give the folders of the caches, and --out.")
+        raise ConfigError(
+            f"CACHE={out} is the only folder, and --out is missing; set --out, and pass the folders of all caches to merge."
+        )
     merged = merge(out, caches)
     print(f"{out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:

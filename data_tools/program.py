@@ -18,12 +18,13 @@ from wands.texts import log_to_stderr, safe_lines
 def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., int]:
     """Return the main function of a program.
 
-    The main function parses its argument, a list of command-line arguments, or those of the process, and returns the exit code.
-    A user error (a `WandsError`) is printed in one line, and a wrong command line with its usage; the code is then 2.
+    The main function takes a list of command-line arguments, or without a list the arguments of the process. It returns the exit
+    code. A user error (a `WandsError`) is printed in one line. An error in the command line is printed with the usage. The exit
+    code is 2 after both kinds of errors.
 
     Args:
         options: class whose fields are the options of the program, as for the subcommands of `wands`.
-        run: function that gets an instance of this class, and returns the exit code.
+        run: function that takes an instance of `options`, and returns the exit code.
     """
     command = build_command(options, run)
 

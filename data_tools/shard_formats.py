@@ -119,8 +119,9 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
     try:
         latents = torch.load(io.BytesIO(tensor), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many exception types for damaged files and other pickles
-        what = f"the sample's .pth file is not a plain tensor ({one_line(error, 120)})"
-        raise DataError(f"{what}; {FIX}, because wands never opens other pickles") from None
+        raise DataError(
+            f"the sample's .pth file is not a plain tensor ({one_line(error, 120)}), and wands never opens other pickles; {FIX}"
+        ) from None
     if not isinstance(latents, Tensor):
         kind = type(latents).__name__
         raise DataError(f"the sample's .pth file contains a {kind}, not a tensor; {FIX}")
@@ -128,8 +129,10 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
         facts = json.loads(info)
     except ValueError as error:
         raise DataError(f"the sample's .json file cannot be read ({error}); {FIX}") from None
-    if not isinstance(facts, dict) or not isinstance(facts.get("caption", ""), str):
-        raise DataError(f"the sample's .json file is not an object with a caption; {FIX}")
+    if not isinstance(facts, dict):
+        raise DataError(f"the sample's .json file does not contain a JSON object; {FIX}")
+    if not isinstance(facts.get("caption", ""), str):
+        raise DataError(f"the caption in the sample's .json file must be text; {FIX}")
     version = facts.get("model_version", "wan2.1")
     if version != "wan2.1":
         raise DataError(

@@ -108,8 +108,14 @@ class SplitArguments(Options):
 
 def _run(options: SplitArguments) -> int:
     keys = None
-    if (options.fraction is None) == (options.keys_file is None):
-        raise ConfigError("one option chooses the clips for OUT_A; set either --fraction or --keys-file.")
+    if options.fraction is None and options.keys_file is None:
+        raise ConfigError(
+            "--fraction and --keys-file are both missing; set one of them, to select the samples for OUT_A."
+        )
+    if options.fraction is not None and options.keys_file is not None:
+        raise ConfigError(
+            f"--fraction={options.fraction} and --keys-file={options.keys_file} cannot be combined; remove one of the two."
+        )
     if options.keys_file is not None:
         try:
             lines = options.keys_file.read_text("utf-8", "surrogateescape").split("\n")

@@ -104,7 +104,7 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
                 yield data if intact else DataError("checksum of the record is wrong; replace the file")
     except OSError as error:
         raise DataError(
-            f"the shard {path} of SHARDS cannot be read ({error.strerror}); fix the permissions of the file"
+            f"the shard {path} of SHARDS cannot be read ({error.strerror}); check the path and the permissions of the file"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Verify all data of a latent cache that training reads.
+"""Verify all data that training reads from a latent cache.
 
 python -m data_tools.verify CACHE [--workers N]
 
@@ -205,13 +205,13 @@ def _check_shard(
         try:
             carried = file.attrs["fingerprint"]
             if fingerprint is not None and carried != fingerprint:
-                yield problem(f"the file has fingerprint {carried}, which differs from {MANIFEST_NAME}")
+                yield problem(f"the fingerprint of the file is {carried}, which differs from {MANIFEST_NAME}")
             ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
             if ids.get(path.name) not in (None, file.attrs.get("id")):
-                yield problem("the file is not the shard from which the index was made")
+                yield problem("the file was replaced after the index was written")
             present = {int(name) for name in file["samples"]}
         except DAMAGE as error:
-            yield problem(f"the file has damaged structures ({reason(error)})")
+            yield problem(f"the HDF5 structure of the file is damaged ({reason(error)})")
             present = set()
         for row in sorted(present | rows.keys()):
             i = rows.get(row)
@@ -289,7 +289,7 @@ def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterato
 
 
 class VerifyArguments(Options):
-    """Verify all data of a latent cache that training reads.
+    """Verify all data that training reads from a latent cache.
 
     The exit code is 0 for an intact cache, 1 for a cache with problems, and 2 for a user error.
 

@@ -1,6 +1,6 @@
-"""Variants of self-attention spread over ranks, for bench_attention.py: the attention of wands and plain references.
+"""Variants of self-attention over several ranks, for bench_attention.py: the attention of wands and simple references.
 
-Letters: T tokens of the whole bin, L rows of this rank, H heads, D head dim.
+Letters in shapes: L rows of this rank, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Gather the local rows of all ranks in packed order, float64."""
+        """Gather tensors of local rows from all ranks. Return the whole tensors in packed order, float64."""
         held = self.rows >= 0
         wholes = []
         for piece in pieces:
@@ -62,7 +62,7 @@ class Variant:
         return wholes
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward and backward on this rank's rows. Return out, dq, dk and dv, empty on a rank that only waits."""
+        """Run forward and backward on this rank's rows. Return out, dq, dk and dv, which are empty on a rank that only waits."""
         if self.attend is None:
             return [inputs[0].new_empty(0, *inputs[0].shape[1:])] * 4
         *leaves, dout = inputs
@@ -146,7 +146,16 @@ def context_parallel(
     backend: Backend,
     fused: bool,
 ) -> Variant:
-    """Return a variant of wands; the product of `degrees` (ring, ulysses) is the world size."""
+    """Return a variant of the attention of wands.
+
+    Args:
+        name: name in the table.
+        inputs: result of `make_inputs`.
+        lens: number of tokens of each sample.
+        degrees: (ring degree, Ulysses degree). Their product is the world size.
+        backend: attention kernel.
+        fused: send q, k and v in one all-to-all instead of three.
+    """
     device, (ring, ulysses) = inputs[0].device, degrees
     groups = groups_of(ring, ulysses, device)
     layout = groups.dims.layout(lens)

@@ -7,7 +7,7 @@ Variants:
 
 single kernel       one process computes the whole bin, the other ranks wait
 blocks of a ring    one process computes all R x R blocks of a ring in turn and merges them: the cost of cutting the kernel,
-                    without traffic. The merge is a simple one of this script, not that of wands' ring
+                    without traffic. Simple code of this script merges the blocks, not the ring of wands
 ulysses, ring,      context_attention of wands over ContextLayout. `plain` is DeepSpeed's DistributedAttention with three
 hybrid              all-to-alls for q, k and v; the other variants send q, k and v in one all-to-all
 all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and
@@ -15,8 +15,8 @@ all-gather of k, v  the simplest variant: gather keys and values of all ranks in
 padded samples      every sample is padded to a multiple of 2 x ranks and cut into 2 x ranks chunks. Rank r has chunks r and
                     2 x ranks - 1 - r, as in TransformerEngine. Pads are masked. The ring is the ring of wands
 
-The output and the gradients of every variant are compared with the single kernel before the timing. A wrong variant stops the
-run. The error is the largest absolute difference over the whole bin.
+Before the timing, the output and the gradients of every variant are compared with the single kernel. The error is the largest
+absolute difference over the whole bin. If the error of a variant is too large, the run stops.
 
 Columns:
 
@@ -123,7 +123,7 @@ def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
 
 
 def seconds(variant: Variant, inputs: Sequence[Tensor]) -> tuple[float, float]:
-    """Return the wall time between two barriers, and the CPU time of this rank, in seconds."""
+    """Run a variant once. Return the wall time between two barriers, and the CPU time of this rank, in seconds."""
     barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     variant.run(inputs)
@@ -140,7 +140,7 @@ def barrier() -> None:
 
 
 def over_ranks(value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order."""
+    """Gather `value` from all ranks, and return the values in rank order."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -149,7 +149,7 @@ def over_ranks(value: Any) -> list[Any]:
 
 
 def measure(lens: Sequence[int], inputs: Sequence[Tensor], backend: Backend, rounds: int) -> list[str]:
-    """Return the lines of one table."""
+    """Measure all variants on one bin, and return the lines of the table."""
     variants = variants_of(inputs, lens, backend)
     shards = [variant.shard(inputs) for variant in variants]
     reference: list[Tensor] = []
@@ -162,7 +162,10 @@ def measure(lens: Sequence[int], inputs: Sequence[Tensor], backend: Backend, rou
         errors = [(a - b).abs().max().item() for a, b in zip(whole, reference, strict=True)]
         largest = [b.abs().max().item() for b in reference]
         if any(error > TOLERANCE[inputs[0].dtype] * top for error, top in zip(errors, largest, strict=True)):
-            raise SystemExit(f"{variant.name} is wrong: out, dq, dk, dv differ by {errors} of {largest}")
+            raise SystemExit(
+                f"{variant.name} differs from {variants[0].name}. Largest errors of out, dq, dk and dv: {errors}. Largest "
+                f"values: {largest}. An error may be at most {TOLERANCE[inputs[0].dtype]} of the largest value."
+            )
         barrier()
         peak = max(over_ranks(peak_bytes(variant, shard) if variant.attend else 0))
         facts.append((peak, max(over_ranks(sum(sent.values()))), errors[0], max(errors[1:])))

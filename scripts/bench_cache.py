@@ -54,7 +54,7 @@ SCANNED = 6
 
 
 def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
-    """Return samples of `num_bytes` bytes in all: latents bf16 [16, f, h, w] and text bf16 [L, 4096]."""
+    """Yield random samples until they have `num_bytes` bytes in total: latents bf16 [16, f, h, w] and text bf16 [L, 4096]."""
     draw = np.random.default_rng(seed)
     while num_bytes > 0:
         frames = int(draw.integers(9, 22))
@@ -67,7 +67,7 @@ def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
 
 
 class Plain:
-    """Plain reads with known offsets and open files: the fastest possible layout."""
+    """Layout for plain reads from open files at known offsets. This is the fastest possible layout."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Forget open files, as in a new process."""
+        """Open the layout again before a cold pass, as in a new process. Plain files stay open, so nothing happens here."""
 
     def sequential(self) -> Iterator[Pair]:
         return self.random(range(len(self)))
@@ -215,7 +215,9 @@ class TarIndexed(TarScanned):
 
 
 def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
-    """Open a large cache: all shards are links to one file, and the index repeats a few samples.
+    """Write a large cache, and measure how long it takes to open.
+
+    All shards are links to one file, and the index repeats a few samples.
 
     Returns:
         Number of shards, seconds to open the cache, seconds to count the tokens of all samples.

@@ -4,15 +4,16 @@
     torchrun --nproc-per-node 8 scripts/bench_checkpoint.py --layers 30 --stage 3
 
 wands          each rank writes its part as safetensors, and hashes it while it is written
-no hash        the same without the hash
+no hash        the files of wands, written without a hash
 DeepSpeed      engine.save_checkpoint and engine.load_checkpoint, as earlier versions of wands did
 
-A second table measures `checkpoint.asynchronous`, which copies the state to host memory and writes it in a thread:
+The last line of each ZeRO stage measures `checkpoint.asynchronous`, which copies the state to host memory and writes the copy in
+a thread:
 
-plain copy     each tensor of the state copied once to host memory that was allocated before
-stall          how long the training waits: the state is listed, and copied as wands does it
-save           the same files written while the training waits
-step           one training step, alone and while the thread writes
+plain copy     time to copy each tensor of the state once, to host memory that was allocated before
+stall          time that the training waits while wands lists the tensors of the state and copies them to host memory
+save           time to write the files without a thread, while the training waits
+step           time of a training step, without a thread and while the thread writes
 
 All files are synced to the disk, and loading reads them from the page cache. Loading with wands includes the comparison of
 the hashes. The variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median
@@ -50,7 +51,7 @@ from wands.train.engine_state import engine_tensors, load_engine
 
 
 def build_engine(layers: int, width: int, stage: int, device: torch.device) -> Any:
-    """Build an engine with AdamW states: a stack of square linear layers, after one step."""
+    """Build a DeepSpeed engine for a stack of square linear layers, and run one step, so that AdamW has states."""
     import deepspeed
 
     torch.manual_seed(0)
@@ -97,7 +98,7 @@ def timed(action: Callable[[], Any], folder: Path, rank: int, synced: bool) -> f
 def measure(
     engine: Any, root: Path, rank: int, stage: int, rounds: int
 ) -> dict[str, list[tuple[float, float, int]]]:
-    """Return (seconds to save, seconds to load, bytes) of each round by variant."""
+    """Return a dictionary that maps each variant to (seconds to save, seconds to load, bytes) of each round."""
 
     class NoHash:
         def update(self, data: Any) -> None:
@@ -139,7 +140,7 @@ def measure(
 def measure_async(
     engine: Any, root: Path, rank: int, stage: int, rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Return the median seconds of each row of the second table, and its ratios."""
+    """Measure asynchronous checkpoints. Return the median of each measurement in seconds, two ratios, and a number of steps."""
     buffers, thread = HostBuffers(), ThreadPoolExecutor(1)
     batch = torch.randn(64, engine.module[0].in_features, device=device)
 

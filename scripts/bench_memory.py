@@ -8,17 +8,18 @@
 Columns:
 
 device   Peak memory of PyTorch's allocator during a step, minus the memory before the step, which contains weights and gradients.
-         The rest is the tensors that the forward keeps and the memory of one block's backward. On CUDA: from the allocator's
-         statistics. On a CPU: from the profiler, without the host memory of `offload`.
-host     Peak host memory of `offload`; pinned memory for a GPU.
+         The difference contains the tensors that the forward keeps and the memory of one block's backward. On CUDA: from the
+         allocator's statistics. On a CPU: from the profiler, without the host memory of offloaded tensors.
+host     Peak host memory of offloaded tensors. For a GPU, this memory is pinned.
 seconds  Median time of a step, without the memory measurement. Modes alternate (a, b, c, a, b, c, ...). A ratio is the median
          over rounds of the ratio within one round.
 
 The mode `every name` keeps every named tensor: projections and result of self-attention, and the hidden state of the
-feed-forward. With `offload`, these tensors and the blocks' inputs are in host memory. One rank has no all-to-all.
+feed-forward. In `offload, every name`, these tensors and the blocks' inputs are in host memory. The names of all-to-all results
+are not used, because one rank runs no all-to-all.
 
-The last lines compare the order of the modes with the documented order. A wrong order of memory gives exit code 1. A wrong order
-of times is only reported, because the machine may be busy.
+The last lines compare the order of the modes with the documented order. If the order by memory differs, the exit code is 1. If
+only the order by time differs, the exit code is 0, because the machine may be busy.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Measured:
 
     Attributes:
         device: peak device memory of a step above the memory before the step, in bytes.
-        host: peak host memory of `offload`, in bytes.
+        host: peak host memory of offloaded tensors, in bytes.
         seconds: time of the step in each round.
     """
 
@@ -136,7 +137,13 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
 
 
 def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
-    """Select a mode for the next steps; the host memory of a mode is pinned only once."""
+    """Set the mode of activation checkpointing for the next steps.
+
+    Args:
+        model: the model.
+        way: checkpointing of the blocks in this mode; None for the mode `none`. The object keeps its host memory, so a
+            later call with this object allocates no host memory again.
+    """
     if way is None:
         model.disable_gradient_checkpointing()
     else:
@@ -144,7 +151,7 @@ def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
 
 
 def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -> float:
-    """Return the time of one step, in seconds, after the device has finished."""
+    """Run one step, wait until the device has finished, and return the time in seconds."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = clock()
@@ -157,7 +164,7 @@ def report(found: dict[str, Measured]) -> list[str]:
     """Print the table, and compare the order of the modes with the documented order.
 
     Returns:
-        Violations of the order of memory.
+        A text for each pair of modes whose memory is not in the documented order.
     """
     print(f"{'':24}{'device MiB':>11}{'of none':>9}{'host MiB':>10}{'seconds':>9}{'of none':>9}")
     none = found["none"]
@@ -190,7 +197,7 @@ def slower(fast: Measured, slow: Measured) -> float:
 
 
 def main() -> int:
-    """Run the command line and return the exit code: 1 if the order of memory is wrong."""
+    """Run the command line and return the exit code: 1 if the memory of the modes is not in the documented order."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

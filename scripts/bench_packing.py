@@ -4,18 +4,23 @@
 
 Each row of the table is a scheme on a mix of clips and a capacity of bins. Columns:
 
-fill         tokens / (bins x max_tokens). For wands: of full steps, because the last step spreads the remaining clips.
+fill         tokens / (bins x max_tokens). For wands, the last step is not counted, because its bins need not be full.
 efficiency   mean cost of the ranks divided by the cost of the slowest rank, over the steps of an epoch, with one bin per rank and
              step. The cost is the exact number of FLOPs of a forward. With varlen attention, free room in a bin costs no time, so
              waiting for the slowest rank is the only waste. Columns for 1.3B and 14B, with 8 and 64 data-parallel ranks.
 bias         mean Kolmogorov-Smirnov distance between the clip lengths of a step and of the data, minus the distance of random
              steps with equally many clips. 0 means as similar to the data as a random step, below 0 means more similar.
-seconds      time to pack one epoch in pure Python and numpy; for wands the plan for 14B and 64 ranks.
-micro steps  wands with 4 bins per rank and step and level_bins = dp, as with gradient accumulation. Every micro step is balanced,
-             and a step contains cheap and expensive micro steps. The row is not compared: its steps are four times as large.
-better       schemes that are at least as good as wands in fill, efficiency and bias, and better in one, in any of the four cases.
+seconds      time to pack one epoch in pure Python and numpy. For wands, this is the time of the plan for 14B and 64 ranks.
+better       schemes that are better than the scheme of this row in at least one of the four cases (model, number of ranks): at
+             least as good in fill, efficiency and bias, and better in one of the three.
 
-The other schemes are references, written as plainly as possible.
+Two rows of wands are not compared with other rows:
+
+4 micro steps    4 bins per rank and step and level_bins = dp, as with gradient accumulation. Every micro step is balanced, and a
+                 step contains cheap and expensive micro steps. The steps are four times as large as in other rows.
+windows of 2048  clips are packed in windows of 2,048 clips that are near each other on the disk.
+
+The other schemes are references with code that is as simple as possible.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ Steps = Sequence[Sequence[Sequence[int]]]
 
 
 def length_mix(share_720p: float, share_81: float, num_samples: int = 20_000) -> np.ndarray:
-    """Return token counts of clips at 480p or 720p in five aspect ratios, 17 to 81 frames, int64 [num_samples]."""
+    """Return the numbers of tokens of random clips, int64 [num_samples]: 480p or 720p, five aspect ratios, 17 to 81 frames."""
     draw = random.Random(0)
     lens = []
     for _ in range(num_samples):
@@ -61,7 +66,7 @@ def one_per_rank(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip into the first bin with room."""
+    """Put each clip, in the given order, into the first bin with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -76,7 +81,7 @@ def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip into the fullest bin with room."""
+    """Put each clip, in the given order, into the fullest bin with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -91,19 +96,19 @@ def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def first_fit_buffered(lens: np.ndarray, max_tokens: int, buffer: int = 512) -> Bins:
-    """Pack buffers of clips one after the other, first-fit in arrival order."""
+    """Put the clips into random order, and pack every `buffer` clips of this order separately with `first_fit`."""
     order = np.random.default_rng(0).permutation(len(lens))
     chunks = [order[i : i + buffer] for i in range(0, len(order), buffer)]
     return [bin for chunk in chunks for bin in first_fit(lens, chunk, max_tokens)]
 
 
 def decreasing(fit: Callable[..., Bins]) -> Callable[[np.ndarray, int], Bins]:
-    """Pack the whole epoch at once, longest clips first."""
+    """Return a function that packs a whole epoch at once with `fit`, longest clips first."""
     return lambda lens, max_tokens: fit(lens, np.argsort(-lens, kind="stable"), max_tokens)
 
 
 def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
-    """Fill each bin with clips of one length: bucketing."""
+    """Fill each bin with clips of equal length (bucketing)."""
     bins: Bins = []
     for length in np.unique(lens).tolist():
         clips = np.flatnonzero(lens == length).tolist()
@@ -113,14 +118,14 @@ def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Form steps of dp_size bins in random order; empty bins pad the last step."""
+    """Form steps of `dp_size` bins in random order. Empty bins fill the last step."""
     bins = [bins[i] for i in np.random.default_rng(1).permutation(len(bins))]
     bins += [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
 
 def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], list[Bins]]:
-    """Form steps of bins in random order, sorted by cost inside windows of several steps."""
+    """Return a function that forms steps of bins in random order, but sorted by cost in windows of `num_steps` steps."""
 
     def cut(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
         bins = [bin for step in in_random_steps(bins, dp_size, lens, cost_of) for bin in step]
@@ -136,7 +141,7 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Form steps of bins from one bucket, except at the end of a bucket."""
+    """Form steps whose bins come from one bucket. Only a step at the end of a bucket contains bins of several buckets."""
     bins = sorted(bins, key=lambda bin: lens[bin].max(), reverse=True) + [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
@@ -154,7 +159,7 @@ SCHEMES: dict[str, tuple[Callable[[np.ndarray, int], Bins], Callable[..., list[B
 
 
 def efficiency(steps: Steps, cost_of: np.ndarray) -> float:
-    """Return the mean cost of the ranks divided by the cost of the slowest rank."""
+    """Return the mean cost of the ranks divided by the cost of the slowest rank, both summed over all steps."""
     costs = np.array([[cost_of[list(bin)].sum() for bin in step] for step in steps])
     return costs.mean(axis=1).sum() / costs.max(axis=1).sum()
 
@@ -180,7 +185,11 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 
 @dataclass
 class Row:
-    """Result of a scheme on one mix and capacity; efficiency and bias by (model, dp). Rows `aside` are not compared."""
+    """Result of a packing scheme for one mix of clips and one capacity of the bins.
+
+    Efficiency and bias have a value for each (model, number of data-parallel ranks). A row with `aside` is not compared with
+    other rows.
+    """
 
     name: str
     fill: float
@@ -210,7 +219,7 @@ class Row:
 
 
 def rows_of(lens: np.ndarray, max_tokens: int) -> list[Row]:
-    """Return one row per scheme; wands is the last row."""
+    """Return a row for each scheme. The three rows of wands come last."""
     cost_of = {
         model: np.array([float(shape.forward_flops((length,))) for length in lens.tolist()])
         for model, shape in MODELS.items()
@@ -239,7 +248,16 @@ def wands_row(
     micro_steps: int = 1,
     buffer_size: int | None = None,
 ) -> Row:
-    """Return the row of wands with several bins per rank and step; ranks wait for each other in each micro step."""
+    """Return a row of wands. The ranks wait for each other in each micro step.
+
+    Args:
+        name: name of the row.
+        lens: number of tokens of each clip.
+        max_tokens: capacity of a bin.
+        cost_of: maps each model to the cost of each clip.
+        micro_steps: number of bins per rank and step.
+        buffer_size: number of clips in a window that is packed separately; None packs the whole epoch at once.
+    """
     row = Row(name, 1.0, 0.0, aside=micro_steps > 1 or buffer_size is not None)
     windows = None
     if buffer_size:

@@ -15,6 +15,7 @@ round. Columns:
 s             median time of a step
 tokens/s      tokens of the clips, without padding, per second
 time ratio    time of wands / time of this variant, median over rounds of the ratio within one round
+peak ratio    peak MiB of wands / peak MiB of this variant
 peak MiB      peak memory during a step above the memory between steps. It contains DeepSpeed's buckets. On CUDA
               they have DeepSpeed's default size of 2 GB, and in wands at most the size of all gradients
 loss          loss of the first step. All variants start from a head of zeros, so that their losses must be about equal
@@ -40,7 +41,7 @@ from torch import Tensor
 KINDS = ("full", "lora")
 RANK, ROUNDS, LATENT_CHANNELS = 32, 3, 16
 Step = Callable[[], float]
-"""Run one optimizer step and return its loss."""
+"""Function that runs one optimizer step and returns the loss."""
 
 
 def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -> Step:
@@ -130,7 +131,7 @@ class Peer:
         self._texts = [bench_step.pad_text(sample.text_embeds).to(device, self._dtype) for sample in samples]
 
     def _backward(self, latents: Tensor, mask: Tensor | None, texts: Tensor, is_last: bool) -> Tensor:
-        """Run the forward and backward pass of a batch. Return the loss of each clip."""
+        """Run the forward and backward pass of a batch, and after the last batch the update. Return the loss of each clip."""
         noise = torch.randn_like(latents)
         sigmas = torch.rand(len(latents), device=latents.device)
         levels = sigmas.view(-1, 1, 1, 1, 1)

@@ -1,15 +1,21 @@
-"""Speed of `wands preprocess` with one and with two processes, or with batches, and how long its encoder waits for decoding.
+"""Measure the speed of `wands preprocess` with different numbers of processes and different batch sizes of the VAE.
 
     python scripts/bench_preprocess.py CLIPS                      # the clips of the demo, minutes on 2 cores
     python scripts/bench_preprocess.py CLIPS --workers 1 --vae-batch 1 8 --max-pixels 6144 --max-frames 17 --copies 8
     python scripts/bench_preprocess.py CLIPS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 1 2 4 8 --device cuda
 
-CLIPS is a folder of clips, with or without captions; each is copied --copies times, so that the end of a run, when one
-process has the last clip, weighs little. Every run begins with an empty cache. The settings alternate, and each gets the
-median of its rounds, so that a noisy machine hurts all of them. clips/s counts the whole command: start of the processes,
-loading, scan, text, clips, index. `encoding` counts the pass over clips alone, waiting included; `waited` is the share of it
-that encoders stood still. On CPU each process has cores / processes threads. Without --model the tiny pipeline of
-`make_tiny_pipeline.py` encodes, whose VAE costs a small fraction of Wan's: its encoder waits sooner than a real one.
+CLIPS is a folder of clips, with or without captions. Each clip is copied --copies times, so that the end of a run, when only one
+process has a clip left, has little weight. Every run begins with an empty cache. The settings alternate, so that a busy machine
+slows down all settings. The table shows the median over the rounds. Each process has cores / processes threads. Without --model,
+the tiny pipeline of `make_tiny_pipeline.py` encodes the clips. Its VAE is much faster than Wan's, so it waits more for decoding.
+
+Columns:
+
+seconds    time of the whole command: start of the processes, loading, scan, text, clips and index
+encoding   time that the slowest process needs for its clips, including the wait for decoded frames
+clips/s    clips divided by `seconds`, and clips divided by `encoding`
+speed-up   `encoding` of the first setting / `encoding` of this setting
+waited     fraction of the encoding time in which the processes waited for decoded frames
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ if __name__ == "__main__":
 
 
 def fill(folder: Path, clips: Path, copies: int) -> int:
-    """Copy the clips with captions; returns their number."""
+    """Copy each clip of `clips` several times into `folder`, write a caption for each copy, and return the number of copies."""
     names = sorted(path for path in clips.rglob("*") if path.suffix in (".mp4", ".mpg", ".mkv", ".webm"))
     if not names:
         sys.exit(f"{clips} holds no clip")
@@ -53,7 +59,16 @@ def fill(folder: Path, clips: Path, copies: int) -> int:
 
 
 def run_once(options: dict[str, object], cores: int) -> tuple[float, float, float]:
-    """Run the command in a fresh process; returns its seconds, those of the pass over clips, and the waiting share."""
+    """Run `wands preprocess` in a new process.
+
+    Args:
+        options: options of the command.
+        cores: number of CPU cores, which the workers share.
+
+    Returns:
+        Seconds of the whole command, seconds of the encoding, and fraction of the encoding time that was spent on waiting
+        for decoded frames.
+    """
     workers = int(str(options["workers"]))
     threads = str(max(1, cores // workers))
     began = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Append results of the benchmarks to a record, one line for each commit, and print what has changed.
+"""Append results of the benchmarks to a record, one line for each file of results, and print the changes.
 
     bash scripts/gpu.sh --only compare --out gpu_out
     python scripts/bench_record.py record.jsonl gpu_out/compare.json gpu_out/memory.json
 
 The arguments are the JSON files of scripts/gpu.sh. Every number is compared with the newest line of the record that has the
-same stage, machine and overrides. Counts, sizes and ratios repeat on the same machine and are compared exactly, within
---tolerance. Times vary from run to run, so a time is printed only if it changes by more than 10 times the tolerance.
+same stage, machine and overrides. Counts, sizes and ratios hardly vary on one machine, so each change by more than --tolerance is
+printed. Times vary from run to run, so a time is printed only if it changes by more than 10 times the tolerance.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import torch
 
 Rows = list[dict[str, Any]]
 TIMES = ("s", "ms", "/s")
-"""Last words of the names of numbers that are a time or a speed."""
+"""Ends of the names of columns that contain times or speeds."""
 
 
 class Results:
-    """Results of one stage: DIR/STAGE.json and DIR/STAGE.txt, written again after every part.
+    """Results of one stage, written to STAGE.json and STAGE.txt after every part of the stage.
 
     Args:
-        folder: DIR.
-        stage: STAGE.
+        folder: folder of the two files.
+        stage: name of the stage, which is also the name of the files.
         device: "cuda" or "cpu".
         overrides: recipe overrides of the run.
 
@@ -55,7 +55,7 @@ class Results:
         self._write(f"{stage} on {self._data['machine']}, torch {torch.__version__}, {self._data['commit']}")
 
     def run(self, name: str, measure: Callable[[], Rows]) -> None:
-        """Run a part, print its table, and write all results. An error of the part is a result, too."""
+        """Run a part, print its table, and write all results. If the part fails, its error is recorded."""
         started = time.perf_counter()
         try:
             part: dict[str, Any] = {"rows": measure()}
@@ -110,7 +110,7 @@ def _cell(value: Any) -> str:
 
 
 def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (part / row / column, number) of the JSON of a stage. The first column of a row is its name."""
+    """Yield (name, number) for each number of a stage. The name is `part / row / column`, where `row` is the row's first text."""
     for part, content in result["parts"].items():
         for row in content.get("rows", ()):
             title = next((str(value) for value in row.values() if isinstance(value, str)), "")

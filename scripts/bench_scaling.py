@@ -6,8 +6,9 @@
 
 The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin holds the
 clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the data-parallel
-ranks process in several micro steps. cp is the smallest power of two with which a rank needs at most 90 % of the memory and every
-data-parallel rank has a bin. choose_degrees puts Ulysses inside a node and the ring between nodes.
+ranks process in several micro steps. cp is the number of ranks that share a bin: the smallest power of two with which a rank
+needs at most 90 % of the memory and every data-parallel rank has a bin. choose_degrees puts Ulysses inside a node and the ring
+between nodes.
 
 The kernel hides the transfers of the ring's forward if L_eff = sum(L^2) / sum(L) is at least R * F / B (F: FLOP/s of attention,
 B: bytes/s of the link). The backward needs 1.2 times this length times the ratio of the kernel's speeds (backward to forward),
@@ -53,7 +54,7 @@ OPTIONS = {  # field of Machine -> unit, help
 
 
 def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], frames: int) -> int:
-    """Return the tokens of a clip whose sides are cut to multiples of VAE stride x patch size."""
+    """Return the number of tokens of a clip whose sides are cut to multiples of VAE stride x patch size."""
     steps = [step * patch for step, patch in zip(stride[1:], shape.patch_size[1:], strict=True)]
     rows, columns = (side // step for side, step in zip(size, steps, strict=True))
     return ((frames - 1) // stride[0] + 1) * rows * columns
@@ -61,7 +62,7 @@ def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], f
 
 @cache
 def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
-    """Return the number of parameters, all trained in fp32."""
+    """Return all parameters of a model (name, shape and storage size), trained in fp32."""
     return list_weights(load_recipe(None), shape.to_config(), ())
 
 
@@ -76,7 +77,7 @@ class Setting:
 
 
 def workload_of(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Workload:
-    """Return a full finetune with ds_configs/zero3.json on `gpus` ranks, of which `cp` share a bin."""
+    """Return a full finetune with ds_configs/zero3.json on `gpus` ranks, where every `cp` ranks share a bin."""
     keys = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(lens)}"]
     keys += [f"parallel.cp_size={cp}", f"train.bins_per_step={setting.bins}"]
     recipe = load_recipe(None, [*keys, f"precision.reduce={setting.reduce}"])
@@ -104,17 +105,17 @@ def prediction(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting
 
 
 def memory(one: Prediction) -> float:
-    """Return the memory of one rank in bytes."""
+    """Return the memory that one rank needs, in bytes."""
     return estimate_memory(one.workload).needed
 
 
 def fits(one: Prediction) -> bool:
-    """Return whether the prediction fits in the memory of a rank."""
+    """Return whether the memory that a rank needs fits in the usable memory of a GPU."""
     return memory(one) <= USABLE * (one.machine.memory - reserved_memory(one.workload))
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
-    """Return the prediction with the fewest ranks per bin; None if no number of ranks fits."""
+    """Return the prediction with the fewest ranks per bin that fits in memory; None if no number of ranks fits."""
     predictions = (prediction(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
     return next(filter(fits, predictions), None)
 
@@ -140,12 +141,12 @@ def hidden(traffic: Traffic) -> float:
 
 
 def cp_sizes(gpus: int, bins: int) -> list[int]:
-    """Return the powers of two with which every data-parallel rank has a bin."""
+    """Return the numbers of ranks per bin, powers of two, with which every data-parallel rank has a bin."""
     return [cp for cp in (1 << i for i in range(gpus.bit_length())) if gpus // cp <= bins]
 
 
 def _blackwell(name: str, peak: float, memory: float) -> Machine:
-    """Return a B200 with another peak in TFLOP/s and another memory in GB, in a rack whose GPUs all have the same links."""
+    """Return a B200 with another peak (TFLOP/s) and memory (GB), in a rack where 32 GPUs have the links of one node."""
     base, ratio = MACHINES["b200"], peak * 1e12 / MACHINES["b200"].peak
     attention = {
         kernel: [ratio * speed for speed in speeds] for kernel, speeds in base.attention_flops.items()
@@ -169,8 +170,8 @@ PUBLISHED_TOKENS = 37_440
 def published_errors() -> list[tuple[str, float, float]]:
     """Return (row of a table, published TFLOP/s, predicted TFLOP/s) for each published speed.
 
-    The settings of the other trainers are not known in detail. Predicted is the fastest of `none`, `selective` and `full`
-    checkpointing with the smallest number of ranks per bin that fits, and one bin for each such group in a step.
+    The settings of the other trainers are not known in detail. The prediction uses the fastest of the checkpointing modes
+    `none`, `selective` and `full`, with the smallest number of ranks per bin that fits in memory. A step has one bin per GPU.
     """
     rows = []
     for trainer, machine, gpus, tflops in PUBLISHED:
@@ -258,7 +259,7 @@ def main() -> None:
             print(f"{row}{tflops:9.1f}{predicted:9.1f}{predicted / tflops - 1:+8.0%}")
         return
     if args.bins & (args.bins - 1):
-        parser.error(f"--bins {args.bins} is no power of two")
+        parser.error(f"--bins {args.bins} is not a power of two; use 1, 2, 4 or 8, for example")
     rates = {name: getattr(args, name) * unit for name, (unit, _) in OPTIONS.items()}
     attention = {"kernel": (args.attention_forward_flops * 1e12, args.attention_backward_flops * 1e12)}
     machine = replace(H100, **rates, attention_flops=attention, ranks_per_node=args.ranks_per_node)

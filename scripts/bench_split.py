@@ -1,4 +1,4 @@
-"""Measure `wands split`: seconds of film per second, and the ratio to decoding alone, in one process.
+"""Measure the speed of `wands split` in one process: seconds of film per second, and time relative to decoding alone.
 
 python scripts/bench_split.py FILM
 """

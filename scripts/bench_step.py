@@ -6,14 +6,16 @@
 
 packed          PackedWanTransformer on one bin of all clips
 one at a time   stock diffusers, a forward and backward per clip, gradients accumulated
-padded batch    stock diffusers, one batch, latents padded with zeros to the largest frames, height and width; pads are not masked
+padded batch    stock diffusers, one batch, latents padded with zeros to the largest frames, height and width. The loss of the
+                pads is masked, but attention to the pads is not
 
 Variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median over rounds of the
 ratio within one round. tokens/s counts the tokens of the clips without padding. All variants use PyTorch's flash attention. The
 clips are Wan's 480p mix (five aspect ratios, up to 81 frames).
 
-On a CPU every axis is shorter. The 512 text tokens then cost far more relative to 500 video tokens than to 32,760 on a GPU. With
---text-len 512 no text has padding, and the ratio shows the gain of packing alone.
+Stock diffusers pads every text to 512 tokens. On a CPU the clips have only about 500 video tokens, so the padded texts cost a far
+larger share of the time than on a GPU with up to 32,760 video tokens. With --text-len 512 no text has padding, and the ratios
+show the gain of packing alone.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
 
 
 def build_pages() -> dict[str, str]:
-    """Return file name -> Markdown."""
+    """Return the Markdown text of each page by file name."""
     return {"cli.md": cli_page(main.commands), "recipe.md": recipe_page()}
 
 

@@ -59,12 +59,12 @@ HELD_OUT = {
 
 
 def write_clips(source: Path, out: Path, held_out: bool) -> None:
-    """Write four clips with captions and windows: a folder with a metadata.csv.
+    """Copy the four films of the demo to a folder, and write metadata.csv with a caption and a time range for each film.
 
     Args:
         source: folder of the films.
         out: folder to write.
-        held_out: whether to write the windows that are not trained.
+        held_out: whether to write the time ranges in `HELD_OUT`, which are not trained, or the time ranges in `WINDOWS`.
     """
     out.mkdir(parents=True, exist_ok=True)
     with (out / "metadata.csv").open("w", newline="", encoding="utf-8") as handle:
@@ -77,7 +77,7 @@ def write_clips(source: Path, out: Path, held_out: bool) -> None:
 
 
 def max_pixels(variant: str) -> int:
-    """Return the frame area, in pixels, on which the demo trains the variant."""
+    """Return the largest area of a frame, in pixels, with which the demo trains the variant."""
     from wands.variants import VARIANTS
 
     return PIXELS[VARIANTS[variant].vae_stride[1]]
@@ -91,7 +91,7 @@ def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
 
 
 def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
-    """Return the conditioning frames of a sample: option of a prompt -> index of the frame in the clip."""
+    """Return the conditioning frames of a sample: key in the prompt file, such as "image" -> index of the frame in the clip."""
     first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
     return first | ({"last_image": -1} if "last_image" in conditions else {})
 
@@ -126,7 +126,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
     Args:
         cache_dir: output of `wands preprocess`.
         wanted: number that the user asked for; None chooses one.
-        heavy: a step takes about twice as long, see `HEAVY_STEPS`.
+        heavy: whether a step takes about twice as long, see `HEAVY_STEPS`.
 
     Raises:
         WandsError: if there is no cache, or too few samples for two processes.
@@ -199,27 +199,31 @@ def show_progress(log: Path, description: str) -> int:
 
 
 def choose_processes() -> int:
-    """Return the number of processes: 1 on a machine with one GPU, because each process needs a GPU, else 2."""
+    """Return the number of training processes: 2, or 1 on a machine with one GPU, because each process needs a GPU."""
     from wands.distributed.bootstrap import accelerator_type
 
     return min(2, torch.cuda.device_count()) if accelerator_type() == "cuda" else 2
 
 
 def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
-    """Return the generated latent frames [C, f, h, w]: all frames except the conditioning frames, which equal the clip's."""
+    """Return `latents` [C, f, h, w] without the conditioning frames in `taken`, which are copies of frames of the clip.
+
+    If all frames are conditioning frames, return all frames.
+    """
     first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
     return latents[:, first:last] if first < last else latents
 
 
 def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
-    """Return which samples are nearest to a clip with the same caption, and a sentence with the result.
+    """Check whether each sample is closest to the clip with its caption.
 
     Args:
-        table: float [N, N], correlation of each sample (row) with each clip (column). A row that is not finite is wrong.
-        captions: captions of the clips. Clips with equal captions are interchangeable.
+        table: float [N, N], correlation of each sample (row) with each clip (column).
+        captions: caption of each clip. A sample may be closest to any clip with its caption.
 
     Returns:
-        bool [N] and one sentence.
+        bool [N], True for each sample that is closest to a clip with its caption, and a sentence with the result. A sample
+        is False if one of its correlations is not finite.
     """
     own = np.array([[mine == other for other in captions] for mine in captions])
     right = np.isfinite(table).all(axis=1) & own[np.arange(len(captions)), table.argmax(axis=1)]
@@ -237,14 +241,14 @@ def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
 
 
 def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the loss of every step by name; a model with two experts has two columns."""
+    """Return the losses of all steps by name. A model with two experts has a list of losses for each expert."""
     columns = {"high": "loss_high", "low": "loss_low"}
     found = {f"{name}-noise expert": key for name, key in columns.items() if key in metrics[0]}
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
 
 
 def report(out: Path, seconds: int, lora: bool) -> bool:
-    """Print the closing block, write contact sheet and loss plot.
+    """Print the closing report of the demo, and write a contact sheet and a loss plot.
 
     Args:
         out: folder of the demo.
@@ -252,7 +256,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
         lora: whether a LoRA was exported.
 
     Returns:
-        False if a sample is nearer to another clip, or the loss has not fallen.
+        True if each sample is closest to its own clip, and each loss has fallen by at least 30 %.
     """
     from safetensors.torch import load_file
 

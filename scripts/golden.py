@@ -1,14 +1,15 @@
-"""Compare two commits on this machine, bit for bit: what a refactoring must leave unchanged.
+"""Compare the results of the working tree and of a commit bit for bit, to check that a refactoring changes no result.
 
     python scripts/golden.py --against REF             # this working tree and the commit REF
     python scripts/golden.py --against REF --only t2v  # the cases whose name starts with t2v
 
-Both commits run the same command lines, so only the commands and their options have to agree, not the Python modules:
-tiny pipelines are built, real clips are encoded, one epoch is planned, tiny models are trained in fp32 on one process
-and on two under ZeRO-3, and the results are exported. Compared are the loss and gradient-norm series and digests of the
-caches, the plan and the exported tensors. Exits with 1 when anything differs, or is missing here; `ADDED` may be new.
+Both versions run the same command lines, so both need the same commands and options, but not the same Python modules. The
+commands build tiny pipelines, encode real clips, plan one epoch, train tiny models in fp32 on one process and with ZeRO-3 on two
+processes, and export the trained models. The script compares the loss and the gradient norm of every step, and digests of the
+caches, the plan and the exported tensors. The exit code is 1 if a value differs, or if only one version has the value. Arrays in
+`ADDED` may be missing in the commit REF.
 
-Results of a commit are kept in .setup/golden, because the reference commit does not change. About four minutes a commit.
+The results of the commit are stored in .setup/golden for later calls. Each version takes about four minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
-"""Arrays of a cache's index that later commits added, for near-duplicates and the licenses of clips."""
+"""Arrays of a cache's index that an older reference commit may lack, for near-duplicates and the licenses of clips."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
@@ -49,19 +50,19 @@ SERIES = {
     "i2v": ("wan2.1-i2v-14b", {}),
     "experts": ("wan2.2-t2v-a14b", EXPERTS),
 }
-"""Case -> variant and settings of its training runs."""
+"""Maps each case to the variant and the settings of its training runs."""
 CACHES = {"wan2.1-t2v-1.3b": "t2v", "wan2.1-i2v-14b": "i2v", "wan2.2-t2v-a14b": "t2v"}
-"""Variant -> the cache it trains on; text-to-video variants of one VAE share a cache."""
+"""Maps each variant to the name of its cache. Text-to-video variants with the same VAE share a cache."""
 
 
 class Checkout:
-    """One commit's sources, and a folder for what its commands write."""
+    """Sources of the working tree or of a commit, and a folder for the files that the commands write."""
 
     def __init__(self, root: Path, out: Path) -> None:
         self.root, self.out = root, out
 
     def run(self, *command: str) -> None:
-        """Run a command of this checkout; end the comparison with its last lines if it fails."""
+        """Run Python with these sources. If the command fails, exit with the last lines of its output."""
         log = self.out / "log.txt"
         with log.open("a") as handle:
             done = subprocess.run(
@@ -81,37 +82,37 @@ class Checkout:
             sys.exit(f"golden.py: {' '.join(command)} failed in {self.root}:\n{tail}")
 
     def once(self, name: str, make: Callable[[Path], None]) -> Path:
-        """`make(path)` for the first case that needs `name`; its folder for all."""
+        """Return the path of the file or folder `name`. The first call creates it with `make`."""
         path = self.out / name
         if not path.exists():
             make(path)
         return path
 
     def model(self, variant: str) -> Path:
-        """Tiny pipeline of a variant, built by the script of this checkout for both commits."""
+        """Return the folder of a tiny pipeline. The script in the working tree builds it for both versions."""
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant))
 
     def clips(self) -> Path:
-        """The demo's four real clips, with the captions of this checkout for both commits."""
+        """Return the folder of the demo's four real clips. Both versions use the captions of the working tree."""
         report = str(ROOT / "scripts" / "demo_report.py")
         source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
         return self.once("clips", lambda path: self.run(report, "clips", source, str(path)))
 
     def cache(self, variant: str) -> Path:
-        """Latent cache of the clips."""
+        """Return the folder of the latent cache with which a variant is trained."""
         command = ["-m", "wands", "preprocess", str(self.clips()), "--model", str(self.model(variant))]
         return self.once(
             f"cache-{CACHES[variant]}", lambda path: self.run(*command, "--out", str(path), *PREPROCESS)
         )
 
     def settings(self, variant: str, more: dict[str, Any]) -> list[str]:
-        """`--set` arguments of a training run."""
+        """Return the `--set` arguments of a training run. `more` contains further recipe keys and values."""
         values = {"model.path": self.model(variant), "data.cache": self.cache(variant), **TRAIN, **more}
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
     def train(self, case: str, num_processes: int) -> Path:
-        """Run folder of a case."""
+        """Return the run folder of a case. The first call trains the case."""
         variant, more = SERIES[case]
         path = self.out / f"run-{case}-{num_processes}"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
@@ -122,20 +123,20 @@ class Checkout:
         return path
 
     def export(self, case: str) -> Path:
-        """Exported pipeline or LoRA of the two-process run of a case."""
+        """Return the folder with the exported pipeline or LoRA of the two-process run of a case."""
         run = self.train(case, 2)
         command = ["-m", "wands", "export", str(run), "--copy"]
         command = command[:-1] if case == "lora" else command
         return self.once(f"exported-{case}", lambda path: self.run(*command, "--out", str(path)))
 
     def plan(self) -> Path:
-        """Written plan of an epoch."""
+        """Return the plan file of an epoch. The first call writes the file."""
         command = ["-m", "wands", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
         return self.once("plan.jsonl", lambda path: self.run(*command, "--out", str(path)))
 
 
 def free_port() -> int:
-    """A port that is free now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
@@ -149,7 +150,7 @@ def series(run: Path) -> list[str]:
 
 
 def cache_digests(cache: Path) -> dict[str, str]:
-    """Digest of every array of every shard and of the index."""
+    """Return the digest of each array in the shards and the index of a cache, and the key and checksum of each sample."""
     import h5py
     import numpy as np
 
@@ -183,7 +184,7 @@ def tensor_digests(folder: Path) -> dict[str, str]:
 
 
 def plan_lines(path: Path) -> list[str]:
-    """Lines of a written plan, without the folders' names."""
+    """Return the digest of each line of a plan file, without the header's keys that depend on the folders."""
     header, *steps = (json.loads(line) for line in path.open(encoding="utf-8"))
     for volatile in ("sources", "data_fingerprint"):
         header.pop(volatile)
@@ -191,12 +192,12 @@ def plan_lines(path: Path) -> list[str]:
 
 
 def digest(data: bytes) -> str:
-    """16 hex digits."""
+    """Return a hash of `data`, 16 hexadecimal digits."""
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name of each result and the function that makes it."""
+    """Yield the name of each case, and the function that computes its result."""
     yield "t2v cache", lambda: cache_digests(checkout.cache("wan2.1-t2v-1.3b"))
     yield "i2v cache", lambda: cache_digests(checkout.cache("wan2.1-i2v-14b"))
     yield "t2v plan", lambda: plan_lines(checkout.plan())
@@ -210,7 +211,7 @@ def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def collect(root: Path, only: str) -> dict[str, Any]:
-    """Run the cases of one checkout."""
+    """Run the cases whose name starts with `only`, with the sources in `root`. Return the results by name."""
     results = {}
     with tempfile.TemporaryDirectory(prefix="wands-golden-") as folder:
         out = Path(folder)
@@ -222,7 +223,7 @@ def collect(root: Path, only: str) -> dict[str, Any]:
 
 
 def reference(commit: str, only: str) -> dict[str, Any]:
-    """Results of a commit, from an earlier call or from a worktree that is removed again."""
+    """Return the results of a commit: the stored results of an earlier call, or new results from a temporary worktree."""
     key = digest(Path(__file__).read_bytes() + only.encode())
     kept = RESULTS / f"{commit}-{key}.json"
     if kept.is_file():
@@ -247,7 +248,7 @@ def git(*words: str) -> str:
 
 
 def differing(ours: Any, theirs: Any) -> list[str]:
-    """Names of the entries of a result that differ. Entries in `ADDED` may be missing in the reference."""
+    """Return the names of the entries that differ between two results. `theirs` may lack entries in `ADDED`."""
     if isinstance(ours, list):
         ours, theirs = ({str(i): line for i, line in enumerate(lines)} for lines in (ours, theirs))
     names = (ours.keys() | theirs.keys()) - (ADDED - theirs.keys())
@@ -255,14 +256,14 @@ def differing(ours: Any, theirs: Any) -> list[str]:
 
 
 def largest_difference(ours: list[str], theirs: list[str]) -> float:
-    """Largest difference between the numbers of two series, relative to the reference."""
+    """Return the largest difference between the numbers of two series, relative to the numbers in `theirs`."""
     pairs = zip(" ".join(ours).split(), " ".join(theirs).split(), strict=True)
     numbers = [(float.fromhex(a), float.fromhex(b)) for a, b in pairs]
     return max(abs(a - b) / abs(b) for a, b in numbers)
 
 
 def main() -> int:
-    """Run both, print one line a case."""
+    """Run all cases with both versions, and print a line for each case. Return 1 if a case differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

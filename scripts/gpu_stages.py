@@ -1,4 +1,4 @@
-"""Measure one stage of scripts/gpu.sh. Write DIR/STAGE.json and DIR/STAGE.txt again after every part of the stage.
+"""Measure one stage of scripts/gpu.sh. After every part of the stage, the results are written to STAGE.json and STAGE.txt.
 
     python scripts/gpu_stages.py attention --device cuda --out gpu_out
     python scripts/gpu_stages.py block --device cpu --out /tmp/out --set model.checkpointing=full    # a rehearsal in seconds
@@ -91,7 +91,7 @@ def wait(device: str) -> None:
 
 
 def time_calls(work: Callable[[], Any], device: str, rounds: int = 5) -> tuple[float, float]:
-    """Return (seconds of the first call, median seconds of a later call). The first call compiles and plans kernels."""
+    """Return (seconds of the first call, median seconds of a later call). The first call also compiles and selects kernels."""
     times = []
     for number in (1, 1, *[0] * rounds):
         number = number or max(
@@ -107,7 +107,7 @@ def time_calls(work: Callable[[], Any], device: str, rounds: int = 5) -> tuple[f
 
 
 def ceilings(device: str) -> Rows:
-    """Measure a copy on the device and the matmuls of 1.3B and 14B."""
+    """Measure upper limits of the speed: a copy in the device's memory, and matmuls with the sizes of 1.3B and 14B."""
     size, dtype = 2**20 if device == "cpu" else 2**31, DTYPES[device]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     seconds = time_calls(source.clone, device)[1]
@@ -136,12 +136,12 @@ def kernels_here(device: str) -> Iterator[Backend]:
 
 
 def random_rows(device: str, heads: int, *lens: int) -> list[Tensor]:
-    """Return random tensors [rows, heads, HEAD_DIM], one for each number of rows."""
+    """Return random tensors [rows, heads, HEAD_DIM], one for each number of rows in `lens`."""
     return [torch.randn(rows, heads, HEAD_DIM, device=device).to(DTYPES[device]) for rows in lens]
 
 
 def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
-    """Measure self-attention of every kernel, forward and backward."""
+    """Measure the forward and backward pass of self-attention with every kernel."""
     rows, total, scale = [], sum(lens), HEAD_DIM**-0.5
     q, k, v, dout = random_rows(device, heads, *[total] * 4)
     segments = Segments.build(lens, device=device)
@@ -165,7 +165,10 @@ def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
 
 
 def cross_attention(device: str, heads: int) -> Rows:
-    """Measure the backward pass of few keys, and cross-attention to a padded text as the model runs it."""
+    """Measure cross-attention with every kernel.
+
+    Two cases are measured: the backward pass with few keys, and both passes with a padded text, as in the model.
+    """
     tokens, scale = max(CLIPS[device][0]), HEAD_DIM**-0.5
     q, dout = random_rows(device, heads, tokens, tokens)
     rows = []
@@ -193,7 +196,7 @@ def cross_attention(device: str, heads: int) -> Rows:
 
 
 def copies(device: str) -> Rows:
-    """Measure copies from pageable and from pinned memory while the device is busy: the time that the host waits."""
+    """Measure how long the host waits for a copy to a busy device, from pageable and from pinned memory."""
     side = 8192 if device == "cuda" else 64
     busy = torch.randn(side, side, device=device).to(DTYPES[device])
     rows: Rows = []
@@ -257,7 +260,7 @@ def overrides_of(
 
 
 class Counter(TorchDispatchMode):
-    """Count the operators that start work, and the bytes of their tensors. Matmuls and attention count no bytes."""
+    """Count operators that compute or copy, and the bytes of their inputs and outputs, except for matmuls and attention."""
 
     operators = bytes = 0
 
@@ -313,7 +316,7 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
 
 
 def block(args: argparse.Namespace, variant: str, shapes: Sequence[Sequence[int]]) -> Rows:
-    """Measure one block: a row of totals, then a row for each of the longest kernels."""
+    """Measure one transformer block. Return two rows of totals, and a row for each of the kernels that take the most time."""
     device = args.device
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*overrides_of(device, variant, shapes, Path(folder), 1), *args.overrides]
@@ -353,7 +356,7 @@ def block_stage(args: argparse.Namespace, results: Results) -> None:
 
 
 def run_wands(arguments: Sequence[str]) -> None:
-    """Run a command of wands in a new process, whose peak of memory is its own.
+    """Run a command of wands in a new process, so that its peak memory contains nothing of this process.
 
     Raises:
         RuntimeError: if the command fails.
@@ -364,7 +367,7 @@ def run_wands(arguments: Sequence[str]) -> None:
 
 
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
-    """Train six steps with `wands profile`. Return the median of the steps before the profiled steps, and the estimates."""
+    """Train six steps with `wands profile`. Return the median of steps 3 and 4, which are not profiled, and the estimates."""
     from wands.planning.hardware import MACHINES
     from wands.planning.memory import estimate_memory
     from wands.planning.step_time import predict
@@ -413,10 +416,10 @@ def step_stage(args: argparse.Namespace, results: Results) -> None:
 
 
 def run_tests(args: argparse.Namespace, folder: str) -> Rows:
-    """Run the GPU tests of a folder.
+    """Run the GPU tests in the folder tests/`folder`, and return a row with the numbers of tests.
 
     Raises:
-        RuntimeError: if tests fail, with their names.
+        RuntimeError: if pytest cannot run, or if tests fail. The message contains the names of the failed tests.
     """
     report = args.out / "pytest.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", f"tests/{folder}"]
@@ -475,7 +478,10 @@ def memory_stage(args: argparse.Namespace, results: Results) -> None:
 
 
 def infer(device: str) -> Rows:
-    """Sample one video with random weights. The DiT and the VAE have the sizes of 1.3B; the text encoder is tiny."""
+    """Sample one video with random weights, and measure the time of each part of `wands infer`.
+
+    On CUDA, the DiT and the VAE have the sizes of 1.3B, and the text encoder is tiny. On a CPU, all models are tiny.
+    """
     from diffusers import AutoencoderKLWan
     from make_tiny_pipeline import build_tiny_pipeline
 

@@ -1,10 +1,10 @@
-"""Run one recipe under two settings and compare the loss series step by step: the proof that a change keeps the numbers.
+"""Train one recipe with two groups of settings, and compare the losses step by step, to check that they are equal.
 
     python scripts/loss_compare.py tiny --both model.path=M --both data.cache=C --both train.max_steps=20 \
         --a packing.enabled=true --b packing.enabled=false --procs 2 --deepspeed ds_configs/zero3.json --out compare
 
-Prints both series, their largest relative difference, and the per-clip errors where both runs log them; writes compare.png.
-Exits with 1 when the difference is above --tolerance.
+The script prints both losses of each step, and the largest relative difference by step and by clip. It plots the losses in
+compare.png. The exit code is 1 if a difference is above --tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 def run(name: str, args: argparse.Namespace, settings: list[str]) -> Path:
-    """Train once under torchrun into <out>/<name>, and return that folder."""
+    """Train once with torchrun, and return the run folder OUT/`name`."""
     folder = args.out / name
     shutil.rmtree(folder, ignore_errors=True)
     with socket.socket() as server:
@@ -47,25 +47,25 @@ def run(name: str, args: argparse.Namespace, settings: list[str]) -> Path:
 
 
 def series_of(folder: Path) -> dict[int, float]:
-    """Step -> loss."""
+    """Return the losses of a run by step."""
     return {row["step"]: row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").open())}
 
 
 def samples_of(folder: Path) -> dict[tuple[int, str, int], float]:
-    """(step, clip, repeat_index) -> error."""
+    """Return the loss of each clip in each step of a run, by (step, clip, repeat_index)."""
     rows = (json.loads(line) for path in sorted(folder.glob("samples-rank*.jsonl")) for line in path.open())
     return {(row["step"], row["sample_id"], row["repeat_index"]): row["loss"] for row in rows}
 
 
 def largest(a: dict, b: dict) -> float:
-    """Largest relative difference over common keys; infinite when the keys differ."""
+    """Return the largest relative difference between two dictionaries; infinity if their keys differ or they are empty."""
     if a.keys() != b.keys() or not a:
         return float("inf")
     return max(abs(a[key] - b[key]) / max(abs(a[key]), 1e-12) for key in a)
 
 
 def main() -> int:
-    """Run, print, plot, judge."""
+    """Train both runs, print and plot their losses, and return 1 if the losses differ by more than the tolerance."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

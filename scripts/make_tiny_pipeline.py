@@ -2,10 +2,10 @@
 
     python scripts/make_tiny_pipeline.py OUT [--variant NAME] [--seed N] [--captions FILE_OR_DIR]
 
-Every interface is that of the variant (T5 tokenizer, UMT5 encoder, causal VAE with its channels and stride, CLIP, one
-expert or two, patch 1x2x2, UniPC with flow sigmas); only widths and depths are small. DiT, CLIP and text encoder are
-random, the VAEs are those in scripts/tiny_vae (16 channels) and tiny_vae_48, made by train_tiny_vae.py.
-`diffusers.DiffusionPipeline.from_pretrained(OUT)` loads it.
+The pipeline has the interfaces of the variant: T5 tokenizer, UMT5 encoder, causal VAE with the variant's channels and stride,
+CLIP if the variant has it, one or two experts, patch 1x2x2, and UniPC with flow sigmas. Only widths and depths are smaller. The
+DiT, CLIP and the text encoder have random weights. The VAE is the one in scripts/tiny_vae (16 channels) or scripts/tiny_vae_48,
+which train_tiny_vae.py has trained. `diffusers.DiffusionPipeline.from_pretrained(OUT)` loads the pipeline.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from wands.variants import VARIANTS, Variant
 
 SCRIPTS = Path(__file__).resolve().parent
 SHIPPED_VAES = {16: SCRIPTS / "tiny_vae", 48: SCRIPTS / "tiny_vae_48"}
-"""By latent channels."""
+"""Folders of the VAEs in scripts/, by number of latent channels."""
 
 # 1.25 M parameters: enough to memorise a handful of clips in minutes. 32 = 12 + 10 + 10 channels of RoPE. Few and wide
 # layers, because on a CPU the operators of a layer cost more than their arithmetic.
@@ -113,18 +113,18 @@ Best quality, highly detailed, cinematic lighting, realistic style, 4K, film gra
 
 
 class BuildError(Exception):
-    """The pipeline cannot be built; the text says why and what to do."""
+    """Raised if the pipeline cannot be built. The message contains the reason and the fix."""
 
 
 def init_wan_weights(model: WanTransformer3DModel, seed: int) -> None:
-    """Initialise a Wan DiT as the official code does, in place, independent of the global generator.
+    """Initialize the weights of a Wan DiT in place as the official code does, without the global random generator.
 
-    Linear layers and the patch embedding Xavier-uniform, biases zero, text and time embedding normal with
-    standard deviation 0.02, modulation tables normal / sqrt(dim), norms one, and the head zero: the untrained
-    model predicts 0.
+    Linear layers and the patch embedding are Xavier-uniform. The text and time embeddings are normal with standard
+    deviation 0.02, and the modulation tables are normal with standard deviation 1 / sqrt(dim). Biases and the head are
+    zero, so the untrained model predicts 0. The weights of norms remain one.
 
-    Source: `WanModel.init_weights` of the official Wan 2.1 repository. There the patch embedding alone keeps
-    PyTorch's default bias; here it is zero too, so that the seed decides everything.
+    Source: `WanModel.init_weights` of the official Wan 2.1 repository. The official code keeps PyTorch's random bias in
+    the patch embedding. Here, this bias is zero, so that the seed determines all weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
@@ -143,10 +143,10 @@ def init_wan_weights(model: WanTransformer3DModel, seed: int) -> None:
 
 
 def read_captions(source: Path) -> list[str]:
-    """Captions from a text file (one a line), or from any source of clips that `wands preprocess` reads.
+    """Return captions from a text file with one caption per line, or from a source of clips that `wands preprocess` reads.
 
     Raises:
-        BuildError: nothing to read at `source`.
+        BuildError: if `source` cannot be read or contains no caption.
     """
     if source.suffix == ".txt" and source.is_file():
         captions = [line.strip() for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -169,11 +169,11 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> T5TokenizerFast:
     """Train a Unigram tokenizer with T5's layout: pad 0, eos 1, unk 2.
 
     Args:
-        texts: what to learn pieces from; all of printable ASCII is in the vocabulary besides.
-        vocab_size: upper bound on the number of pieces.
+        texts: texts from which the pieces are learned. The vocabulary also contains each printable ASCII character.
+        vocab_size: largest number of pieces.
 
     Returns:
-        A tokenizer that encodes ASCII text without unknown pieces and decodes it back.
+        A tokenizer that encodes ASCII text without unknown pieces, and decodes the pieces to the same text.
     """
     raw = Tokenizer(models.Unigram())
     raw.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -198,15 +198,21 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> T5TokenizerFast:
 
 
 def build_text_encoder(tokenizer: T5TokenizerFast, size: str) -> UMT5EncoderModel:
-    """A random UMT5 encoder for the tokenizer; its final RMS norm gives every token unit scale."""
+    """Return a UMT5 encoder with random weights. Its final RMS norm scales each token's embedding to an RMS of 1."""
     return UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **TEXT[size])).eval()
 
 
 def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> AutoencoderKLWan:
-    """The shipped VAE, one from a folder, or a random one of the same interface.
+    """Return the VAE of a pipeline.
+
+    Args:
+        vae_dir: folder of a VAE, or "random" for random weights. None means the trained VAE in scripts/ for the size
+            "demo", and random weights for the size "test".
+        size: "demo" or "test".
+        variant: variant whose latent channels and stride the VAE must have.
 
     Raises:
-        BuildError: no VAE in the folder, or one of other channels.
+        BuildError: if the folder contains no VAE, or a VAE with another number of latent channels.
     """
     channels = variant.dit.out_channels
     if vae_dir is None:
@@ -238,7 +244,7 @@ def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> Autoen
 
 
 def dit_config(variant: Variant, size: str, dit: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Config of a small DiT with the interfaces of a variant; entries of `dit` replace those of the size."""
+    """Return the config of a small DiT with the interfaces of a variant. Entries of `dit` replace the defaults of `size`."""
     demo = DEMO_DIT_48 if variant.dit.out_channels == 48 else DEMO_DIT
     config = {
         **DIT,
@@ -264,23 +270,23 @@ def build_tiny_pipeline(
     size: Literal["demo", "test"] = "demo",
     variant: str = DEFAULT_VARIANT,
 ) -> DiffusionPipeline:
-    """Build a pipeline with the parts and interfaces of a variant and save it.
+    """Build a pipeline with the parts and interfaces of a variant, and save it in a folder.
 
     Args:
-        out_dir: folder to write; what is in it is overwritten.
-        seed: decides every random weight; the global generator is left as it was.
-        captions: texts the tokenizer learns besides its own English.
-        vae_dir: folder of an AutoencoderKLWan, "random", or None: the shipped one ("test": random).
-        dit: entries that replace those of the size's WanTransformer3DModel config.
-        size: "demo" starts the DiT as official training does (head zero); "test" is far smaller and keeps
-            diffusers' random head, so that a comparison of outputs compares something.
-        variant: published name, see `wands.variants.VARIANTS`.
+        out_dir: folder to write. Existing files are overwritten.
+        seed: seed of all random weights. The global random generator is not changed.
+        captions: texts from which the tokenizer learns, in addition to the sentences in `ENGLISH`.
+        vae_dir: folder of an AutoencoderKLWan, or "random", see `build_vae`.
+        dit: entries of the WanTransformer3DModel config that replace the defaults of `size`.
+        size: "demo" initializes the DiT as official training does, with a head of zeros. "test" is far smaller and keeps
+            diffusers' random head, because with a head of zeros the outputs of any two models would be equal.
+        variant: name of the variant, a key of `wands.variants.VARIANTS`.
 
     Returns:
         The saved pipeline, float32, on the CPU.
 
     Raises:
-        BuildError: no fitting VAE in vae_dir.
+        BuildError: if `vae_dir` contains no VAE, or a VAE with another number of latent channels.
     """
     row = VARIANTS[variant]
     texts = [line for line in ENGLISH.splitlines() if line] + list(captions or [])

@@ -1,12 +1,13 @@
-"""Insert the bugs of tests/mutations.yaml into a copy of the repository, one by one, and check that their tests fail.
+"""Insert the bugs of tests/mutations.yaml into a copy of the repository, one by one, and check that tests find each bug.
 
     python scripts/mutate.py                         # all; exit code 0 when every bug is found
     python scripts/mutate.py --marker "not slow" --at-least 60 --jobs 2
     python scripts/mutate.py --only lora-alpha-dropped --only loss-is-a-mean-of-tokens
 
-The tests first run once without a bug and must pass. A bug is found when one of its tests fails (pytest's exit code 1).
-A bug is not found when --marker selects none of its tests. A bug is broken when its tests cannot start. The script needs
-pytest, pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS names.
+The file names the tests of each bug. All tests first run once without a bug and must pass. A bug is found if one of its tests
+fails (pytest's exit code 1). A bug is not found if its tests pass, or if --marker selects none of them. A bug is broken if its
+tests cannot start. The script needs pytest, pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS
+names.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5  # exit codes of pytest
 
 
 class Outcome(NamedTuple):
-    """Row of the table."""
+    """Outcome of the tests of one bug, which is printed as a row of the table."""
 
     word: str
     seconds: float
@@ -57,7 +58,7 @@ class Outcome(NamedTuple):
 
 
 def read_mutations(only: list[str]) -> list[dict]:
-    """Read the list. Exit with an error if a text to find is not exactly once in its file."""
+    """Read the bugs in `only`, or all bugs. Exit with an error if an entry is invalid or does not fit its file."""
     mutations = yaml.safe_load(LIST.read_text(encoding="utf-8"))
     names = [one.get("id") for one in mutations]
     for one in mutations:
@@ -77,7 +78,7 @@ def read_mutations(only: list[str]) -> list[dict]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy all files that git tracks or does not ignore, with their times."""
+    """Copy the files of the repository that git does not ignore to `target`, with their modification times."""
     asked = ["git", "ls-files", "-coz", "--exclude-standard"]
     listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -88,7 +89,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def start_pytest(tree: Path, tests: list[str], marker: str | None) -> int:
-    """Fork a process that runs tests in a copy until one fails; its output goes to a .txt file next to the copy."""
+    """Fork a process that runs tests in `tree` until a test fails, and return its process id. The output goes to `tree`.txt."""
     command = [
         "-x",
         "-q",
@@ -124,7 +125,7 @@ def wait_for_one() -> tuple[int, int]:
 
 
 def warm_up() -> None:
-    """Import the heavy packages once, but not wands: forked processes inherit them."""
+    """Import large packages, but not wands, so that forked processes need not import these packages again."""
     os.environ.update(
         DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
     )
@@ -135,7 +136,7 @@ def warm_up() -> None:
 
 
 def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
-    """Interpret pytest's exit code and output for a bug."""
+    """Return the outcome for a bug (found, not found or broken), from pytest's exit code and output."""
     output = Path(f"{tree}.txt").read_text(encoding="utf-8", errors="replace")
     if code == FAILED:
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.*)$", output, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Peak memory of a block of code: CUDA's statistics, or on a CPU the allocations in torch's profiler."""
+"""Measure the peak memory of a block of code, with CUDA's statistics, or on a CPU with torch's profiler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 
 class PeakMemory:
-    """Measure a block of code.
+    """Context manager that measures the memory of a block of code, in bytes above the memory at the start of the block.
 
-    After the block, `bytes` is the peak above the memory at the start, and `kept` is the memory still allocated. With marks,
-    `peaks` has the peak of each interval from a mark to the next mark or the end. `bytes` is then the lowest peak, so that
-    measuring the same work twice removes a disturbance.
+    After the block, `bytes` is the peak, and `kept` is the memory that is still allocated. If the block calls `mark`, `peaks`
+    has the peak of each interval from a mark to the next mark or to the end, and `bytes` is the lowest of these peaks. A block
+    can therefore repeat the same work, so that a disturbance of one interval does not count.
 
     On a CPU the profiler records every operator, which slows the block down. The profiler does not see the release of memory that
     was allocated before the block, or that gloo's threads release last.
@@ -48,7 +48,8 @@ class PeakMemory:
     def mark(self) -> None:
         """Start an interval; memory before the first mark does not count.
 
-        On a CPU, call this method only while no graph waits for its backward, because all live tensors are counted again.
+        On a CPU, this method counts all tensors that Python can reach. Call it only while no autograd graph holds tensors for
+        a backward pass, because Python cannot reach these tensors.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -86,7 +87,10 @@ class PeakMemory:
 
 
 def _tensor_bytes() -> int:
-    """Return the bytes of all CPU storages of tensors that Python can reach; NumPy's memory is not resizable and not counted."""
+    """Return the total size in bytes of the CPU storages of all tensors that Python can reach.
+
+    Storages that share memory with NumPy arrays are not counted. They are not resizable.
+    """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]

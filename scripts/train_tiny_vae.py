@@ -1,11 +1,12 @@
-"""Train the tiny Wan VAEs in scripts/tiny_vae and tiny_vae_48: an AutoencoderKLWan, a few clips, one thread.
+"""Train the tiny Wan VAEs in scripts/tiny_vae and scripts/tiny_vae_48 on a few clips, in one thread.
 
     python scripts/train_tiny_vae.py --clips DIR --unseen DIR --out scripts/tiny_vae --minutes 60
     python scripts/train_tiny_vae.py --variant wan2.2-ti2v-5b ... --out scripts/tiny_vae_48
 
-The architecture keeps the interface of the variant: 16 latent channels and stride 4x8x8, or 48 and 4x16x16; causal;
-4k + 1 frames. The size is at most 1/90 of the VAE of Wan 2.1. The weights are stored in float16. The numbers at the end are
-measured with the stored file and the stock class.
+A tiny VAE is an AutoencoderKLWan with the interface of the variant's VAE: 16 latent channels and stride 4x8x8, or 48 latent
+channels and stride 4x16x16. It is causal, and encodes 4k + 1 frames. It has about 1/90 of the parameters of Wan 2.1's VAE. The
+weights are stored in float16. The numbers that are printed at the end are measured with the stored weights and diffusers' own
+code.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from wands.variants import VARIANTS
 
 @dataclass(frozen=True)
 class Preset:
-    """A tiny VAE.
+    """Settings of a tiny VAE.
 
     Attributes:
         config: config of the AutoencoderKLWan.
-        scale: spatial stride divided by the 8 of Wan 2.1.
+        scale: spatial stride of the VAE divided by 8, the spatial stride of Wan 2.1's VAE.
     """
 
     config: dict[str, Any]
@@ -64,7 +65,7 @@ PRESETS = {
         scale=2,
     ),
 }
-"""Number of latent channels -> VAE: 16 for Wan 2.1 and A14B, 48 for TI2V-5B."""
+"""Maps the number of latent channels to the settings: 16 for Wan 2.1 and Wan 2.2 A14B, 48 for Wan 2.2 TI2V-5B."""
 FPS = 16
 VIDEO_SUFFIXES = {".mp4", ".mpg", ".mpeg", ".avi", ".mkv", ".mov", ".webm"}
 # Areas at scale 1; they grow with the square of the scale.
@@ -120,10 +121,16 @@ def to_pixels(window: torch.Tensor) -> torch.Tensor:
 def draw_batches(
     clips: list[list[torch.Tensor]], rng: np.random.Generator, progress: Callable[[], float], scale: int
 ) -> Iterator[torch.Tensor]:
-    """Yield training windows without end, float32 [B, 3, T, H, W]: crops of large frames, and whole frames of all sizes.
+    """Yield batches of training windows without end, float32 [B, 3, T, H, W]: crops, or whole frames of all sizes.
 
-    Crops come first, because they are cheaper. Whole frames come late, because the quality is measured on whole frames. The
-    probability of a clip is proportional to its length.
+    At first, most batches are crops, because crops are cheaper. Later, half of the batches are whole frames, because the
+    quality is measured on whole frames. The probability of a clip is proportional to its length.
+
+    Args:
+        clips: uint8 [T, H, W, 3] of each clip in each size of `AREAS`.
+        rng: random generator.
+        progress: function that returns the elapsed fraction of the training time.
+        scale: factor of the sides of the crops, see `Preset`.
     """
     lengths = np.array([len(sizes[0]) for sizes in clips], dtype=float)
 
@@ -187,13 +194,21 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
 
 @torch.no_grad()
 def reconstruct(vae: AutoencoderKLWan, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reconstruct uint8 [T, H, W, 3]: decoded float32 [3, T, H, W] in [-1, 1], and the posterior mean [Z, t, h, w]."""
+    """Encode and decode a window of a clip.
+
+    Args:
+        vae: the VAE.
+        window: uint8 [T, H, W, 3].
+
+    Returns:
+        (decoded window, float32 [3, T, H, W] in [-1, 1]; latents, float32 [Z, t, h, w]). The latents are the posterior mean.
+    """
     latents = vae.encode(to_pixels(window)[None]).latent_dist.mode()
     return vae.decode(latents).sample[0].clamp(-1, 1), latents[0]
 
 
 def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list[torch.Tensor]:
-    """Return `count` evenly spaced windows of at most num_frames (4k + 1) frames."""
+    """Return `count` evenly spaced windows of a clip. A window has 4k + 1 frames, at most `num_frames`."""
     num_frames = min(num_frames, (len(clip) - 1) // 4 * 4 + 1)
     return [clip[s : s + num_frames] for s in np.linspace(0, len(clip) - num_frames, count).astype(int)]
 
@@ -210,7 +225,7 @@ def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
 def measure_latents(
     vae: AutoencoderKLWan, clips: list[torch.Tensor], count: int
 ) -> tuple[list[float], list[float]]:
-    """Return mean and standard deviation of each latent channel; every clip has the same weight."""
+    """Return the mean and the standard deviation of each latent channel. Every clip has the same weight."""
     per_clip = []
     for clip in clips:
         pixels = [to_pixels(window)[None] for window in windows_of(clip, 33, count)]
@@ -222,7 +237,7 @@ def measure_latents(
 
 
 def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Path) -> None:
-    """Write an image with a row for each clip: four frames, and their reconstructions below."""
+    """Write an image that shows four frames of each clip, with their reconstructions below."""
     rows = []
     for clip in clips.values():
         window = windows_of(clip, 17, 3)[1]
@@ -247,7 +262,7 @@ def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Pat
 def save(
     preset: Preset, weights: dict[str, torch.Tensor], out: Path, clips: list[torch.Tensor], count: int
 ) -> AutoencoderKLWan:
-    """Convert the weights to float16, measure the latents with the rounded weights, write both.
+    """Convert the weights to float16, measure the mean and standard deviation of the latents, and write weights and config.
 
     Returns:
         The stored model, float32.
@@ -319,7 +334,7 @@ def train(
 def report(
     out: Path, trained_on: dict[str, torch.Tensor], unseen: dict[str, torch.Tensor]
 ) -> AutoencoderKLWan:
-    """Measure the stored file and print the table."""
+    """Print a table with the PSNR of each clip, as measured with the stored VAE, and return the VAE."""
     vae = channels_last(AutoencoderKLWan.from_pretrained(out, torch_dtype=torch.float32).eval())
     print(f"{'clip':28s} {'set':9s} {'frames':>12s}   PSNR dB")
     for label, group in (("training", trained_on), ("unseen", unseen)):

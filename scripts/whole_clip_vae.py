@@ -1,6 +1,6 @@
-"""Preparation of a VAE for train_tiny_vae.py: whole clips in one call, and initial weights from linear algebra.
+"""Prepare a VAE for train_tiny_vae.py: it computes a whole clip in one call, and gets initial weights from linear algebra.
 
-Letters: B batch, C channels, T frames, H and W pixels, Z latent channels.
+Letters in shapes: B batch, C channels, T frames, H and W pixels, Z latent channels.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ STRAIGHT = 3.0  # standard deviations above 0; there SiLU is nearly linear
 
 
 def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """WanResample for a whole clip in one call, with the result of the stock class, which computes chunks with a cache.
+    """Compute a whole clip in one call. The stock `WanResample.forward` computes chunks with a cache, with the same result.
 
-    Without a cache, the stock forward skips the temporal convolutions. The first frame skips them always. Downsampling is a
-    convolution of stride 2 over all frames. Upsampling of the other frames starts from zeros, not from frame 0.
+    Without a cache, the stock `forward` skips the temporal convolution, so this function replaces it. The first frame always
+    skips the temporal convolution. In a downsampling, the convolution has stride 2 and reads all frames. In an upsampling, it
+    reads only the other frames, with zeros in place of frame 0.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -42,7 +43,7 @@ def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: ob
 
 
 def fast_rms_norm(self: WanRMS_norm, x: torch.Tensor) -> torch.Tensor:
-    """WanRMS_norm in the dtype of x: equal up to rounding, without float32 copies."""
+    """Compute WanRMS_norm in the dtype of `x`, without float32 copies. The result equals the stock class up to rounding."""
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32)
     scale = self.scale * torch.rsqrt(norm.square() + 1e-12)
     return x * scale.to(x.dtype) * self.gamma.to(x.dtype)
@@ -57,7 +58,7 @@ def channels_last(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Make vae.encoder and vae.decoder callable on whole clips; its encode() and decode() break."""
+    """Change `vae`, so that vae.encoder and vae.decoder accept whole clips. vae.encode() and vae.decode() no longer work."""
     for module in vae.modules():
         if isinstance(module, WanResample):
             module.forward = whole_clip_resample.__get__(module)
@@ -67,7 +68,7 @@ def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def to_patches(vae: AutoencoderKLWan, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the input of the encoder: pixels [B, 3, T, H, W], or patches of pixels [B, 3pp, T, H/p, W/p]."""
+    """Return the input of the encoder: pixels [B, 3, T, H, W], or patches [B, 3pp, T, H/p, W/p] if the VAE has a patch size p."""
     size = vae.config.patch_size
     return patchify(pixels, size) if size else pixels
 
@@ -86,7 +87,11 @@ def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 
 def silence_branches(vae: AutoencoderKLWan) -> None:
-    """Zero the additions of residual and attention blocks and let the shortcuts copy, so that only the linear path remains."""
+    """Set weights so that every residual and attention block returns only its shortcut, which is linear.
+
+    The last layer of each block becomes zero. A convolution in a shortcut becomes a copy of the channels plus small random
+    weights.
+    """
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):
             nn.init.zeros_(module.conv2.weight)
@@ -102,7 +107,11 @@ def silence_branches(vae: AutoencoderKLWan) -> None:
 
 
 def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> None:
-    """Initialize a downsampling: principal components of 2x2 pixels; means of two frames, and a quarter of the differences."""
+    """Initialize a downsampling.
+
+    The spatial convolution returns the principal components of 2x2 pixels. In the temporal convolution, three quarters of the
+    channels are means of two frames. The last quarter are half the differences of two frames.
+    """
     conv = module.resample[1]
     channels = conv.weight.shape[0]
     patches = [nn.functional.unfold(x[0].transpose(0, 1)[::3], 2, stride=2) for x in features]
@@ -127,7 +136,7 @@ def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[to
     constant, which determines the RMS norm.
 
     Args:
-        block: block before `norm`; zeroed, so that only the last bias of the block is added to the features.
+        block: block before `norm`, after `silence_branches`. Only the last bias of the block is added to its shortcut.
         norm: norm before SiLU.
         features: output of the block for each clip, [1, C, T, H, W].
     """
@@ -144,7 +153,7 @@ def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[to
 
 
 def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> None:
-    """Let the last layers of the encoder return whitened principal components of the features."""
+    """Initialize the last layers of the encoder, so that the latents are the whitened principal components of `features`."""
     encoder, num_latents = vae.encoder, vae.config.z_dim
     mean, variances, axes = principal_axes(torch.cat([x[0].flatten(1).T for x in features]), num_latents)
     whitened = [
@@ -163,7 +172,7 @@ def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> No
 
 
 def neighborhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
-    """Return the inputs of each output of a causal, zero-padded convolution: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
+    """Return the inputs that a causal, zero-padded convolution reads for each output: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
     t, h, w = (k // 2 for k in kernel)
     x = nn.functional.pad(x, (w, w, h, h, 2 * t, 0))[0]
     return (
@@ -177,10 +186,10 @@ def fit(
     targets: Sequence[torch.Tensor],
     first: int = 0,
 ) -> None:
-    """Set outputs first, first + 1, ... of a convolution to the least-squares map from inputs to targets.
+    """Set the weights of a convolution to the least-squares map from inputs to targets.
 
     Args:
-        conv: convolution of stride 1; the other outputs do not change.
+        conv: convolution of stride 1. The weights of outputs before `first`, or without a target, do not change.
         inputs: input of each clip, [1, C, T, H, W].
         targets: target of each clip, [1, K, T, H, W]; targets beyond the outputs of the convolution are ignored.
         first: index of the first output that is set.
@@ -208,13 +217,13 @@ def start_upsample(
     doubled: list[torch.Tensor],
     enlarged: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fit an upsampling to the features of the encoder at the same level, and return its outputs.
+    """Fit an upsampling of the decoder to features of the encoder, and return the outputs of the upsampling.
 
     Args:
-        module: upsample2d or upsample3d.
-        features: inputs, [1, C, T, H, W].
-        doubled: targets of the time convolution, [1, <= C, 2T-1, H, W]; unused by upsample2d.
-        enlarged: targets of the module, [1, K, 2T-1 or T, 2H, 2W].
+        module: the upsampling, with the mode upsample2d or upsample3d.
+        features: input of the module for each clip, [1, C, T, H, W].
+        doubled: target of the time convolution for each clip, [1, <= C, 2T-1, H, W]; unused by upsample2d.
+        enlarged: target of the module for each clip, [1, K, 2T-1 or T, 2H, 2W].
     """
     conv = module.resample[1]
     if module.mode == "upsample3d":
@@ -236,7 +245,8 @@ def start_encoder(
     """Initialize the encoder by a principal component analysis, one downsampling after the other.
 
     Returns:
-        For every downsampling, the features [1, C, T, H, W] of each clip before and after its time convolution.
+        Two lists with an entry for each downsampling: the features [1, C, T, H, W] of each clip before its time
+        convolution, and after its time convolution.
     """
     conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
@@ -261,10 +271,15 @@ def start_encoder(
 
 
 def leading_first(channels: int, kept: int) -> list[int]:
-    """Return an order of a time convolution's channels whose first `kept` channels are the largest means and differences.
+    """Return an order of the channels of a time convolution, with the `kept` most important channels first.
 
-    The first frame skips a time convolution, so a channel must have the same meaning before and after the convolution. If not all
-    channels fit, some means are kept, and after them some differences (see start_downsample).
+    `start_downsample` puts the channels with means of frames before the channels with differences. Both groups begin with their
+    largest channels. The returned order begins with the largest means, and then has the largest differences. The first frame
+    skips a time convolution, so the decoder must use one order before and after the convolution.
+
+    Args:
+        channels: number of channels of the encoder's time convolution.
+        kept: number of channels of the decoder at this level.
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4
     num_means = min(kept, channels) - num_differences
@@ -278,7 +293,14 @@ def start_decoder(
     spatial: list[list[torch.Tensor]],
     temporal: list[list[torch.Tensor]],
 ) -> None:
-    """Initialize the decoder by least squares: each layer is fitted to the features of the encoder at the same level."""
+    """Initialize the decoder by least squares: each layer is fitted to the features of the encoder at the same level.
+
+    Args:
+        vae: VAE after `start_encoder`.
+        clips: inputs of the encoder.
+        spatial: first result of `start_encoder`.
+        temporal: second result of `start_encoder`.
+    """
     decoder = vae.decoder
     latents = [vae.quant_conv(vae.encoder(clip))[:, : vae.config.z_dim] for clip in clips]
     deep = leading_first(temporal[2][0].shape[1], len(decoder.conv_in.weight))
@@ -312,7 +334,7 @@ def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
     a latent's pixels and with the best linear reconstruction, layer by layer.
 
     Args:
-        vae: prepared by `for_whole_clips`, of four levels, the last two of which halve the frames.
+        vae: prepared by `for_whole_clips`, with three downsamplings. The last two downsamplings halve the number of frames.
         clips: float32 [1, 3, T, H, W] in [-1, 1], T = 4k+1.
     """
     clips = [to_patches(vae, clip) for clip in clips]

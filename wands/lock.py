@@ -1,9 +1,9 @@
 """Lock that lets only one process at a time write to a run folder, a cache or an export.
 
 On one machine the lock is a `flock`, which the kernel releases when the process ends for any reason. On some network file
-systems, `flock` does not reach other machines. So the holder (the process that holds the lock) also writes a heartbeat: its
-host, its process id and the time, to the lock file, every 10 s. A process on another machine takes the lock over only if the
-heartbeat has stopped.
+systems, `flock` does not reach other machines. The process that holds the lock therefore also writes a heartbeat to the lock
+file every 10 s: its host, its process id and the time. A process on another machine takes the lock over only if the heartbeat
+has stopped.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class DiTShape:
         """Return the FLOPs per sample, in one forward pass, of the layers that do not process video tokens.
 
         These layers compute the embeddings of text, images and timestep, and the keys and values of cross-attention.
-        `linear_flops_per_token` counts the rest of cross-attention.
+        `linear_flops_per_token` counts the other parts of cross-attention: queries, scores, weighted sums and output.
         """
         d = self.dim
         text_kv = self.num_layers * 2 * 2 * d * d * (TEXT_LEN + self.image_len)

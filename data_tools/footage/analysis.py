@@ -1,4 +1,4 @@
-"""Analyse clips in subprocesses, and store each result at once, so that an interrupted command continues."""
+"""Analyze clips in subprocesses, and store each result at once, so that an interrupted command continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def analyse_clips(
         num_workers: number of subprocesses. None starts one per CPU core.
 
     Returns:
-        The result of each clip by identity, in the order of `clips`, and the number of clips that this call analysed.
+        The result of each clip by identity, in the order of `clips`, and the number of clips that this call analyzed.
     """
     results = {row["clip"]: row for row in iter_rows(store) if row.get("clip") in clips}
     todo = [name for name in clips if name not in results]

@@ -24,8 +24,8 @@ from wands.errors import ConfigError, one_line
 from wands.model.files.hub import fetch_model
 
 Captioner = Callable[[Sequence[np.ndarray], Sequence[str], int | None], list[tuple[str, bool]]]
-"""Function of (clips, prompts, seed). Each clip is uint8 [F, H, W, 3] RGB and has one prompt. With a seed, answers are sampled;
-without, they are greedy. Returns (answer, whether the answer was cut off) for each clip."""
+"""Function of (clips, prompts, seed). Each clip is uint8 [F, H, W, 3] RGB and has one prompt. With a seed, answers are sampled.
+If the seed is None, decoding is greedy. The function returns (answer, whether the answer was cut off) for each clip."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_BYTES = 1 << 20
 """Size in bytes of the largest response that is read from an endpoint."""
@@ -36,7 +36,7 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.safetensors")
 
 
 def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
-    """Load an image-text-to-text model of transformers. Code of the model's repository and pickles are refused.
+    """Load an image-text-to-text model with transformers. Code and pickles in the model's repository are never loaded.
 
     Raises:
         ConfigError: if the model cannot be loaded.
@@ -92,11 +92,12 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
 
 
 def connect_captioner(options: CaptionOptions) -> Captioner:
-    """Return a captioner that asks an OpenAI-compatible endpoint. It sends the API key in the
-    environment variable OPENAI_API_KEY if this variable is set.
+    """Return a captioner that asks an OpenAI-compatible endpoint. The API key is read from the environment variable
+    OPENAI_API_KEY.
 
-    After a failure, a request is repeated once. While the server is busy, it is repeated several times. The captioner raises
-    ConfigError if the endpoint cannot be reached, refuses a request, or sends something else than a chat completion.
+    A request is repeated once after a failed connection or an unexpected answer, and several times while the server is busy or
+    reports an internal error. The captioner raises ConfigError if the endpoint cannot be reached, refuses a request, or sends
+    something else than a chat completion.
 
     Raises:
         ConfigError: if the URL of the endpoint is invalid.

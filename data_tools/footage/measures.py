@@ -30,7 +30,7 @@ AREA = 399_360
 SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
 """Frames that are decoded to measure a clip: 8 frames per second, in windows of 2 seconds."""
 EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
-"""Columns of a clip that cannot be decoded."""
+"""Empty columns, for a clip that cannot be decoded."""
 
 
 def measure_clip(clip: ClipRecord) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[
 
     Args:
         hashes: maps the name of each clip to its three hashes.
-        max_bits: largest number of bits in which each hash of a clip may differ from that of a similar clip.
+        max_bits: largest number of bits in which each hash of a clip may differ from the hash of a similar clip.
     """
     names: list[str] = []
     kept, found = np.empty((len(hashes), 3), np.uint64), {}
@@ -97,7 +97,7 @@ def measure(options: MeasureOptions) -> str:
     """Run `wands measure`: write the table, and return a summary with the reason of each clip that cannot be measured.
 
     Raises:
-        ConfigError: if --out has another extension or is the source, or OpenCV is missing.
+        ConfigError: if --out does not end in .csv or .jsonl, --out is the source, or OpenCV is missing.
         DataError: if the source has no clip.
     """
     out = options.out

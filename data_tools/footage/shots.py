@@ -36,7 +36,8 @@ VERSION = 1
 """Version of `find_parts`. Films that another version has read are decoded again."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
 """Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. A shot longer than
---max-seconds is cut into windows of --max-seconds. A rest shorter than --min-seconds is left over after the last window."""
+--max-seconds is cut into windows of --max-seconds. The part after the last full window is "left over" if it is shorter than
+--min-seconds. A whole shot shorter than --min-seconds is "too short"."""
 BLACK_LUMA, BLACK_SHARE = 32, 0.98  # a frame is black if this share of its pixels is darker
 STATIC_SECONDS, STATIC_CHANGE = 1.0, 3  # a part is static if no pixel of its small frames changes by more
 LINEAR_SECONDS = (0.16, 0.32, 0.64)  # half of the lengths over which a dissolve changes each pixel linearly
@@ -153,7 +154,9 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
 
 
 def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
-    """Return the crop that removes black borders as text, or "" if there are none. Borders have equal widths on both sides.
+    """Return the crop that removes black borders, as the text "x,y,width,height", or "" if there are none.
+
+    The borders of opposite sides must have about equal widths, or they are not removed.
 
     Args:
         columns: largest luma of each column of the upright frames of a shot.
@@ -232,7 +235,7 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Yield the parts of a film with shots cut into windows of at most --max-seconds. Each part has one of the kinds `KINDS`.
+    """Cut the shots of a film into windows of at most --max-seconds. Yield all parts of the film, each with a kind in `KINDS`.
 
     If the row of the film selects a time range, parts outside the range are left out.
     """

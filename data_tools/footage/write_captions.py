@@ -86,7 +86,8 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
         raise ConfigError(
-            f"--out={options.out} is in SOURCE, and has unreadable rows, which would be lost; choose another file"
+            f"--out={options.out} is a table in the folder SOURCE, and rows of the table that cannot be read would be lost; "
+            "choose another file"
         )
     columns = {name for record in records for name in record.row}
     if unknown := {*_COLUMN.findall("".join(options.prompt))} - columns:
@@ -120,7 +121,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
             advance()
     done = _read_logs(settings.work)
     if any(_identity(record) not in done for record in todo):
-        raise WandsError(f"{reason}; run the same command again, finished captions are stored")
+        raise WandsError(f"{reason}; finished captions are stored, so run the same command again")
     rows, problems = [], Counter[str]()
     for name, group in clips.items():
         answer: Any = {"captions": kept[name]} if name in kept else done[name]
@@ -185,7 +186,7 @@ def caption_clips(
 
 
 def _fill(prompt: str, row: Mapping[str, object]) -> str:
-    """Replace names of columns in braces by the values of a row. Nothing else in the prompt is interpreted."""
+    """Return the prompt with each column name in braces replaced by the value of `row` in this column."""
     return _COLUMN.sub(lambda match: "" if (value := row.get(match[1])) is None else str(value), prompt)
 
 

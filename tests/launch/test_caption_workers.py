@@ -94,7 +94,7 @@ def test_torchrun_captions_each_clip_once(tmp_path: Path):
     assert server.prompts() == ["Film 3"]
     assert errors.count("worker 0 ended early (--endpoint=") == 1, errors
     assert "status 401" in errors
-    assert "run the same command again, finished captions are stored" in errors
+    assert "finished captions are stored, so run the same command again" in errors
 
     server.exception = ("", "")
     run = start(source, out, server)

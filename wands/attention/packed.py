@@ -80,9 +80,9 @@ class Segments:
 
 
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
-    """Yield the slices of a tensor, q or k, whose rows take no part in attention.
+    """Yield the slices of a tensor, q or k, whose rows attention does not use.
 
-    A row takes no part if its segment has no rows of the other tensor (k or q), or if the row comes after the last segment.
+    A row is not used if its segment has no rows of the other tensor (k or q), or if the row comes after the last segment.
 
     Args:
         lens: number of rows of the tensor in each segment.
@@ -115,8 +115,9 @@ class PackedMeta:
             sample.
         text_lens: number of text tokens of each sample, without padding.
         timestep_lens: number of tokens on this rank for each timestep. In training, a sample with conditioning tokens has
-            two timesteps: 0 for these tokens, then the timestep of its other tokens. Empty if every sample has one timestep.
-        timestep_samples: for each timestep, the index of the sample that has it. Empty if every sample has one timestep.
+            two timesteps: 0 for these tokens, then the timestep of its other tokens. An empty tuple is short for one timestep
+            for each sample; the collator always fills the tuple.
+        timestep_samples: for each timestep, the index of the sample that has it. Empty if `timestep_lens` is empty.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.
     """

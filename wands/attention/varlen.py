@@ -249,8 +249,8 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a segment. The backward pass cuts longer segments into pieces. Return None on
-    a CPU, where segments are not cut.
+    """Return the largest number of rows of q in a piece. The backward pass cuts longer segments into pieces. Return None if
+    `dout` is on a CPU, where segments are not cut.
 
     The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy.
     """

@@ -1,1 +1,4 @@
-"""Subcommands of `wands`. Each subcommand has a file or folder here, with everything except the parsing of its options."""
+"""Subcommands of `wands`. Most subcommands have a file or folder here, with everything except the parsing of the options.
+
+The functions of the other subcommands are in other packages, see `wands.cli.COMMANDS`.
+"""

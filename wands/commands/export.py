@@ -42,9 +42,10 @@ def export(options: ExportOptions) -> Path:
 
     Raises:
         CheckpointError: if the checkpoint is incomplete, the checkpoint or the base is damaged, or the written weights
-            differ from the checkpoint's weights. Also if `options.ema` is set and the checkpoint has no moving average.
-        ConfigError: if the options contradict each other or the checkpoint. Also if `--out` cannot be replaced,
-            `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
+            differ from the checkpoint's weights. The error is also raised if `options.ema` is set and the checkpoint has no
+            moving average.
+        ConfigError: if the options contradict each other or the checkpoint. The error is also raised if `--out` cannot be
+            replaced, `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     _check_size(options.max_shard_size)

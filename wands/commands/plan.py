@@ -61,7 +61,7 @@ def plan(options: PlanOptions) -> str:
 
     Raises:
         ConfigError: if no settings fit the machine. The message describes the settings that need the least memory.
-            Also if an option is wrong, or the recipe names no model.
+            The error is also raised if an option is invalid, or the recipe names no model.
         CacheError: if the recipe names a cache that cannot be read.
     """
     if options.table:

@@ -69,8 +69,9 @@ def push(options: PushOptions, token: str | None = None) -> str:
         The URL of the repository.
 
     Raises:
-        WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. Also if the repository's
-            name, the token or the server cannot be used, a link leads out of the folder, or a file contains a secret.
+        WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. The error is also raised if
+            the repository's name, the token or the server cannot be used. A link out of the folder, and a file with a
+            secret, raise the error too.
     """
     directory = options.directory
     exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))

@@ -205,7 +205,7 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the recipe keys `precision.weights` and `lora.quantize` require of other settings.
+    """Return the requirements of the recipe keys `precision.weights` and `lora.quantize` for other settings.
 
     Args:
         recipe: the resolved recipe.

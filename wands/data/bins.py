@@ -37,7 +37,7 @@ MAX_LENGTHS = 1024
 """Largest number of distinct lengths, which limits the time for packing. If the clips have more distinct lengths, all
 lengths are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. More clips then have equal lengths."""
 ROUNDED = 4096
-"""Number of units in a bin if lengths are rounded up. One unit is then 1 / `ROUNDED` of `max_tokens` tokens."""
+"""Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
 """Number of clips that are packed at once, to save time. A larger data set is divided into parts with the same numbers of
 clips of each length. One part is packed, and the other parts get bins with the same lengths."""

@@ -223,8 +223,8 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
         section: `data` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: function that returns digests of the model's encoders, to compare with those in a cache. It is not called
-            for mock data.
+        fingerprint: function that returns digests of the model's encoders, which are compared with the digests in a cache.
+            The function is not called for mock data.
 
     Raises:
         ConfigError: if the recipe names no data, or if `data.holdout` leaves no sample for training or for evaluation.
@@ -391,7 +391,7 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
 def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarray]:
     """Return for each data source an array that assigns TRAIN, HELD_OUT, GAP or DUPLICATE to each sample.
 
-    GAP (close in time to a held-out sample) and DUPLICATE (nearly equal to a held-out sample) are not used.
+    Samples with GAP (close in time to a held-out sample) or DUPLICATE (nearly equal to a held-out sample) are not used.
     """
     if not section.holdout or section.split == "all":
         return [np.full(len(data.keys), TRAIN) for data in opened]

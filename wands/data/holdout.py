@@ -32,8 +32,11 @@ TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
 sample. The samples of GAP and DUPLICATE are not used."""
 Range = tuple[float, float]
 MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
-"""A film has at least `MIN_WINDOWS` windows. If fewer than `FEW_FILMS` films would be held out, a span of each film is held
-out instead. Windows less than `GAP_SECONDS` from a span are not used. Duplicates differ in at most `MAX_BITS` bits."""
+"""Limits for `choose_sides` and `drop_duplicates`. A film is a clip with at least `MIN_WINDOWS` windows (time ranges).
+
+If fewer than `FEW_FILMS` whole films would be held out, or would remain for training, a span of each film is held out instead.
+Windows less than `GAP_SECONDS` from a span are not used. The signatures of duplicates differ in at most `MAX_BITS` bits.
+"""
 
 
 def clip_name(key: str) -> str:

@@ -3,7 +3,7 @@
 A bin holds the clips of one forward pass. The bins of a step have similar costs, because ranks wait for the slowest bin of a
 step. Steps of bins with equal costs would avoid the waiting, but such steps would contain only long or only short clips. So the
 bins are sorted by cost and divided into ranges, and the bins inside each range are mixed. The distribution of the sample
-lengths in a step is then similar to the distribution in the whole data. `LEVEL` limits the waiting.
+lengths in a step is then similar to the distribution in the whole data. `LEVEL` limits the time in which ranks wait.
 
 Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
 communication, before it reads any data. The plan is the same on every machine, because the functions sort only by
@@ -31,15 +31,19 @@ Cost = Callable[[Sequence[int]], float] | tuple[float, float]
 samples, such as ``DiTShape.forward_flops``. The second form is the coefficients (a, b) of a * sum(L) + b * sum(L^2)."""
 
 LEVEL = 0.987
-"""Smallest allowed efficiency: the mean cost of a step's bins divided by the highest cost, over the full steps of an
-epoch. Longer ranges of bins make the lengths inside steps more similar to the data, but lower this efficiency."""
+"""Smallest allowed efficiency of the full steps of an epoch: the sum of the costs of all bins / the sum of their times.
+
+The time of a bin, including the time in which its rank waits, is estimated as the highest cost in a range of bins with similar
+costs. Longer ranges make the sample lengths in a step more similar to the whole data, but lower the efficiency.
+"""
 
 MAX_CUTS = 96
-"""Largest number of ranges into which the sorted bins are divided."""
+"""Largest number of ranges into which the bins, sorted by cost, are divided."""
 
 WAITS = 1024
-"""Number of units into which the allowed waiting time is divided. The dynamic programming that chooses the ranges counts
-waiting time in whole units."""
+"""Number of units into which the longest allowed waiting time is divided. Waiting time is the time in which ranks wait for the
+rank with the most expensive bin. `_best_cuts` divides the bins into ranges of similar cost, and counts waiting time in whole
+units."""
 
 
 @dataclass(frozen=True)

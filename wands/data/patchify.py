@@ -108,7 +108,7 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
 
 
 class SampleFacts:
-    """Shapes and checksums of the samples of a cache, of mock data, or of several of them together.
+    """Shapes and checksums of the samples of one source (a cache or mock data), or of several sources together.
 
     Attributes:
         latent_shapes: int [N, 3], latent (frames, rows, columns) of each sample.

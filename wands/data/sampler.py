@@ -176,8 +176,10 @@ class StepPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of samples ("sample") and number of tokens ("token") of this step, untrained tokens included. From the one
-        that `loss.reduction` names, `TrainingRun.count` computes the number by which the logged loss is divided.
+        """Number of samples ("sample") and number of tokens ("token") of this step, including tokens that are not trained.
+
+        The keys are the values of `loss.reduction`. `TrainingRun.count` computes the divisor of the logged loss from one of these
+        numbers.
         """
         return {"sample": self.num_samples, "token": self.num_tokens}
 

@@ -136,9 +136,9 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
         listed = ", ".join(differing[:NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
         clauses.append(f"{listed} {ranks}")
     raise DataError(
-        f"the weights differ between ranks ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}; "
-        "continue from the last checkpoint with --resume. If the error returns, test the memory and the network of the "
-        "machines of these ranks.",
+        f"the weights differ between ranks ({len(columns)} of {len(names)} parameters): {'; '.join(clauses[:NUM_NAMED])}. "
+        "Continue from the last checkpoint with --resume. If the error returns, test the memory and the network of the "
+        "machines that run these ranks.",
         agreed=True,
     )
 

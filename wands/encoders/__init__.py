@@ -1,1 +1,1 @@
-"""Frozen encoders: encode video pixels to latents, and captions to text embeddings."""
+"""Frozen encoders: the VAE for video pixels, UMT5 for captions, and CLIP for conditioning images."""

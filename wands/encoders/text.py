@@ -105,7 +105,7 @@ class TextSpool:
     """
 
     def __init__(self, logs: Iterable[Path]) -> None:
-        """Index the text embeddings that the files `logs` (write-ahead logs) contain now. Later embeddings are not found."""
+        """Index all text embeddings in the write-ahead logs `logs`. Embeddings that are added to the logs later are not found."""
         self._records = {record.name: record for log in logs for record in read_records(log)}
 
     def __contains__(self, caption: str) -> bool:

@@ -21,7 +21,8 @@ from wands.model.weight_dtypes import stock_dtype
 
 COMFYUI_FILE = "comfyui.safetensors"
 DTYPES: dict[str | None, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Maps a value of the option --dtype to the dtype of the written weights. None, the option's absence, is no key."""
+"""Maps each value of the option --dtype to the dtype of the written weights. If the option is not given, its value is None,
+which is not a key."""
 
 
 def write_transformer(

@@ -167,7 +167,7 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         hub.call("creating the repository", create, FIRST_CONTACT_WAITS)
         log.info("created the %s repository %s", visibility, repo_id)
     elif hub.call("looking up the repository", info, FIRST_CONTACT_WAITS).private == public:
-        log.warning("%s is %s, not %s; wands does not change the visibility", repo_id, other, visibility)
+        log.warning("the repository %s is %s, not %s; wands does not change this", repo_id, other, visibility)
     if revision and revision != "main" and not revision.startswith("refs/"):
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
         hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)

@@ -222,11 +222,11 @@ def _bisect(is_below: Callable[[float], bool], left: float, right: float) -> tup
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32, so that the rounded sigma stays between `low` and `high`, and the fp32 timestep 1000 * sigma stays
-    between 1000 * `low` and 1000 * `high`.
+    """Round sigma to fp32, so that the rounded sigma stays in the range from `low` to `high`. The fp32 timestep 1000 * sigma
+    stays in the range from 1000 * `low` to 1000 * `high`.
 
     In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
-    the range of the other expert.
+    the range of the other expert. The ranges do not contain their upper end, except the end sigma = 1.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:

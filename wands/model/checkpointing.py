@@ -146,7 +146,7 @@ class SelectiveCheckpoint:
 
 
 class _SavedTensor:
-    """Tensor that a block keeps on the device for its backward pass. `take` returns it, without its autograd graph."""
+    """Tensor that a block keeps on the device for its backward pass. `take` returns the tensor without its autograd graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = detached(tensor)

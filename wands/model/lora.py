@@ -119,8 +119,9 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
         Number of parameters of the LoRA.
 
     Raises:
-        ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. Also if a layer of
-            `start` is not selected by `lora.targets`, does not fit the model, or has a LoRA rank other than `lora.rank`.
+        ConfigError: if `lora.targets` selects no layer or contains a pattern that matches no layer. The error is also raised
+            if a layer of `start` is not selected by `lora.targets`, does not fit the model, or has a LoRA rank other than
+            `lora.rank`.
     """
     targets = find_targets(model, lora.targets)
     if not targets:

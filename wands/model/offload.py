@@ -30,7 +30,8 @@ _GROUPS_ON_DEVICE = 2
 
 
 class CopyStream:
-    """Runs copies between host and device one after another. On a device without CUDA, `run` returns after the copy is done.
+    """Stream that runs copies between host and device one after another. This base class is for devices without CUDA: `run`
+    returns after the copy is done.
 
     The subclass `_CudaCopyStream` runs copies on a CUDA device, in parallel with the computation.
     """
@@ -193,7 +194,7 @@ class OffloadedTensor:
         self._copied = offloader.copy_stream.run(partial(_copy, tensor, self._pages, to_host=True))
 
     def take(self) -> Tensor:
-        """Return the offloaded tensor on its device. Later computation there waits until the copy from the host is done."""
+        """Return the offloaded tensor on its device. Later computation on the device waits for the copy from the host."""
         if self._on_device is None:
             self._fetch()
         self._group.prefetch()

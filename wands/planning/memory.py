@@ -291,7 +291,7 @@ class Activations:
         return {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
 
     def _held_on_device(self, left: int) -> float:
-        """Return the bytes of device memory that the tensors need which checkpointed blocks saved in the forward pass.
+        """Return the bytes of device memory for the tensors that checkpointed blocks saved in the forward pass.
 
         Args:
             left: number of checkpointed blocks whose backward pass remains, including the block that is recomputed at this

@@ -165,7 +165,7 @@ class Candidate:
 
 
 def machine_here(device_type: str, ranks_per_node: int) -> Machine:
-    """Return a `Machine` with the real memory of the machine that runs this process.
+    """Return a `Machine` with the total GPU memory and the available host memory of the machine that runs this process.
 
     Use the result only to predict memory: its bandwidths and FLOP/s are the defaults of `Machine`.
 
@@ -332,7 +332,7 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
 def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     """Return the values of `parallel.cp_size` (number of ranks in a context-parallel group) that the search tries.
 
-    If the recipe sets `cp_size`, or the Ulysses and ring degrees, return only the size that follows from these keys.
+    If the recipe sets `cp_size`, `ulysses_degree` or `ring_degree`, return only the size that follows from these keys.
     Otherwise return the powers of two that divide the number of GPUs.
     """
     if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):

@@ -87,8 +87,8 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
         scale = math.nan
     if not math.isfinite(scale):
         raise ConfigError(
-            f"{flag}={text} must end in a number after the last '='. Write PATH or PATH=SCALE, such as "
-            "lora.safetensors=0.8."
+            f"{flag}={text} is not an existing file, and the text after the last '=' is not a finite number. Write PATH or "
+            "PATH=SCALE, such as lora.safetensors=0.8."
         )
     return path, scale
 

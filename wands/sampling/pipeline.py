@@ -157,7 +157,7 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
     Args:
         label: flag and value that name the pipeline, for error messages.
         root: folder of the pipeline.
-        variant: kind of Wan model that the DiT is.
+        variant: model variant of the DiT.
         origin: flag and value that name the DiT, for error messages.
 
     Raises:

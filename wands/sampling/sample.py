@@ -23,7 +23,8 @@ from wands.sampling.schedulers import with_shift
 from wands.variants import TEXT_LEN
 
 Texts: TypeAlias = tuple[Tensor, Tensor | None]
-"""Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. None without guidance."""
+"""Embeddings of the prompt and of the negative prompt, each [1, tokens, channels]. The negative prompt's embedding is None
+without guidance."""
 
 
 def pipeline_for(

@@ -54,7 +54,7 @@ class AppendLog:
         try:
             self._write(b"".join(self._waiting))
             if self._failed:
-                _log.error("%s can be written again; missing records: %d", self.path, self._num_lost)
+                _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
             self._waiting.clear()
             self._num_lost, self._failed = 0, False
         except OSError as error:
@@ -68,7 +68,7 @@ class AppendLog:
             self.append()
         if self._waiting:
             num_missing = self._num_lost + len(self._waiting)
-            _log.error("%s is incomplete; missing records: %d", self.path, num_missing)
+            _log.error("the log %s is incomplete; missing records: %d", self.path, num_missing)
 
     def _write(self, data: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ class BadSteps:
             return
         self.state["skipped"] += [step] * result.skipped
         if result.skipped and len(self.state["skipped"]) <= budget:
-            _log.warning("step %d: the update is skipped, see events.jsonl in the run folder", step)
+            _log.warning("step %d: bad loss or gradient norm; the update is skipped (see events.jsonl)", step)
             return
         bad = [clip for clip in clips if not math.isfinite(clip["loss"])]
         names = ", ".join(f"{clip['sample_id']} (sigma {clip['sigma']:.4f})" for clip in bad) or "none"

@@ -23,7 +23,7 @@ def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
     Returns:
         A function to call after the update, on every rank. The keys of its result are "grad_norm_blocks" (norm of each
         block's gradient before clipping) and "update_ratio_blocks" (norm of the change of the fp32 master weights / norm of
-        these weights). Each value maps names such as "blocks.0", or "proj_out" for a module next to the blocks, to a number.
+        these weights). Each value maps names such as "blocks.0", or "proj_out" for a module outside the blocks, to a number.
     """
     parameters, fragments = dict(engine.module.named_parameters()), own_fragments(engine)
     names = [*dict.fromkeys(_block(name) for name, value in parameters.items() if value.requires_grad)]

@@ -76,7 +76,7 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
     Args:
         sizes: size of each vector in bytes.
         device: device of the vectors.
-        pinned: whether to allocate pinned host memory. Copies between pinned memory and a GPU can run while both compute.
+        pinned: whether to allocate pinned host memory. Pinned memory can be copied to and from a GPU while the GPU computes.
         key: recipe key that needs the memory, for error messages, such as "ema.device=cpu".
         fix: the fix in error messages, such as "set ema.device=gpu".
 

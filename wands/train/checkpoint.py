@@ -108,7 +108,7 @@ class CheckpointSaver:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint was started and not finished. Equal on all ranks."""
+        """Whether a checkpoint was started and not finished. The value is equal on all ranks."""
         return self._pending is not None
 
     @property
@@ -117,12 +117,12 @@ class CheckpointSaver:
         return self._pending is not None and not self._pending[2].done()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due: whether `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
+        """Return whether a checkpoint is due because `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
         return bool(self._config.every) and step % self._config.every == 0
 
     @property
     def minutes_passed(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save. May differ between the ranks."""
+        """Whether `checkpoint.every_minutes` have passed since the last save. The value may differ between the ranks."""
         minutes = self._config.every_minutes
         return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
@@ -149,9 +149,9 @@ class CheckpointSaver:
         self._last_save = time.perf_counter()
 
     def finish(self, required: bool = False) -> None:
-        """Complete the checkpoint that `save` started, and delete old checkpoints. Every rank must call this method.
+        """Complete the checkpoint that `save` started, and delete old checkpoints.
 
-        Call it only if `is_pending` is true.
+        If `is_pending` is true, every rank must call this method. Otherwise the method must not be called.
 
         Args:
             required: whether a failure raises an error. Otherwise the failure is only logged.
@@ -227,7 +227,10 @@ class CheckpointSaver:
 
 
 def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
-    """Write this rank's files of a checkpoint. Return the hash of each file by name, or the error if a file cannot be written."""
+    """Write this rank's files of a checkpoint. Return a dict from file names to hashes.
+
+    If a file cannot be written, return the reason as text.
+    """
     hashes = {}
     try:
         for name, tensors, metadata in files:
@@ -339,7 +342,7 @@ class BackgroundPush:
             mark.unlink(missing_ok=True)
 
     def close(self, wait: float) -> None:
-        """Wait at most `wait` seconds for the started pushes to the Hub. A resumed run repeats an unfinished push."""
+        """Wait at most `wait` seconds for the push of the newest checkpoint. A resumed run repeats an unfinished push."""
         if wait and self._thread.is_alive():
             self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

@@ -62,8 +62,8 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
     """Compile the optimizer DeepSpeedCPUAdam on every rank if the run needs this optimizer.
 
     The run needs DeepSpeedCPUAdam if the run offloads Adam's states to the host and does not use torch's Adam. Compiling
-    takes a minute. The compiled library is then cached on the machine. DeepSpeed would compile it later, and a failure
-    on one rank would then leave the other ranks waiting.
+    takes a minute. The compiled library is then cached on the machine. Without this function, DeepSpeed would compile the
+    library later, and a failure on one rank would then leave the other ranks waiting.
 
     Args:
         ds_config: result of `build_ds_config`.

@@ -2,8 +2,8 @@
 
 Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights and
 its optimizer states, each [N]. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage the
-fragments of all ranks cover each parameter exactly once, so reading a checkpoint needs neither DeepSpeed nor a number of ranks.
-At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
+fragments of all ranks cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of
+ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
 A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
 partition of many parameters. A state that is not one value for each weight, such as a step count, belongs to a flat tensor.

@@ -97,7 +97,7 @@ class Evaluator:
         return plan
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Return whether to evaluate after a step. Equal on all ranks.
+        """Return whether to evaluate after a step. The result is equal on all ranks.
 
         Args:
             step: number of optimizer steps that the run has made.
@@ -349,17 +349,18 @@ def paired_change(
 
 
 def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
-    """Return the step of the last evaluation whose held-out loss was clearly lower than the best held-out loss before.
+    """Return the step of the last evaluation that clearly improved the held-out loss.
 
-    The loss is clearly lower if the 95 % confidence interval of its change from the best evaluation is below 0. With a single
-    clip there is no interval, and the change itself must be below 0.
+    Each evaluation is compared with the last clear improvement before it, or with the first evaluation. The loss improves
+    clearly if the 95 % confidence interval of its change is below 0. With a single clip there is no interval, and the change
+    itself must be below 0.
 
     Args:
         plan: clips of the evaluations.
         rows: rows of `evaluations.jsonl` in the order of the steps, all for the same weights (raw or moving average).
 
     Returns:
-        The step; the step of the first row if no evaluation improved, and 0 without rows.
+        The step. If no evaluation clearly improved the loss, the step of the first row. Without rows, 0.
     """
     best: Row = rows[0] if rows else {"step": 0}
     for row in rows[1:]:

@@ -1,7 +1,7 @@
 """Plan the evaluations of a run: fixed clips at fixed noise levels, chosen once before the first step.
 
-The plan depends only on the recipe, the data and the FLOPs of the planned training. It does not depend on measured times, the
-number of processes or packing.
+The plan depends only on the recipe, the data and the FLOPs of the planned training. It does not depend on measured times or on
+the number of processes.
 """
 
 from collections import Counter

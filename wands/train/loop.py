@@ -162,7 +162,7 @@ def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog:
 def _build_trainer(
     run: TrainingRun, rank: int, device: torch.device, groups: ProcessGroups, log: Log, backend: Backend
 ) -> Trainer:
-    """Build the engine of each trained DiT, and restore the checkpoint that the run resumes from."""
+    """Build the `Trainer` of a run, with an engine for each trained DiT. Restore the checkpoint that the run resumes from."""
     events = EventLog(run, rank)
     store = ActivationOffloader(device)  # experts run one after the other and share this host memory
     engines = {}

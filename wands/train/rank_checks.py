@@ -32,7 +32,7 @@ FIXES = {
     "data": "use the same cache (data.cache) on every node: one shared folder, or complete copies",
     "plan": "start every node from the same checkpoint, with the same data and recipe",
 }
-"""Maps each input of a run to the fix in the error message if the input differs between ranks."""
+"""Maps each input of a run to the fix that the error message contains if this input differs between ranks."""
 
 
 def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:

@@ -56,7 +56,8 @@ def find_resume(
 
     Raises:
         ConfigError: if the path does not exist, or is a step folder that was renamed to `*.abandoned` when the run resumed
-            from an older step. Also if `resume` is None and the run folder already contains checkpoints.
+            from an older step. The error is also raised if `resume` is None and the run folder already contains
+            checkpoints.
         CheckpointError: if there is no complete checkpoint, or the checkpoint contains pickles of an earlier version of
             wands.
     """

@@ -193,8 +193,8 @@ class TrainingRun:
 
         All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
         step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
-        token counts with its weight in the mask. Some samples, chosen at random, have their
-        first frame as a condition, and its tokens are not trained. The expected number of these tokens is subtracted.
+        token counts with its weight in the mask. Some samples, chosen at random, have their first frame as a condition, and
+        the tokens of this frame are not trained. The expected number of these tokens is subtracted.
         `data.sources[].loss_weight` does not change the denominator.
         """
         value = plan.denominators[self.recipe.loss.reduction]

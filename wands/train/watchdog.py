@@ -1,8 +1,8 @@
 """Watch a training process: its launcher, its signals and its progress in a thread, and the user's requests after each step.
 
-After a step that does not end or a connection that breaks, each rank writes its Python stacks to a file in the run folder and
-waits. A rank without a file does not answer. This works when the network is down or a process is suspended, and costs no time
-in a normal step.
+If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder, and waits for the
+files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This works even if the
+network is down or a process is suspended, and costs no time in a normal step.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ the last 50 steps, and STEP_FLOOR seconds.
 
 _TICK = 1.0
 _HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
-"""Seconds to wait for the answers of other ranks: after a step that does not end, and after a lost connection.
+"""Seconds that a rank waits, so that the other ranks can write their stack traces to files. Then a rank whose file is missing is
+reported as a rank that does not answer.
 
-The wait after a lost connection is short, because launchers soon kill the remaining ranks.
+`_HANG_WAIT` applies after a step, or other work, that does not end in time. `_LOSS_WAIT` applies after a lost connection.
+`_LOSS_WAIT` is short, because launchers soon kill the remaining ranks.
 """
 
 
@@ -140,7 +142,7 @@ class Watchdog:
     def end_step(self, step: int, seconds: float) -> None:
         """Inform the watchdog that a step has ended.
 
-        From the first call on, a run that is requested to stop saves a checkpoint first. Before the first call, such a
+        After the first call of this method, a request to stop the run saves a checkpoint first. Before the first call, such a
         request ends the process at once.
 
         Args:
@@ -201,8 +203,8 @@ class Watchdog:
         if self._folder is not None:
             text, _ = call_roll(self._folder, _LOSS_WAIT, error)
         raise RankError(
-            f"{work}: the connection to another rank failed ({reason}): {text}. Read the last lines of the other ranks, then "
-            "continue with --resume."
+            f"{work}: the connection to another rank failed ({reason}): {text}. Read the last lines that the other ranks "
+            "printed, then continue with --resume."
         ) from error
 
     def _receive(self, number: signal.Signals) -> None:

@@ -31,7 +31,7 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, has no experts although the recipe names one, or has
-            experts with different configs. Also if an expert has no timestep to train.
+            experts with different configs. The error is also raised if an expert has no timestep to train.
     """
     path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
     if not path:

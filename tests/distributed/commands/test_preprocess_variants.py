@@ -293,8 +293,8 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
         ((key, reason),) = reasons
         assert key == "still"
         assert (
-            "gives one frame, but an image-to-video model needs more frames: it generates a video from "
-            "the first frame" in reason
+            "gives one frame, but an image-to-video model generates a video from the first frame and "
+            "needs more frames" in reason
         )
     # Of so few samples HDF5's own tables are a large part.
     assert told.cache_bytes == pytest.approx(done.report.num_bytes, abs=8000)

@@ -306,7 +306,7 @@ def test_wrong_options(server: Server, clips: Path, tmp_path: Path):
     for source, out, reason in (
         (table, table, ""),
         (table, link, ""),
-        (table.parent, table, "in SOURCE, and has"),
+        (table.parent, table, "a table in the folder SOURCE"),
     ):
         with pytest.raises(ConfigError, match=rf"is (SOURCE|{reason}).* choose another file"):
             caption(server, clips, out, str(source))

@@ -195,13 +195,14 @@ def test_unusable_samples_say_why(model: Path, tmp_path: Path) -> None:
         "constant in a channel": energon_sample(flat),
         "not normalized": energon_sample(raw(good)),
         "missing caption": energon_sample(good, " "),
-        "not an object with a caption": energon_sample(good, caption=3),  # type: ignore[arg-type]
+        "the caption in the sample's .json file must be text": energon_sample(good, caption=3),  # type: ignore[arg-type]
         "model_version=wan2.2": energon_sample(good, model_version="wan2.2"),
         "'posterior': 'sample'": energon_sample(good, deterministic_latents=False),
         "'vae_tiling': False": energon_sample(good, memory_optimization=False),
         "no .pth": {k: v for k, v in energon_sample(good).items() if k != "pth"},
         "no .json": {k: v for k, v in energon_sample(good).items() if k != "json"},
         ".json file cannot be read": energon_sample(good) | {"json": b"{"},
+        "does not contain a JSON object": energon_sample(good) | {"json": b"[]"},
         "contains a list": energon_sample([good]),
     }
     path = energon(tmp_path / "shards/a.tar", list(samples.values()))

@@ -51,11 +51,11 @@ def test_rows_that_no_memory_is_left_for_are_counted(
     log.append(*(f"{number}\n".encode() for number in range(4)))
     log.append(b"4\n")
     log.close()
-    assert caplog.messages[1:] == [f"{path} is incomplete; missing records: 5"]
+    assert caplog.messages[1:] == [f"the log {path} is incomplete; missing records: 5"]
     path.unlink()
     log.append(b"5\n")
     assert path.read_bytes() == b"3\n4\n5\n"
-    assert caplog.messages[-1] == f"{path} can be written again; missing records: 3"
+    assert caplog.messages[-1] == f"the log {path} can be written again; missing records: 3"
 
 
 def test_a_log_is_rewritten_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

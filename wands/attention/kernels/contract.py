@@ -31,7 +31,8 @@ How to add a kernel:
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. Add a `FlashBackend` to `CUDA_BACKENDS`, and a CPU kernel to `CPU_DTYPES`, in tests/support/plain.py. Then edit
+4. In tests/support/plain.py, add a `FlashBackend` to `CUDA_BACKENDS` (its name, and the package that it imports, such as
+   triton), or a CPU kernel to `CPU_DTYPES`. Then edit
    tests/unit/attention/test_kernels.py. For a `FlashBackend`, add the name to the tests of `auto`, which list the
    order of all kernels. For a `FlashBackend` from a package, add a fake module with the package's signatures, so that
    machines without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows,

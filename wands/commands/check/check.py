@@ -44,24 +44,26 @@ from wands.errors import DataError, failed_rules
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 SAMPLE_OVERHEAD = 1350
-"""Bytes of a sample in an HDF5 shard, not counting its arrays and its caption: groups, attributes and paths.
-
-Measured values are 1.2 to 1.4 kB.
+"""Bytes of HDF5 groups, attributes and paths that a shard contains for each sample. The sample's arrays and caption are not
+counted. Measured values are 1.2 to 1.4 kB.
 """
 ARRAY_OVERHEAD = 300
 """Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
 """FFmpeg filter that converts HDR video to SDR video. The VAE was trained on SDR video."""
 TEXT_COLUMNS = ("duplicate_of", "license", "source")
-"""Columns of texts that a report contains for each clip, next to the numeric columns."""
+"""Names of the text columns that a report contains, in addition to all numeric columns of the source."""
 SHOWN_CAPTION = 4000
 """Largest number of characters of a caption in a report. The text encoder reads about 2,000 characters."""
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
-"""Limits for a hard cut between two images. The mean difference of their pixels is at least CUT_CHANGE (of 255), and CUT_RATIO
-times the mean of the two differences before and the two differences after the cut. The first and the last of these six images
-differ by about as much: at most the share CUT_DRIFT more or less. After a flash, they differ less, and in fast motion more.
+"""Limits for a hard cut between two images. The difference of two images is the mean difference of their pixels, from 0 to 255.
+
+The difference at the cut is at least CUT_CHANGE. It is also at least CUT_RATIO times the mean of the two differences before the
+cut and the two differences after the cut. These five differences need six images. The difference of the first and the last of
+these images is between 1 - CUT_DRIFT and 1 + CUT_DRIFT times the difference at the cut. After a flash, it is smaller, and in
+fast motion it is larger.
 """
 SAME_IMAGE, NEW_SHARE = 3, 0.25
 """An image is new if the mean of a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. A

@@ -31,7 +31,7 @@ VERDICTS = ("rejected", "warned", "fine")
 NUM_BARS = 30
 """Number of bars of the histogram of a column."""
 MAX_ROWS = 5000
-"""Largest number of clips on the page. Rejected clips are first, then clips with warnings.
+"""Largest number of clips on the HTML page. Rejected clips are first, then clips with warnings.
 
 The JSON file of --json contains all clips.
 """
@@ -200,8 +200,8 @@ class CheckReport:
         return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()
 
     def column_texts(self) -> dict[str, str]:
-        """Return a dictionary that maps the name of each numeric column of the source's table to a text with the minimum,
-        median and maximum of the column, and how many clips have a number in it.
+        """Return a dictionary that maps the name of each numeric column of the source's table to a text. The text contains the
+        column's minimum, median and maximum, and the number of clips that have a number in this column.
         """
         return {
             name: f"min {row[0]:.4g}, median {row[len(row) // 2]:.4g}, max {row[-1]:.4g}; {len(row):,} clips"
@@ -273,9 +273,9 @@ class CheckReport:
 
 
 def describe_source(clip: CheckedClip) -> str:
-    """Return frame size, frame rate, duration and codec of a clip's file as text.
+    """Return frame size, frame rate, duration, number of frames and codec of a clip's file as text.
 
-    Return an empty text if the properties of the file are unknown.
+    The text of an image contains only its size and codec. The text is empty if the properties of the file are unknown.
     """
     info = clip.source
     if info is None:

@@ -157,8 +157,8 @@ def _convert_lora(
 
     Raises:
         CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or contains full (not
-            low-rank) changes of parameters, which the layout `to` cannot store. Also if values read back from a
-            written file differ from the values in `source`.
+            low-rank) changes of parameters, which the layout `to` cannot store. The error is also raised if values read
+            back from a written file differ from the values in `source`.
     """
     files = TensorFiles([source], f"SOURCE {source}")
     loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
@@ -166,7 +166,7 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder stands for {expert}. "
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder names {expert}. "
                 "Rename the file or folder, or set SOURCE to this file, whose name is then ignored."
             )
         loras = {expert: update}

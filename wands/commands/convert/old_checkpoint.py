@@ -42,7 +42,7 @@ def convert_run(run: str) -> str:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
         raise CheckpointError(
-            f"SOURCE={run} cannot be converted: {reason}. The pickled checkpoints did not change."
+            f"SOURCE={run} cannot be converted: {reason.rstrip('.')}. The pickled checkpoints did not change."
         )
     return done.stdout.strip()
 
@@ -156,7 +156,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} has {len(paths)} files {pattern}, but exactly one is needed")
+        raise CheckpointError(f"{folder} needs one file {pattern}, but has {len(paths)}; restore the folder")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 

@@ -42,7 +42,8 @@ from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
-"""Number of consecutive rounds without progress after which a run with dying workers ends with an error.
+"""Number of consecutive rounds after which the run ends with an error, if workers end early in each round and no caption or
+clip is finished.
 
 A round runs a task on all remaining captions or clips.
 """
@@ -173,7 +174,9 @@ class PreprocessRun:
         self.writer.refresh()
 
     def scan(self, scan: SourceScan) -> None:
-        """Keep `scan` for the run. Limit the number of workers to the number of clips with samples that the cache lacks.
+        """Store the scan of the source for this run. Limit the number of workers to the number of clips with missing samples.
+
+        A sample is missing if the cache does not contain it.
 
         Args:
             scan: usable and rejected clips of the source.

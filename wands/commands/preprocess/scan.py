@@ -234,8 +234,8 @@ class SourceScan:
 
 @lru_cache(1 << 16)
 def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[str] | None:
-    """Return the ends of the keys of a clip's samples, which name the sizes. The end is "" for the first value of --max-pixels
-    (largest area of a frame), and a text such as "#640x352" for each further value.
+    """Return the size suffixes of a clip's samples. A size suffix is the end of a sample's key, which names the frame size. It is
+    "" for the first value of --max-pixels (largest area of a frame), and a text such as "#640x352" for each further value.
 
     Return None if the display size is unknown, or if the clip is too small for one of the values. The clip must then be
     decoded.

@@ -274,7 +274,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
     """Run the same bin (packed sequence) twice: shared by all ranks, and as a whole on each rank alone.
 
     Returns:
-        The velocities and gradients of both runs. Those to test are from the shared bin, those to expect from the whole bin.
+        The velocities and gradients of both runs. In the `Comparison`, `tested` is from the shared bin. `expected` and
+        `rounded` are from the whole bin.
 
     Raises:
         ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.

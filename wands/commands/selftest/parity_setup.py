@@ -120,7 +120,7 @@ def load_setup(options: SelftestOptions) -> Setup:
 
 
 def find_folder(model: str) -> Path:
-    """Return the folder of a model without network access.
+    """Return the folder of a model on this machine. The function downloads nothing.
 
     Args:
         model: folder, or Hub id of a model in the Hub's cache on this machine.

@@ -28,9 +28,9 @@ class Check(NamedTuple):
 
     Attributes:
         name: name of the check.
-        load: loads the part of the model that the check needs; None if the check loads nothing in advance.
-        run: runs the check and returns a `Result` whose name is still empty. The argument is the result of `load`, or the
-            `Setup` (model, clip and settings) if `load` is None.
+        load: function that loads the part of the model that the check needs; None if nothing is loaded before the check.
+        run: function that runs the check and returns a `Result` whose name is still empty. Its argument is the result of
+            `load`, or the `Setup` (model, clip and settings) if `load` is None.
         condition: name of an input, such as "image". The check applies only to models with this input. If the name is
             empty, the check applies to every model.
     """
@@ -82,8 +82,8 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
         The result of each check as soon as the check is finished.
 
     Raises:
-        WandsError: if the model, the clip or a check in `options.only` does not exist. Also if a part of the model that a
-            check needs is missing or damaged.
+        WandsError: if the model, the clip or a check in `options.only` does not exist. The error is also raised if a part of
+            the model that a check needs is missing or damaged.
     """
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):

@@ -39,8 +39,8 @@ __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
 GIVEN = {"image", "last_image", "clip"}
-"""Conditions for which a cache stores additional arrays. Text embeddings are always stored, and the clean first frame of
-TI2V is part of the latents."""
+"""Conditions (inputs of a model other than noise) for which a cache stores additional arrays. Text embeddings are always
+stored, and the clean first frame of TI2V is part of the latents."""
 LATENTS = {"latents", "image_latents"}
 FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where MODEL is the model to train."
 
@@ -66,7 +66,7 @@ class LatentCache(SampleFacts):
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
         conditions: names of the model's additional inputs, such as "text" and "image". `read` returns the arrays that these
-            inputs need. At first the model is the one for which the cache was made; `serve` selects another one.
+            inputs need. At first, the model is the variant for which the cache was made. `serve` selects another variant.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:

@@ -31,7 +31,7 @@ SHARD_FIX = (
     "delete that file and run the same `wands preprocess` command again. The command encodes the clips of the "
     "deleted file again."
 )
-"""Fix of a damaged shard, the end of an error message."""
+"""End of an error message about a damaged shard. It says how to repair the cache."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class IndexEntry:
     """Digest of what the latents were made from: the clip's file and time range, but not the caption. Empty for imported
     latents."""
     last: bool = False
-    """Whether the sample contains the last window of its clip."""
+    """Whether the sample contains the last window (range of frames) of its clip."""
     signature: tuple[int, int] = (0, 0)
     """Bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for shards of earlier versions."""
     display_size: tuple[str, ...] = ()

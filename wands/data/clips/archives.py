@@ -161,7 +161,7 @@ class TarReader:
             assert stream is not None
             stream.seek(self._tar.offset)
             if stream.read(512) != bytes(512):
-                raise EOFError(f"no end mark at byte {self._tar.offset:,}")
+                raise EOFError(f"the end mark of a tar archive is missing at byte {self._tar.offset:,}")
         except (OSError, EOFError, tarfile.TarError, ValueError, zlib.error) as error:
             problem = f"archive is damaged or cut off ({one_line(error)})"
             self.rejections.append(("", f"{problem}, and all later files are lost; replace the archive"))

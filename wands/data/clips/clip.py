@@ -116,8 +116,8 @@ class ClipSpec:
         max_frames, shortest = options.setdefault("max_frames", 81), variant.vae_stride[0] + 1
         if variant.num_images and max_frames is not None and max_frames < shortest:
             raise ConfigError(
-                f"--max-frames={max_frames} gives samples of one frame, but {variant.name} needs more frames: "
-                f"it generates a video from the first frame; use {shortest} or more"
+                f"--max-frames={max_frames} gives samples of one frame, but {variant.name} generates a video from the "
+                f"first frame and needs more frames; use {shortest} or more"
             )
         if options.get("fps") is None:
             options["fps"] = variant.fps
@@ -228,8 +228,8 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     """
     if num_frames == 1 and "image" in conditions:
         raise DataError(
-            f"video={path} gives one frame, but an image-to-video model needs more frames: it generates a video from "
-            "the first frame; remove stills, or use a longer clip"
+            f"video={path} gives one frame, but an image-to-video model generates a video from the first frame and "
+            "needs more frames; remove stills, or use a longer clip"
         )
 
 

@@ -26,8 +26,9 @@ _LFS_REASON = "is a Git LFS pointer, not the file itself; run git lfs pull in it
 
 
 def explain_no_file(path: Path) -> str:
-    """Return why a path is not a regular file, and the fix, as one text, such as "is a folder, not a file; put the file itself in
-    its place".
+    """Return the reason why a path is not a regular file, followed by the fix.
+
+    An example is "is a folder, not a file; put the file itself in its place".
     """
     if not os.path.exists(path):
         problem = "is a link to itself or to a missing file" if path.is_symlink() else "does not exist"
@@ -75,7 +76,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def explain_error(error: Exception) -> str:
-    """Return why a text file cannot be read, decoded or parsed, and the fix, as one text."""
+    """Return the reason why a text file cannot be read, decoded or parsed, followed by the fix."""
     if isinstance(error, RecursionError):
         return "brackets are nested too deeply; remove the nested values"
     if isinstance(error, UnicodeError):

@@ -59,9 +59,9 @@ class Filter:
             offset = getattr(error, "offset", 1) or len(self._text) + 1  # 0: the end
             begin = odd.start() if odd else offset - 1
             raise ConfigError(
-                f"--where {self._text} cannot be used: character {begin + 1} ({self._text[begin:][:30] or 'the end'}) breaks the "
-                'rules. Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, in ["a", "b"] or is None. Join '
-                "comparisons by and, or, not."
+                f"--where {self._text} cannot be used: error at character {begin + 1} "
+                f'({self._text[begin:][:30] or "the end"}). Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, '
+                'in ["a", "b"] or is None. Join comparisons by and, or, not.'
             ) from None
         self.columns = _names(tree)
         self._parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]

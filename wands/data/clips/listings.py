@@ -124,7 +124,7 @@ def _find_listing(source: Source) -> Path | None:
         if len(files) > 1:
             found = " and ".join(file.name for file in files)
             fix = "pass the path of one of these files as SOURCE"
-            raise DataError(f"SOURCE={source.name} contains {found}, which list clips; {fix}")
+            raise DataError(f"SOURCE={source.name} contains several files that list clips ({found}); {fix}")
         if files:
             return files[0]
     return None
@@ -158,8 +158,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     listing does not name.
 
     Unlisted images are rejected only if the listing names at least one image. If a folder has more unlisted than listed
-    clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection for the folder replaces the rejections of its
-    clips.
+    clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection of the folder replaces the rejections of these
+    unlisted clips.
     """
     items = list(_scan_listing(listing))
     yield from items

@@ -29,7 +29,8 @@ MAX_PATH = 4096
 """Longest path in bytes on Linux. Unicode normalization of a much longer text could take minutes."""
 
 Part = tuple[float | None, float | None, Crop | None, Path | None]
-"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, mask). Each None is the whole file, or no mask."""
+"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, mask). In this order, None is the start of the
+file, the end of the file, the whole frame, and no mask."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +162,8 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
         folders: folders to which `written` may be relative.
 
     Raises:
-        DataError: if `written` is not valid UTF-8, contains control characters or does not lead to a file. Also if the
-            mask next to the clip is not a file.
+        DataError: if `written` is not valid UTF-8, contains control characters or does not lead to a file. The error is also
+            raised if the mask next to the clip is not a file.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:

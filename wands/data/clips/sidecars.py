@@ -50,7 +50,8 @@ _UNREAD_VIDEOS = (
 _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tif", ".tiff")
 # fmt: on
 _UNREAD = dict.fromkeys(_UNREAD_VIDEOS, ".mp4") | dict.fromkeys(_UNREAD_IMAGES, ".png")
-"""Maps the extensions of clips that wands does not read to a format that it reads. Such clips are reported."""
+"""Maps extensions of videos and images that wands cannot read to the extension of a format that wands can read. Files with these
+extensions are rejected, and the error message names the format to convert to."""
 # Names of text files in a folder of clips that are not captions.
 _DOCUMENT = re.compile(
     r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
@@ -144,8 +145,7 @@ def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator
         problem = f"folder cannot be read ({error.strerror}); fix the permissions of the folder"
         unreadable.append(reject(os.path.relpath(error.filename, folder), error.filename, problem))
     if num_hidden:
-        reason = "their names begin with a dot"
-        log.warning("%s: %d clips or archives are skipped, because %s", folder, num_hidden, reason)
+        log.warning("%s: skipped %d clips or archives whose names begin with a dot", folder, num_hidden)
 
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
@@ -181,7 +181,7 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
 
 
 def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> Iterator[Rejection]:
-    """Yield a rejection for each file that cannot be read as a clip, and for each caption file without a clip.
+    """Yield a rejection for each file that seems to be a clip but cannot be read, and for each caption file without a clip.
 
     Text files that are probably not captions are ignored. Examples are README.txt, LICENSE.txt, and all text files of a
     folder in which no clip has a caption file.
@@ -244,8 +244,8 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
 
 
 def _read_small(path: Path) -> bytes:
-    """Return the bytes of a caption file. Raise DataError if the file is too large for a caption, so that a wrong file
-    cannot fill the memory.
+    """Return the bytes of a caption file. Raise DataError if the file cannot be read, or has more than `MAX_CAPTION_BYTES`
+    bytes. Without this limit, a huge file could fill the memory.
     """
     if not path.is_file():  # a pipe or a terminal would block forever
         raise DataError(f"{path.name} {explain_no_file(path)}")
@@ -378,10 +378,11 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
     if clips:
         return clips
     names = ", ".join(sorted(members))
-    problem = f"has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     if "pth" in members:
-        problem = f"contains latents ({names}), not a clip; import it with python -m data_tools.import_shards"
-    raise DataError(f"sample in the archive {problem}")
+        raise DataError(f"sample in the archive has latents ({names}), no clip; run data_tools.import_shards")
+    raise DataError(
+        f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
+    )
 
 
 def _captions_of_sample(

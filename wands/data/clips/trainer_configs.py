@@ -48,8 +48,8 @@ _NOTES = {
     "num_repeats": "encode these clips into a separate cache, and set data.sources[].repeat in the recipe",
     "source_fps": "not used, because the frame rate is read from each video",
 }
-"""Maps settings of other trainers that wands does not apply to messages for the user. `_note` makes the messages about sizes and
-lengths."""
+"""Messages for the user about settings of other trainers that wands does not apply, by name of the setting. `_note` makes the
+messages about sizes and numbers of frames."""
 
 
 def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
@@ -74,7 +74,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if parse is json.loads:  # a table
             return None
-        raise DataError(f"SOURCE={file} is not a dataset.toml ({one_line(error)}); correct it") from None
+        raise DataError(f"SOURCE={file} is not a dataset.toml ({one_line(error)}); fix the file") from None
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
@@ -83,7 +83,7 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 
     Args:
         source: the configuration, with the options for reading the clips.
-        shared: settings that hold for every section that does not set them itself.
+        shared: settings that apply to every section that does not set them itself.
         sections: settings of each section.
     """
     file, notes = source.path, defaultdict[str, list[str]](list)
@@ -149,8 +149,7 @@ def _read_section(
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
         if not (path := next(filter(os.path.exists, paths), default)):
-            shown = f"{key}={settings[key][:99]} does not exist (looked for {paths[0][:500]})"
-            raise DataError(f"{shown}; correct the path")
+            raise DataError(f"{key}={settings[key][:99]}: {paths[0][:500]} does not exist; correct the path")
         return path
 
     name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]

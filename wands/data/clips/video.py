@@ -289,14 +289,15 @@ def decode_clip(
         mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are not yielded.
 
     Yields:
-        A `DecodedClip` for each size if `spec.clip_mode` is ``head`` or ``middle`` (one window), and for each size and window
-        if it is ``slide``. Without an error, at least one `DecodedClip` is yielded.
+        A `DecodedClip` for each window at each frame size. If `spec.clip_mode` is ``head`` or ``middle``, there is one window.
+        Each of the limits `spec.max_pixels` and `spec.more_pixels` gives a frame size, see `plan_sizes`. Without an error, at
+        least one `DecodedClip` is yielded.
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. Also if the mask does not fit the clip. Each limit in
-            `spec.max_pixels` and `spec.more_pixels` gives one size. Two errors are raised only after all usable
-            `DecodedClip`s are yielded: the mask is black in a window, or the frames are too small for some of the sizes.
+            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. If the mask
+            is black in a window, or the frames are too small for some of the limits, the error is raised at the end: all
+            usable `DecodedClip`s are yielded first.
     """
     with open_video(path) as reader:
         duration = reader.info.duration

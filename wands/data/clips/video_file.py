@@ -166,8 +166,8 @@ def _is_mirrored_by_exif(path: Path) -> bool:
 
 
 class VideoReader:
-    """An open video stream, which `open_video` yields. A corrupt frame is no error: `frames` yields it with a true
-    `VideoFrame.damaged`.
+    """An open video stream, which `open_video` yields. A corrupt frame raises no error: `frames` yields the frame, with
+    `VideoFrame.damaged` set to True.
 
     Attributes:
         reached: time in seconds up to which frames were decoded.
@@ -196,7 +196,7 @@ class VideoReader:
     def _choose_stream(self) -> None:
         name = self._container.format.name
         if name in _PLAYLISTS:
-            raise self.error(f"is a text file in {name} format, not a video", "use the clip itself")
+            raise self.error(f"is a text file in {name} format, not a video", "use a video file")
         # Cover art of an audio file is a video stream of one image.
         streams = [s for s in self._container.streams.video if not s.disposition & Disposition.attached_pic]
         if not streams:

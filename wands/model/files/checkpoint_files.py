@@ -196,7 +196,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError("its values do not match its hash_of_this_file")
+            raise ValueError("the values in the file do not match its key hash_of_this_file")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(

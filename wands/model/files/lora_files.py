@@ -259,8 +259,8 @@ def parse_lora(
         belong to "transformer_2", and all other keys to "transformer".
 
     Raises:
-        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. Also if a module lacks one of
-            its two matrices, or the shapes of the two matrices do not fit each other.
+        CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. The error is also raised if a
+            module lacks one of its two matrices, or the shapes of the two matrices do not fit each other.
     """
     updates: dict[str, LoraUpdate] = {}
     for (expert, name), tensors in _group(state, where).items():
@@ -335,9 +335,10 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
 
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
-    """Return the LoRA of the module `name` as two matrices. For a convolution, all dimensions after the first are flattened.
+    """Return the LoRA of the module `name`: two matrices and a scale, which is computed from the rank and alpha.
 
-    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha.
+    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1. For a
+    convolution, all dimensions of a matrix after the first are flattened.
     """
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
@@ -433,7 +434,7 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
         the metadata nor `adapter_config.json` contains settings.
 
     Raises:
-        CheckpointError: if the metadata or `adapter_config.json` is damaged, or says that the file is a DoRA.
+        CheckpointError: if the metadata or `adapter_config.json` is damaged, or its settings are for a DoRA.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()

@@ -109,10 +109,13 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
         ) from None
     num_heads = official_config.get("num_heads") or dim // HEAD_DIM
     if not num_heads or dim % num_heads:
+        if "num_heads" in official_config:
+            raise CheckpointError(
+                f"{where}: num_heads={num_heads} in config.json must divide the model's width {dim}. Replace config.json."
+            )
         raise CheckpointError(
-            f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of "
-            f"{f'num_heads={num_heads}' if num_heads else f'the head dim {HEAD_DIM}'}. "
-            "Put the model's config.json with the right num_heads next to the weights."
+            f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of the "
+            f"usual head dim {HEAD_DIM}. Put the model's config.json with num_heads next to the weights."
         )
     if image := shapes.get("img_emb.proj.0.weight"):
         sizes |= {"image_dim": image[0], "image_positions": shapes.get("img_emb.emb_pos", (0, 0))[1]}
@@ -132,8 +135,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     ]
     if differing:
         raise CheckpointError(
-            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use weights and config of the same "
-            "model."
+            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use the model's config.json."
         )
     return config
 

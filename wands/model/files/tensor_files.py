@@ -117,8 +117,7 @@ class TensorFiles:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
         except pickle.UnpicklingError:
             raise CheckpointError(
-                f"{self.where}: {path} is a pickle with objects that are not tensors. Such a file can run any code, so "
-                "wands does not load the file. Use a safetensors file."
+                f"{self.where}: {path} is a pickle with objects that are not tensors, and could run code. Use a safetensors file."
             ) from None
         except (RuntimeError, OSError, EOFError) as error:
             raise CheckpointError(

@@ -79,7 +79,7 @@ def test_reasons(condition: str, reason: str) -> None:
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_at_its_place(condition: str, character: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^--where .*: character {character} \(.*and, or, not\.$"):
+    with pytest.raises(ConfigError, match=rf"^--where .* error at character {character} \(.*or, not\.$"):
         Filter(condition)
 
 

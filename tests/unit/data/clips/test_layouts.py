@@ -522,7 +522,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         (
             {"metadata.csv": "a", "metadata.json": "[]"},
             "",
-            "contains metadata.csv and metadata.json, which list clips; pass the path of one of these files",
+            "contains several files that list clips .metadata.csv and metadata.json.; pass the path of one of these files",
         ),
     ],
 )
@@ -956,7 +956,7 @@ def test_hidden_clips_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         {"a.mp4": "x", "a.txt": "x", "._a.mp4": "x", "b/._b.tar": "x", "._a.txt": "x", ".DS_Store": "x"},
     )
     assert keys(load_source(str(tmp_path))[0]) == ["a"]
-    assert f"{tmp_path}: 2 clips or archives are skipped, because their names begin with a dot" in caplog.text
+    assert f"{tmp_path}: skipped 2 clips or archives whose names begin with a dot" in caplog.text
 
 
 def test_a_rejection_is_short(tmp_path: Path) -> None:
