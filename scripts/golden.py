@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
-"""Arrays of a cache's index that an older reference commit may lack, for near-duplicates and the licenses of clips."""
+"""Arrays in the index of a cache that earlier versions of wands do not write: signatures to find near-duplicates, and licenses."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
@@ -61,8 +61,8 @@ class Checkout:
     def __init__(self, root: Path, out: Path) -> None:
         self.root, self.out = root, out
 
-    def run(self, *command: str) -> None:
-        """Run Python with these sources. If the command fails, exit with the last lines of its output."""
+    def run(self, *command: str, root: Path | None = None) -> None:
+        """Run Python with these sources, or with those in `root`. If the command fails, exit with the last lines of its output."""
         log = self.out / "log.txt"
         with log.open("a") as handle:
             done = subprocess.run(
@@ -70,7 +70,7 @@ class Checkout:
                 cwd=self.out,
                 env={
                     **os.environ,
-                    "PYTHONPATH": str(self.root),
+                    "PYTHONPATH": str(root or self.root),
                     "DS_ACCELERATOR": "cpu",
                     "OMP_NUM_THREADS": "1",
                 },
@@ -89,9 +89,11 @@ class Checkout:
         return path
 
     def model(self, variant: str) -> Path:
-        """Return the folder of a tiny pipeline. The script in the working tree builds it for both versions."""
+        """Return the folder of a tiny pipeline. The working tree builds it for both versions."""
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
-        return self.once(f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant))
+        return self.once(
+            f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant, root=ROOT)
+        )
 
     def clips(self) -> Path:
         """Return the folder of the demo's four real clips. Both versions use the captions of the working tree."""

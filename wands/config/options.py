@@ -328,7 +328,7 @@ class PackOptions(RecipeOptions):
     """
 
     out: Path
-    """File to write, in JSON-lines format (.jsonl)."""
+    """File to write the bins of the epoch to, in JSON-lines format (.jsonl)."""
     epoch: Annotated[int, Field(ge=0)] = 0
     """Number of the epoch to plan. The first epoch has the number 0."""
 

@@ -47,12 +47,13 @@ class ModelConfig(StrictModel):
     """List of LoRAs that are merged into the base weights before training. The checkpoints of a full finetune contain
     the merged LoRAs, and so does the result of `wands export --merge`. An empty list merges no LoRA."""
     trainable: list[str] = Field(default_factory=list)
-    """Train only the parameters whose names match these patterns, such as `blocks.*.attn1.*`. The key cannot be used
-    together with a `lora` section. An empty list trains all parameters. Set this key, for example, to train only the
-    attention layers."""
+    """Train only the parameters whose full names match one of these shell patterns, such as `blocks.*.attn1.*`. The key
+    cannot be used together with a `lora` section. An empty list trains all parameters. Set this key, for example, to train
+    only the attention layers."""
     freeze: list[str] = Field(default_factory=list)
-    """Freeze the parameters whose names match these patterns. The key cannot be used together with a `lora` section. A
-    parameter that matches both `trainable` and `freeze` is frozen. An empty list freezes no parameter."""
+    """Freeze the parameters whose full names match one of these shell patterns, such as `blocks.0.*`. The key cannot be used
+    together with a `lora` section. A parameter that matches both `trainable` and `freeze` is frozen. An empty list freezes no
+    parameter."""
     checkpointing: Literal["none", "selective", "full", "offload"] = "none"
     """Choose the activations that are kept for the backward pass. Keeping fewer activations saves memory, but takes more
     time.
@@ -84,8 +85,8 @@ class ModelConfig(StrictModel):
     If this key is unset, `selective` keeps `attn_output`, and `offload` keeps none of these tensors."""
     offloaded_tensors: list[Literal["block_input", SavedTensor]] | None = None
     """List of the tensors of each block to move to host memory. The key can be used only with `checkpointing: offload`.
-    Valid names are `block_input`, which is the input of the block, and the names that `saved_tensors` lists. If this key is
-    unset, only `block_input` is moved."""
+    Valid names are `block_input`, which is the input of the block, and all names that are valid in `saved_tensors`. If this
+    key is unset, only `block_input` is moved."""
     compile: Literal["auto"] | bool = "auto"
     """Compile the pointwise parts of the transformer blocks with torch.compile: norms, modulation, rotary embedding and
     residual additions. Compiled parts read and write less GPU memory, so that a step is faster. Results differ by rounding

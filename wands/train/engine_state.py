@@ -248,10 +248,13 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Return {index of a flat tensor: its fragments} for each flat tensor that Muon updates.
+    """Find the flat tensors for which DeepSpeed stores the momentum of whole parameters, and not only of this rank's ranges.
 
-    A flat tensor is a tensor that the optimizer updates. At ZeRO-1 and 2 without CPU offload, DeepSpeed stores the momentum
-    of whole parameters for such a flat tensor, in the order of the returned fragments. In all other cases, the result is {}.
+    These are the flat tensors that Muon updates, at ZeRO-1 and 2 without CPU offload. A flat tensor is a tensor in the
+    optimizer's param groups, and contains many parameters.
+
+    Returns {index of the flat tensor: its fragments, in the order of the stored momentum}. At other ZeRO stages, with CPU
+    offload, or without Muon, the result is {}.
 
     `base` is the torch optimizer inside the engine. `fragments` are this rank's ranges of the flattened parameters.
     """

@@ -48,7 +48,7 @@ def find_resume(
         output_dir: the run folder.
         resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
             folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
-        damaged: maps the folder of each checkpoint that is known to be damaged to its error message. With "auto" or a run
+        damaged: error messages of checkpoints that are known to be damaged, by checkpoint folder. With "auto" or a run
             folder, these checkpoints are skipped.
 
     Returns:

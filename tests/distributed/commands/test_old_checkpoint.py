@@ -157,5 +157,5 @@ class _Runs:
 def test_a_run_without_pickles_is_one_sentence(tmp_path: Path):
     result = CliRunner().invoke(main, ["convert", str(tmp_path), "--trust-pickle"])
     assert result.exit_code == 2
-    assert "contains no checkpoint of an earlier version of wands" in result.output
+    assert "contains no checkpoint with pickles" in result.output
     assert "Traceback" not in result.output

@@ -110,7 +110,7 @@ def test_a_wrong_variant_stops_the_run(monkeypatch: pytest.MonkeyPatch):
         return [right, merged]
 
     monkeypatch.setattr(bench_attention, "variants_of", variants_of)
-    with pytest.raises(SystemExit, match="one long sample is wrong"):
+    with pytest.raises(SystemExit, match="one long sample differs from single kernel"):
         bench_attention.measure(lens, make_inputs(lens, 2, CPU, torch.float32), backend, 1)
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
+from wands import __version__
 from wands.commands import push as push_module
 from wands.errors import WandsError
 from wands.export import model_card
@@ -164,7 +165,7 @@ def test_push_then_download_gives_the_same_files(folder: Path, hub: FakeHub, tmp
     assert send(folder, hub) == f"{hub.url}/{NAME}"
 
     assert hub.repos[NAME].private
-    assert hub.repos[NAME].messages == ["Upload the pipeline of step 1200 with wands 0.1.0"]
+    assert hub.repos[NAME].messages == [f"Upload the pipeline of step 1200 with wands {__version__}"]
     there = hub.files(NAME)
     assert set(there) == wanted
     assert hub.count()["put"] == sum(file.lfs for file in hub.repos[NAME].branches["main"].values()) > 2

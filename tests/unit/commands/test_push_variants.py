@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.fake_hub import FakeHub
 from tests.unit.commands.test_push import NAME, RECORD, TOKEN, _quiet_machine, read_card, send, write_record
+from wands import __version__
 from wands.commands.push import _check_contents
 from wands.export.model_card import FolderContents, LoraFile, build_card
 
@@ -121,7 +122,7 @@ def test_a_lora_of_two_experts(
     write_record(folder, RECORD | parts | {"recipe": {"lora": LORA}})
     send(folder, hub)
     there = hub.files(NAME)
-    assert hub.repos[NAME].messages == ["Upload the LoRA of step 1200 with wands 0.1.0"]
+    assert hub.repos[NAME].messages == [f"Upload the LoRA of step 1200 with wands {__version__}"]
     assert there["README.txt"] == b"LoRA for base (x), step 3.\n"
     assert {"low_noise/comfyui.safetensors", "high_noise/pytorch_lora_weights.safetensors"} <= there.keys()
     card = there["README.md"].decode()

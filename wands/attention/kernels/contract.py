@@ -6,10 +6,11 @@ Letters: Tq rows of q, Tk rows of k and v, H heads, D head dim. All tensors are 
 The rows are divided into segments, such as one segment per sample. Rows of q attend only to rows of k in the same
 segment.
 
-The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, and in
-cross-attention to padded texts, q attends to several blocks of keys, one after another. The caller merges the results,
-and calls the backward pass of each block with the *merged* `out` and `lse`. exp(score - lse) is then the attention
-probability of a key among the keys of all blocks. The gradients of q from all blocks therefore add up to the gradient of q.
+The backward pass takes `out` and `lse` as arguments instead of computing `out` and `lse` again. In ring attention, q
+attends to several blocks of keys, one after another. The caller merges the results, and calls the backward pass of each
+block with the *merged* `out` and `lse`. exp(score - lse) is then the attention probability of a key among the keys of all
+blocks. The gradients of q from all blocks therefore add up to the gradient of q. Cross-attention to padded texts calls the
+kernel once, with the keys of the text. varlen.py then merges the padding keys into `out` and `lse` without a kernel.
 Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring Attention".
 
 How to add a kernel:
@@ -31,8 +32,8 @@ How to add a kernel:
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. In tests/support/plain.py, add a `FlashBackend` to `CUDA_BACKENDS` (its name, and the package that it imports, such as
-   triton), or a CPU kernel to `CPU_DTYPES`. Then edit
+4. In tests/support/plain.py, add a `FlashBackend` to `CUDA_BACKENDS` (its name, and the module that it imports: the
+   module of a package, `triton`, or `torch`), or a CPU kernel to `CPU_DTYPES`. Then edit
    tests/unit/attention/test_kernels.py. For a `FlashBackend`, add the name to the tests of `auto`, which list the
    order of all kernels. For a `FlashBackend` from a package, add a fake module with the package's signatures, so that
    machines without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows,

@@ -59,7 +59,7 @@ class FlashBackend(Backend):
     Attributes:
         min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
         max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
-        package: pip package that contains the kernel; None if PyTorch contains the kernel.
+        package: pip package that must be installed for the kernel. None if PyTorch or wands contains the kernel.
         install: sentence for error messages that explains how to install the package, with the kernel's name as {name}.
     """
 

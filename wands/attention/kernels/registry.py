@@ -1,6 +1,6 @@
 """Select the attention kernel: the kernel that `attention.backend` names, or the first one that gives right results.
 
-A kernel for CUDA is used only after a check of its results (self_check.py), once per process. The check
+A `FlashBackend` is used only after a check of its results (self_check.py), once per process. The check
 compares the kernel's output, log-sum-exp and gradients with exact values. It also tests several blocks of keys, as in
 ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
 """

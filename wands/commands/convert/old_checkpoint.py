@@ -60,7 +60,7 @@ def main(run: Path) -> None:
     found = [(step, state) for step in steps if (state := load_state(step)).files and not state.hashes]
     if not found:
         raise CheckpointError(
-            f"{run} contains no checkpoint of an earlier version of wands. Use its checkpoints without converting them."
+            f"{run} contains no checkpoint with pickles, so there is nothing to convert. Use the checkpoints as they are."
         )
     for step, state in found:
         unfinished = step.with_name(f"{step.name}.tmp")

@@ -250,7 +250,7 @@ def find_checkpoint(
     Args:
         where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: maps each step folder that is known to be damaged to its error message. No checkpoint in these folders is
+        damaged: error messages of step folders that are known to be damaged, by folder. No checkpoint in these folders is
             returned.
 
     Raises:
