@@ -30,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
-"""Arrays in the index of a cache that earlier versions of wands do not write: signatures to find near-duplicates, and licenses."""
+"""Arrays in the index of a cache that earlier versions of wands do not write: signatures and licenses of the samples."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
@@ -62,7 +62,7 @@ class Checkout:
         self.root, self.out = root, out
 
     def run(self, *command: str, root: Path | None = None) -> None:
-        """Run Python with these sources, or with those in `root`. If the command fails, exit with the last lines of its output."""
+        """Run Python with these sources, or the sources in `root`. If the command fails, exit with the end of its output."""
         log = self.out / "log.txt"
         with log.open("a") as handle:
             done = subprocess.run(
