@@ -75,8 +75,8 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}; remove these "
-            "samples from one cache with python -m data_tools.split CACHE DROP KEEP --keys-file FILE, where FILE lists the keys."
+            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. List "
+            "the keys in a FILE, run python -m data_tools.split CACHE DROP KEEP --keys-file FILE, and merge KEEP instead of CACHE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
@@ -162,7 +162,7 @@ class MergeArguments(Options):
     cache: Annotated[tuple[Path, ...], ARGUMENT]
     """Folders of the caches to merge, written by `wands preprocess`."""
     out: Path | None = None
-    """Folder of the merged cache. Without --out, the first CACHE names this folder, and only the other caches are merged."""
+    """Folder of the merged cache. Without --out, the first CACHE is this folder, and the other caches are merged into it."""
 
 
 def _run(options: MergeArguments) -> int:

@@ -50,7 +50,7 @@ Pair = tuple[Tensor, Tensor]
 PAGE = 4096
 PER_SHARD = 64
 SCANNED = 6
-"""Number of random reads of a scanned tar; the time of a whole permutation would be quadratic."""
+"""Number of random reads to time for a tar without an index, because each read scans the tar from its start."""
 
 
 def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:

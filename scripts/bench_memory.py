@@ -197,7 +197,7 @@ def slower(fast: Measured, slow: Measured) -> float:
 
 
 def main() -> int:
-    """Run the command line and return the exit code: 1 if the memory of the modes is not in the documented order."""
+    """Run the command line. Return the exit code: 1 if a checkpointing mode takes more memory than the mode before it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

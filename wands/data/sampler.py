@@ -210,12 +210,13 @@ class PlanSampler:
             that the other samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the
             data or the packing changed during the run.
-        given: maps an epoch to a plan that replaces the computed plan. The file `packing.plan` gives the plan of one epoch.
+        given: maps an epoch to a plan that replaces the computed plan. The file that the recipe key `packing.plan` names has
+            the plan of one epoch.
             If the data or the packing changed during the run, the checkpoint gives the plan of the epoch in which it was
             saved, so that the run finishes this epoch as planned. All plans contain row numbers of the current data.
         steps_per_epoch: number of steps of the epoch in `start`. Without a schedule, all later epochs have the same number.
         total_steps: number of optimizer steps of the whole run.
-        bin_cost: function that returns the cost of a bin of rows.
+        bin_cost: function that returns the `cost` of a bin, given the row numbers of the bin.
 
     Raises:
         DataError: if there is no sample, or a sample has more than `max_tokens` tokens.

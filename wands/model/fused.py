@@ -1,7 +1,7 @@
 """Pointwise parts of a transformer block in few passes over memory: add, normalize, modulate, rotate and cast.
 
-Each part is an autograd function with a hand-written backward pass. The forward pass and the backward pass are
-operators of `compiled_op`. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and
+Each part is an autograd function with a hand-written backward pass. `compiled_op` of wands/compiled.py makes a custom
+operator of each forward pass and each backward pass, which torch.compile compiles. The plain PyTorch code that computes the same values stays the reference: `AddNorm` and
 `NormRotate` in transformer.py, and `gated_add` in modulation.py.
 
 Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.

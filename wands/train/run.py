@@ -265,10 +265,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """For each of the N samples of the data, sum of the mask weights of the tokens in its first latent frame, float64 [N].
+        """Return the weight that each of the N samples loses if its first latent frame is left out of the loss, float64 [N].
 
-        For a sample without a mask, this is the number of tokens in the first latent frame. The value is 0 for a sample with
-        a single latent frame, because only first frames of longer samples can be left out of the loss.
+        The weight is the sum of the mask weights of the first frame's tokens. Without a mask, every token has weight 1. The
+        value is 0 for a sample with a single latent frame, which is never left out.
         """
         frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
         counts = np.where(frames > 1, rows * columns, 0).astype(float)

@@ -88,8 +88,8 @@ def plan_videos(
         return ()
     if len(experts) < len(variant.experts):
         raise ConfigError(
-            f"sample needs both experts of {variant.name}, but model.experts={recipe.model.experts} loads only one. Train both "
-            "experts, or remove the sample section and sample the checkpoints with wands infer --checkpoint."
+            f"sample: videos need both experts of {variant.name}, but model.experts={recipe.model.experts} loads only one. Train "
+            "both experts, or remove the section sample and sample the checkpoints with wands infer --checkpoint."
         )
     try:
         prompts = [*section.prompts, *(read_prompts(Path(file)) if (file := section.prompts_file) else ())]

@@ -395,7 +395,7 @@ def test_weights_that_drifted_are_named(
     results = run_world(world_size, drift, tiny_pipeline, tmp_path, zero(stage), odd)
     first, last, clean, one, end, two, every, num_whole, restored = zip(*results, strict=True)
     assert clean == restored == (None,) * world_size
-    who = f"between rank {odd} and {others}; continue from the last checkpoint"
+    who = f"between rank {odd} and {others}. Continue from the last checkpoint"
     assert "DataError: the weights differ between ranks (1 of " in sentence(one)
     assert f"parameters): {first[0]} {who}" in sentence(one)
     assert f"parameters): {last[0]} {who}" in sentence(end)
@@ -424,7 +424,7 @@ def test_two_ranks_drift_apart(tiny_pipeline: Path, tmp_path: Path, run_world):
     said, names = zip(*run_world(3, two_drifts, tiny_pipeline, tmp_path), strict=True)
     one, two = names[0]
     assert (
-        f"{one} between rank 0 and ranks 1-2; {two} between rank 1 and ranks 0, 2; continue from"
+        f"{one} between rank 0 and ranks 1-2; {two} between rank 1 and ranks 0, 2. Continue from"
         in sentence(said)
     )
 
@@ -684,7 +684,7 @@ def test_a_flipped_bit_ends_the_run_at_the_next_comparison(
         assert steps[0] == 12
         return
     others = "rank 0" if world_size == 2 else "ranks 0-1, 3"
-    assert f"parameters): {names[0]} between rank {odd} and {others}; continue from" in sentence(said)
+    assert f"parameters): {names[0]} between rank {odd} and {others}. Continue from" in sentence(said)
     assert set(steps) == {found_at}
     assert not list(tmp_path.glob("checkpoints/step_*"))
 

@@ -43,7 +43,7 @@ def test_errors_name_the_keys(
 def test_one_of_two_experts_cannot_sample(tiny_variant: Callable[[str], Path], tmp_path: Path) -> None:
     keys = ("model.experts=high", f"sample={{prompts: [a], {SMALL}}}")
     with pytest.raises(
-        ConfigError, match=r"^sample needs both experts of wan2\.2-t2v-tiny, but model\.experts=high"
+        ConfigError, match=r"^sample: videos need both experts of wan2\.2-t2v-tiny, but model\.experts=high"
     ):
         make_run(tiny_variant("wan2.2-t2v-a14b"), tmp_path, keys, world_size=1)
 
