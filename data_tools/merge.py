@@ -76,7 +76,8 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
     if differing:
         raise ConfigError(
             f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. List "
-            "the keys in a FILE, run python -m data_tools.split CACHE DROP KEEP --keys-file FILE, and merge KEEP instead of CACHE."
+            "the keys in a FILE, run python -m data_tools.split CACHE DROP KEEP --keys-file FILE, "
+            "and merge KEEP instead of CACHE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))

@@ -39,9 +39,10 @@ How to add a kernel:
    machines without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows,
    autocast and self-check. For any other CUDA kernel, such as the fp8 kernel of step 1, write a test marked `gpu`,
    with the steps of `check_against_plain` and the kernel's own tolerance. Add every CUDA kernel to the table in
-   docs/performance.md, and its speed to wands/planning/hardware.py: fractions of the peak for forward and backward,
-   only for GPUs that run the kernel. Add a `FlashBackend` also to the order of `auto` in docs/performance.md and in
-   the help text of `InferOptions.attention_backend`. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of
+   docs/performance.md. Add a `FlashBackend` also to the order of `auto` in docs/performance.md and in the help text of
+   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py: fractions of the peak for forward and
+   backward, only for GPUs that run the kernel. `auto` has the speed of the fastest kernel there, so a kernel that `auto`
+   never uses gets no speed. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of
    every kernel that runs on the GPU. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
