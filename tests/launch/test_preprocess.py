@@ -657,6 +657,7 @@ def test_progress_on_a_terminal_is_a_bar_on_stderr(
 ) -> None:
     monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with progress_module.progress("clips", 3) as advance:
         for _ in range(3):
             advance()
@@ -665,6 +666,19 @@ def test_progress_on_a_terminal_is_a_bar_on_stderr(
     assert "clips" in captured.err
     assert "3/3" in captured.err
     assert not captured.out
+
+
+def test_progress_on_a_terminal_that_cannot_move_the_cursor_is_a_log_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress_module.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    caplog.set_level("INFO", logger=progress_module.__name__)
+    with progress_module.progress("clips", 1) as advance:
+        advance()
+    assert "clips: 1 of 1" in caplog.text
+    assert "1/1" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
