@@ -1,7 +1,13 @@
-"""Write docs/reference/ from the option models and the recipe sections: python scripts/build_reference.py"""
+"""Write docs/reference/ from the option models and the recipe sections.
+
+python scripts/build_reference.py
+python scripts/build_reference.py --options   # for a release: also add all options to tests/fixtures/options.json
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +18,10 @@ from wands.cli import main
 from wands.config.reference import WIDTH, list_sections
 from wands.variants import VARIANTS, sampling_table
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+OPTIONS = ROOT / "tests" / "fixtures" / "options.json"
+"""Options that must keep working, by command. A test compares them with the commands."""
 _NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change the docstrings there. -->"
 
 _RECIPE_INTRO = """\
@@ -77,7 +86,30 @@ def build_pages() -> dict[str, str]:
     return {"cli.md": cli_page(main.commands), "recipe.md": recipe_page()}
 
 
+def options_of(command: click.Command) -> dict[str, bool]:
+    """Map every spelling of every option to True if the option takes a value, and to False if it is a flag."""
+    return {
+        name: not (option.is_flag or option.count)
+        for option in command.params
+        if isinstance(option, click.Option)
+        for name in (*option.opts, *option.secondary_opts)
+    }
+
+
+def add_options(stored: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
+    """Return the stored options of all commands, with the options that the commands have now added."""
+    added = {name: stored.get(name, {}) | options_of(command) for name, command in main.commands.items()}
+    return stored | added
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--options", action="store_true")
+    if parser.parse_args().options:
+        stored = json.loads(OPTIONS.read_text(encoding="utf-8"))
+        OPTIONS.write_text(json.dumps(add_options(stored), indent=1) + "\n", encoding="utf-8")
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name, text in build_pages().items():
         (FOLDER / name).write_text(text, encoding="utf-8")

@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import pytest
 
 from tests.support.runs import losses, run_training
@@ -87,19 +86,21 @@ def test_a_stored_cache_opens():
 STORED_OPTIONS = json.loads((FIXTURES / "options.json").read_text())
 
 
-def options_of(command: click.Command) -> dict[str, bool]:
-    """Every spelling of every option -> whether it takes a value."""
-    return {
-        name: not (option.is_flag or option.count)
-        for option in command.params
-        if isinstance(option, click.Option)
-        for name in (*option.opts, *option.secondary_opts)
-    }
-
-
 @pytest.mark.parametrize("command", STORED_OPTIONS)
 def test_every_stored_option_is_still_there(command: str):
     """By its name or as an alias, and with or without a value as before."""
+    from build_reference import options_of  # conftest.py puts scripts/ on the path
+
     found = options_of(main.commands[command])
     stored = STORED_OPTIONS[command]
     assert {name: found.get(name) for name in stored} == stored
+
+
+def test_a_release_adds_options_and_removes_none():
+    from build_reference import add_options
+
+    full = add_options({"train": {"--old": True, "--resume": True}, "gone": {"--x": False}})
+    assert list(full["train"])[:2] == ["--old", "--resume"]
+    assert len(full["train"]) > 2
+    assert full["gone"] == {"--x": False}
+    assert set(main.commands) < set(full)
