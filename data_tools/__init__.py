@@ -1,4 +1,4 @@
-"""Small programs for latent caches and data sets, such as `python -m data_tools.inspect CACHE`."""
+"""Programs that inspect, verify, merge, split, export and import latent caches, such as `python -m data_tools.inspect CACHE`."""
 
 import os
 import sys

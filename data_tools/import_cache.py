@@ -1,4 +1,4 @@
-"""Convert encoded samples into a latent cache: an export of data_tools.export, or a musubi-tuner cache.
+"""Convert an export of data_tools.export, or a cache of musubi-tuner, into a latent cache.
 
 python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
 

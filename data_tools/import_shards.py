@@ -2,9 +2,14 @@
 
 python -m data_tools.import_shards SHARDS --model DIR_OR_HUB_ID --out CACHE [--fps N]
 
-SHARDS is a file or a folder. It contains tars of NVIDIA DFM or Megatron-Bridge (Energon: .pth latents, .json with the
-caption), or .tfrec files of MaxDiffusion. The captions in tars are encoded again. TFRecords contain no captions, so their
-stored text embeddings are used. Loading a .pth file runs no code, and .pickle files are never opened.
+SHARDS is one shard, or a folder of shards in one of two formats:
+
+- Energon tars of NVIDIA DFM or Megatron-Bridge: a .pth file with the latents and a .json file with the caption for each
+  sample. The program encodes the captions with the text encoder of --model.
+- TFRecord files of MaxDiffusion. They contain no captions, so the program uses their stored text embeddings.
+
+--fps is the frame rate of the clips, which shards do not contain. Loading a .pth file runs no code, and .pickle files are
+never opened.
 """
 
 from __future__ import annotations
@@ -115,7 +120,7 @@ def import_shards(
 
 
 def read_model(model: str | Path) -> tuple[Variant, Tensor]:
-    """Return the model variant for which clips were encoded, and latents_std of its VAE: fp32 [latent channels].
+    """Return the variant of a model, and the standard deviations of its latents (`latents_std` of the VAE): [latent channels].
 
     Args:
         model: pipeline folder or Hub id.
@@ -178,7 +183,7 @@ def _checked(
 
     Args:
         samples: result of `read_samples`.
-        variant: variant to train.
+        variant: model variant of the cache.
         std: [latent channels], latents_std of the VAE, for `check_latents`.
         rejected: list to which the rejections are appended.
     """
@@ -202,7 +207,7 @@ def _checked(
 
 
 def check_text_embeds(text: Tensor, variant: Variant) -> None:
-    """Check that text embeddings are finite and have the shape [text tokens, text width of the variant].
+    """Check that text embeddings are finite and have the shape [1 to `TEXT_LEN` tokens, text width of the variant].
 
     Raises:
         DataError: if the shape is wrong, or a number is not finite.
@@ -258,10 +263,11 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return the negative log-likelihood of the channels' standard deviations, assuming normalized latents.
+    """Return the negative log-likelihood of standard deviations of channels, if the latents are normalized.
 
-    The standard deviation of a channel is assumed to be the product of a factor of the clip and a factor of the
-    channel. The logarithms of the two factors have mean 0 and the standard deviations `CONTRAST` and `JITTER`.
+    In this model, the standard deviation of a channel is the product of two factors: one for the whole clip and one for the
+    channel. The logarithm of the clip's factor has mean 0 and standard deviation `CONTRAST`. The logarithm of the channel's
+    factor has mean 0 and standard deviation `JITTER`.
 
     Args:
         spread: float [latent channels], standard deviation of each channel.

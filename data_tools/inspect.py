@@ -112,9 +112,9 @@ def _clip_states(variant: dict[str, Any]) -> str:
 
 
 def _short(values: Any) -> str:
-    """Return the names and values of one component of a fingerprint in one line.
+    """Return the names and values of one component of a cache's fingerprint, such as the VAE, in one line.
 
-    Unset values are left out, and hashes are cut to eight digits.
+    Values that are None or False are left out, and hashes are cut to eight digits.
     """
     return ", ".join(f"{name} {value}" for name, value in _flat(values))
 
@@ -148,7 +148,7 @@ class InspectArguments(Options):
     model: str | None = None
     """Pipeline folder or Hub id with the VAE that decodes the sample. This option is required with --decode."""
     out: Path | None = None
-    """File to write with --decode: an .mp4 file for a video, or a .png file for a row of frames."""
+    """File to write, required with --decode: an .mp4 file for a video, or a .png file for a row of frames."""
 
 
 def _run(options: InspectArguments) -> int:

@@ -2,8 +2,8 @@
 
 python -m data_tools.merge CACHE... --out OUT
 
-Nothing is encoded again. The lists of rejected clips are joined. If the program is killed, the same command continues the
-merge.
+OUT is a new folder, which gets the samples of all CACHE folders. Nothing is encoded again. OUT also gets one list of the
+rejected clips of all caches. If the program is killed, the same command continues the merge.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wands.files import first_difference, write_text
 from wands.texts import printable
 
 SHOWN = 5
-"""Largest number of keys that a message names."""
+"""Largest number of sample keys that an error message lists."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
 
     Args:
         out: folder of the merged cache. The folder is new, or an earlier run with the same caches wrote it.
-        paths: folders of the caches. If several caches contain the same key, the latents and the text must be equal. The
-            metadata of the first of these caches is kept.
+        paths: folders of the caches. If several caches contain the same key, their samples must have equal latents and
+            text. The merged cache gets the sample and the metadata of the first of these caches.
 
     Raises:
         CacheError: if the caches have different fingerprints (the message names the difference), or a cache is damaged.
-        ConfigError: if samples with the same key differ, or `out` contains a sample that is in none of the caches.
+        ConfigError: if samples with the same key differ, `out` is one of the caches, or `out` contains a sample that is in none
+            of the caches.
     """
     caches = [LatentCache(path, verify=True) for path in paths]
     if any(cache.path.resolve() == Path(out).resolve() for cache in caches):
@@ -96,10 +97,10 @@ def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:
 
 
 def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCache, int]]) -> int:
-    """Copy samples of other caches into a new cache, or continue an interrupted copy.
+    """Copy samples from one or several caches into a new cache, or continue an interrupted copy.
 
     Args:
-        like: cache that provides the variant, the fingerprint and the embedding of the empty caption.
+        like: cache from which the new cache gets its model variant, fingerprint and embedding of the empty caption.
         out: folder of the new cache.
         places: (cache, index of the sample in this cache) for each sample to copy.
 
@@ -163,7 +164,7 @@ class MergeArguments(Options):
     cache: Annotated[tuple[Path, ...], ARGUMENT]
     """Folders of the caches to merge, written by `wands preprocess`."""
     out: Path | None = None
-    """Folder of the merged cache. Without --out, the first CACHE is this folder, and the other caches are merged into it."""
+    """New folder for the merged cache. Without --out, the first CACHE is the new folder, and only the other caches are merged."""
 
 
 def _run(options: MergeArguments) -> int:

@@ -1,4 +1,4 @@
-"""Command line of the programs in this folder."""
+"""Command line of the programs in data_tools."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from wands.texts import log_to_stderr, safe_lines
 def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., int]:
     """Return the main function of a program.
 
-    The main function takes a list of command-line arguments, or without a list the arguments of the process. It returns the exit
-    code. A user error (a `WandsError`) is printed in one line. An error in the command line is printed with the usage. The exit
-    code is 2 after both kinds of errors.
+    The main function takes a list of command-line arguments. Without a list, it uses the arguments of the process. It returns
+    the exit code. A user error (a `WandsError`) is printed in one line. An error in the command line is printed with the usage.
+    The exit code is 2 after both kinds of errors.
 
     Args:
         options: class whose fields are the options of the program, as for the subcommands of `wands`.

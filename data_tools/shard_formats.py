@@ -52,7 +52,7 @@ class EncodedSample:
 
 
 def find_shards(source: Path) -> list[Path]:
-    """Return the shards in a folder at any depth, or the path itself if it is one shard.
+    """Return all shards in the folder `source` and its subfolders. If `source` is one shard, return this shard.
 
     Raises:
         DataError: if there are no shards, or there are both tars and TFRecords.
@@ -92,13 +92,13 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 
 
 def _read_energon(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
-    """Yield the samples of a tar of DFM or Megatron-Bridge.
+    """Yield the samples of a tar of DFM or Megatron-Bridge, and a rejection for each sample that cannot be read.
 
     A sample consists of a .pth file with the latents and a .json file with the caption. A .pickle file is never opened.
 
     Args:
         path: the tar.
-        name: path of the tar relative to the source. The keys of the samples start with this path.
+        name: path of the tar relative to the source. The keys of the samples start with this path, without the extension.
     """
     base = next(name[: -len(end)] for end in TAR_EXTENSIONS if name.lower().endswith(end))
     with TarReader(path) as reader:
@@ -160,7 +160,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]
 
     Args:
         path: the TFRecord file.
-        name: path of the file relative to the source, for keys.
+        name: path of the file relative to the source. The keys of the samples start with this path, without the extension.
     """
     for number, record in enumerate(read_records(path)):
         key = f"{name.rpartition('.')[0]}/{number:06d}"

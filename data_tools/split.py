@@ -38,9 +38,9 @@ def split(
         path: folder of the cache, which is not changed.
         out_a: folder for the samples in `keys`, or for the clips whose hash is below `fraction`.
         out_b: folder for the other samples.
-        fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name decides, so all samples of
-            a clip go to the same folder. If clips are added to the cache, the old clips stay in the same folders. A
-            second split with a larger fraction puts the same clips into `out_a`, and some more.
+        fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name selects the folder, so all
+            samples of a clip go to one folder. If clips are added to the cache, a new split puts the old clips into the
+            same folders. A new split with a larger fraction puts these clips of `out_a` and further clips into `out_a`.
         keys: keys of the samples for `out_a`.
 
     Returns:
@@ -48,7 +48,8 @@ def split(
 
     Raises:
         CacheError: if the cache is damaged or the disk is full.
-        ConfigError: if a key is not in the cache, or one of the new caches would be empty.
+        ConfigError: if `fraction` is not between 0 and 1, a key is not in the cache, two folders are equal, or one of the new
+            caches would be empty.
     """
     assert (fraction is None) != (keys is None)
     cache = LatentCache(path, verify=True)

@@ -29,7 +29,7 @@ _TABLE = np.array(CRC_TABLE, np.uint32)
 before."""
 _BLOCK = 4096
 _DTYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
-"""Maps the supported values of tensorflow.DataType to torch dtypes."""
+"""Maps numbers of the TensorFlow enum DataType to torch dtypes. Other dtypes are not supported."""
 
 
 # ---- checksum
@@ -69,7 +69,7 @@ def crc32c(data: bytes) -> int:
 
 
 def masked_crc32c(data: bytes) -> int:
-    """Return the masked CRC-32C of some bytes, as in TFRecord files: the CRC is rotated, and a constant is added."""
+    """Return the masked CRC-32C of `data`, as TFRecord files store it: the CRC is rotated, and a constant is added."""
     crc = crc32c(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -80,7 +80,7 @@ def masked_crc32c(data: bytes) -> int:
 def read_records(path: Path) -> Iterator[bytes | DataError]:
     """Yield the data of each record of a file, or an error in place of a damaged record.
 
-    After a record with a damaged length, the start of the next record is unknown, so the iteration ends.
+    The iteration ends after a record with a damaged or too large length, because the start of the next record is then unknown.
 
     Raises:
         DataError: if the file cannot be read.

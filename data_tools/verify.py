@@ -41,7 +41,7 @@ class Problem:
     """One problem of a cache, with its place and its fix.
 
     Attributes:
-        place: name of the file, and the key or row (number in the shard) of the sample if only one sample is affected.
+        place: name of the file. If only one sample is affected, also its key or its row (the sample's number in the shard).
         what: description of the problem.
         fix: instruction to repair the cache.
     """
@@ -80,16 +80,16 @@ def verify(
     The check finds changes in the following data:
 
     - Arrays: the shard and the index store a CRC-32 of each sample.
-    - Keys, captions and structures of a shard: HDF5 stores checksums of them.
-    - The index: the zip file stores checksums, and the index is compared with the shards.
-    - The manifest: it stores a digest of its content.
+    - Keys, captions and HDF5 structures of a shard: the shard stores checksums of them.
+    - The index: the file index.npz stores checksums, and its values are compared with the shards.
+    - The manifest: the file stores a digest of its content.
 
     Unused bytes, such as gaps in a shard, are not read. If a sample has more than 64 KiB of metadata, HDF5 stores the
     metadata outside the header, without a checksum. Changes in this metadata are not found.
 
     Args:
         path: folder of a finished or unfinished cache.
-        workers: number of threads, which check one shard each at a time. None means the number of CPU cores, at most 4.
+        workers: number of threads. Each thread checks one shard at a time. None means the number of CPU cores, at most 4.
         advance: function that is called after each shard, for a progress bar.
 
     Raises:
@@ -240,7 +240,7 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
         descriptor: file descriptor of the open shard.
 
     Returns:
-        Stored facts of the sample, checksum that is computed from the bytes of the sample's arrays, and number of bytes.
+        (facts that the shard stores about the sample, checksum of the bytes of the sample's arrays, number of these bytes).
     """
     group = file[sample_path(row)]
     if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
@@ -260,7 +260,8 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
 def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterator[Problem]:
     """Yield a `Problem` for each value of a sample that differs between the index and the shard.
 
-    The values in the shard have passed their checksums. A difference therefore means that the index is wrong.
+    The caller has verified the checksum of the sample's arrays in the shard. A difference therefore counts as a problem of
+    the index.
 
     Args:
         name: name of the shard and key of the sample, for messages.

@@ -1,6 +1,6 @@
-"""Variants of self-attention over several ranks, for bench_attention.py: the attention of wands and simple references.
+"""Implementations of self-attention that bench_attention.py compares: the attention of wands, and simple references.
 
-Letters in shapes: L rows of this rank, H heads, D head dim.
+Each implementation runs over several ranks. Letters in shapes: L rows (tokens and padding) of this rank, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ HEAD_DIM = 128
 
 @dataclass
 class Variant:
-    """A variant of self-attention on one rank.
+    """Method to compute self-attention, as one rank runs it.
 
     Attributes:
         name: name in the table.
         rows: int64 [L], index of the packed token in each local row; -1 for a row without a token.
-        attend: function from q, k, v [L, H, D] to out; None on ranks that only wait.
-        formula: predicted bytes that one rank sends in forward and backward.
+        attend: function from q, k, v [L, H, D] to out; None on a rank that computes nothing.
+        formula: predicted bytes that one rank sends in forward and backward; 0 without a prediction.
         times: wall time and CPU time of each round, in seconds.
     """
 
@@ -50,7 +50,12 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Gather tensors of local rows from all ranks. Return the whole tensors in packed order, float64."""
+        """Combine the rows of all ranks into whole tensors, in packed order and float64.
+
+        Args:
+            pieces: tensors with the rows of this rank, such as the result of `run`.
+            num_tokens: number of tokens of the whole bin.
+        """
         held = self.rows >= 0
         wholes = []
         for piece in pieces:
@@ -62,7 +67,14 @@ class Variant:
         return wholes
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward and backward on this rank's rows. Return out, dq, dk and dv, which are empty on a rank that only waits."""
+        """Run forward and backward of this variant on the rows of this rank.
+
+        Args:
+            inputs: q, k, v and the gradient of the output, as `shard` returns them.
+
+        Returns:
+            The output, and the gradients of q, k and v. All four tensors are empty on a rank that only waits.
+        """
         if self.attend is None:
             return [inputs[0].new_empty(0, *inputs[0].shape[1:])] * 4
         *leaves, dout = inputs
@@ -71,7 +83,7 @@ class Variant:
 
 
 def make_inputs(lens: Sequence[int], heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return random q, k, v and gradient of the output for the whole bin, equal on every rank."""
+    """Return random q, k, v and output gradient of a whole bin. The tensors are equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lens), heads, HEAD_DIM)
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
@@ -146,7 +158,7 @@ def context_parallel(
     backend: Backend,
     fused: bool,
 ) -> Variant:
-    """Return a variant of the attention of wands.
+    """Return a `Variant` that runs the context-parallel attention of wands (ring, Ulysses or both).
 
     Args:
         name: name in the table.
@@ -154,7 +166,7 @@ def context_parallel(
         lens: number of tokens of each sample.
         degrees: (ring degree, Ulysses degree). Their product is the world size.
         backend: attention kernel.
-        fused: send q, k and v in one all-to-all instead of three.
+        fused: whether q, k and v are sent in one all-to-all instead of three.
     """
     device, (ring, ulysses) = inputs[0].device, degrees
     groups = groups_of(ring, ulysses, device)
@@ -243,7 +255,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 
 
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
-    """Return the variants for this world size; the single kernel is the first."""
+    """Return the variants of self-attention that this number of ranks can run. The first variant is the single kernel."""
     device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     ring_degrees = (world,) if world > 1 else (2, 4, 8)

@@ -20,14 +20,17 @@ absolute difference over the whole bin. If the error of a variant is too large, 
 
 Columns:
 
-seconds   wall time between two barriers. Variants alternate (a, b, c, a, b, c, ...). A ratio is the median over rounds of the
-          ratio within one round. With fewer cores than ranks, compare the CPU seconds of all ranks instead.
+seconds   wall time between two barriers, median over rounds. Variants alternate (a, b, c, a, b, c, ...).
+cpu s     CPU seconds of all ranks. With fewer cores than ranks, compare these seconds instead of the wall time.
+x single  time of the variant divided by the time of `single kernel` in the same round, median over rounds
 peak      largest peak memory of a rank, with q, k, v and the gradient of the output. On CUDA: max_memory_allocated of PyTorch.
           On a CPU: from the allocations that PyTorch reports to the profiler, the smallest of three runs, without the buffers
           of gloo.
 sent      bytes that leave a rank, counted at the calls of torch.distributed, for the rank that sends most. An all-to-all keeps
           1 / degree of the data on the rank. All-gather and reduce-scatter count as (ranks - 1) slices, as in a ring.
-formula   ContextPlan.comm_bytes, which `wands plan` uses.
+formula   predicted value of `sent`. For the variants of wands, ContextPlan.comm_bytes predicts it, as in `wands plan`.
+ratio     sent / formula
+err       largest absolute error of the output (out) and of the gradients of q, k and v (grad)
 
 With one GPU there is no traffic. The program then runs only the single kernel and the blocks of rings of 2, 4 and 8, with every
 installed kernel.
@@ -74,7 +77,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative to the large
 
 @contextmanager
 def counted_bytes() -> Iterator[dict[str, int]]:
-    """Count the bytes that this rank sends inside the context, by call of torch.distributed."""
+    """Return a context manager that counts the bytes that this rank sends.
+
+    Yields:
+        A dictionary that maps the name of each function of torch.distributed to the bytes that it has sent.
+    """
     sent: dict[str, int] = defaultdict(int)
     leaving: dict[str, Callable[[int, int], int]] = {  # sent bytes per byte of input, in a group of n ranks
         "all_to_all_single": lambda size, n: size - size // n,
@@ -105,7 +112,7 @@ def counted_bytes() -> Iterator[dict[str, int]]:
 
 
 def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
-    """Return the peak memory of this rank's tensors, inputs included, in bytes."""
+    """Run a variant once. Return the peak memory of this rank's tensors in bytes, including `inputs`."""
     held = sum(x.nbytes for x in inputs)
     if inputs[0].is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -123,7 +130,11 @@ def peak_bytes(variant: Variant, inputs: Sequence[Tensor]) -> int:
 
 
 def seconds(variant: Variant, inputs: Sequence[Tensor]) -> tuple[float, float]:
-    """Run a variant once. Return the wall time between two barriers, and the CPU time of this rank, in seconds."""
+    """Run one implementation of self-attention once.
+
+    Returns:
+        (wall time between a barrier before and a barrier after the run, CPU time of this rank), in seconds.
+    """
     barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     variant.run(inputs)
@@ -149,7 +160,17 @@ def over_ranks(value: Any) -> list[Any]:
 
 
 def measure(lens: Sequence[int], inputs: Sequence[Tensor], backend: Backend, rounds: int) -> list[str]:
-    """Measure all variants on one bin, and return the lines of the table."""
+    """Measure time, memory, sent bytes and error of each self-attention variant on one bin.
+
+    Args:
+        lens: number of tokens of each sample in the bin.
+        inputs: result of `make_inputs`.
+        backend: attention kernel.
+        rounds: number of timed runs of each variant.
+
+    Returns:
+        One line of the table for each variant.
+    """
     variants = variants_of(inputs, lens, backend)
     shards = [variant.shard(inputs) for variant in variants]
     reference: list[Tensor] = []
@@ -197,7 +218,14 @@ def line(variant: Variant, single: Variant, peak: int, sent: int, error: float, 
 
 
 def work(rank: int, world: int, port: int, args: argparse.Namespace) -> None:
-    """Run the benchmark on one rank."""
+    """Run the whole benchmark as one of the processes.
+
+    Args:
+        rank: rank of this process.
+        world: number of processes.
+        port: TCP port of the process group.
+        args: options of the command line.
+    """
     # torch 2.13 warns of two old names of collectives, torch 2.11 lacks the new ones.
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)

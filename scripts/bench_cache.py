@@ -3,8 +3,9 @@
     python scripts/bench_cache.py              # 1 GiB of samples in each layout, two minutes, no GPU, no data
 
 All layouts contain the same bf16 tensors: latents of 33 to 81 frames at 480p, text of 20 to 200 tokens. A round reads every
-sample once in each layout. The order of the layouts changes from round to round, so that a slower disk affects all layouts.
-The table shows MB/s (median of the rounds) and the ratio to plain reads (median, smallest and largest ratio of a round).
+sample once in each layout; random reads of `tar scanned` read only six samples. The order of the layouts changes from round to
+round, so that a slower disk affects all layouts. The table shows the speed in MB/s (median of the rounds), and the speed
+divided by the speed of `plain` (median, smallest and largest ratio of a round).
 
 plain        one file per shard, one preadv per tensor into new memory, offsets known: the speed of the disk
 wands        LatentCache.read
@@ -12,9 +13,10 @@ safetensors  one file per sample, safetensors.torch.load_file
 tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample
 tar indexed  the same tars with known offsets of all members, which WebDataset does not store
 
-`sequential` is the order of writing, `random` is a permutation. Before each pass of a `cold` round, the files are removed from
-the page cache (POSIX_FADV_DONTNEED; the host of a virtual machine may still cache them). In a `warm` round all files have been
-read before. A cold pass of wands compares each shard with the index again; the time to open the index is excluded.
+`sequential` reads the samples in the order of writing, `random` in a random order. In a `cold` round, the files of a layout are
+removed from the page cache before the layout is read (POSIX_FADV_DONTNEED; the host of a virtual machine may still cache them).
+In a `warm` round all files have been read before. In a `cold` round, wands compares each shard with the index again; the time
+to open the index is excluded.
 The program adds up one number of each memory page of a tensor, so that no layout can delay reading.
 
 The first line shows an index of a million samples in shards of 512: the time to open the index (best of five), and the time to
@@ -50,7 +52,7 @@ Pair = tuple[Tensor, Tensor]
 PAGE = 4096
 PER_SHARD = 64
 SCANNED = 6
-"""Number of random reads to time for a tar without an index, because each read scans the tar from its start."""
+"""Number of random reads that are timed for tars without an index. It is small because each read scans a tar from its start."""
 
 
 def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
@@ -67,7 +69,7 @@ def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
 
 
 class Plain:
-    """Layout for plain reads from open files at known offsets. This is the fastest possible layout."""
+    """Samples in plain binary files, which stay open and are read at known offsets. No layout can be read faster."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +105,7 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Open the layout again before a cold pass, as in a new process. Plain files stay open, so nothing happens here."""
+        """Do nothing. `Wands` opens its cache again here, before a measurement with an empty page cache."""
 
     def sequential(self) -> Iterator[Pair]:
         return self.random(range(len(self)))
@@ -113,7 +115,7 @@ class Plain:
 
 
 class Wands(Plain):
-    """Latent cache, read as by `wands train`."""
+    """Samples in a latent cache of wands, read with the code that `wands train` uses."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         with CacheWriter(self.folder, VARIANTS["wan2.1-t2v-1.3b"], {}, max_samples=PER_SHARD) as writer:
@@ -140,7 +142,7 @@ class Wands(Plain):
 
 
 class Safetensors(Plain):
-    """One safetensors file per sample."""
+    """Layout with one safetensors file per sample."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         self.count = 0
@@ -157,7 +159,7 @@ class Safetensors(Plain):
 
 
 class TarScanned(Plain):
-    """WebDataset tars, read from the beginning."""
+    """Samples in WebDataset tars. A random read also reads the whole tar before the sample."""
 
     def write(self, samples: Iterable[Pair]) -> None:
         self.members: list[tuple[int, int, int]] = []
@@ -202,7 +204,7 @@ class TarScanned(Plain):
 
 
 class TarIndexed(TarScanned):
-    """WebDataset tars with known offsets of all members."""
+    """Samples in the tars of `TarScanned`, read at known offsets. WebDataset does not store the offsets."""
 
     def share(self, other: TarScanned) -> None:
         self.members = other.members
@@ -215,12 +217,12 @@ class TarIndexed(TarScanned):
 
 
 def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
-    """Write a large cache, and measure how long it takes to open.
+    """Write a cache whose index has `num_samples` samples, and measure the time to open the cache.
 
-    All shards are links to one file, and the index repeats a few samples.
+    To save disk space, all shards are hard links to one small file, and the index repeats the entries of three samples.
 
     Returns:
-        Number of shards, seconds to open the cache, seconds to count the tokens of all samples.
+        Number of shards, seconds to open the cache, and seconds to compute the number of tokens of every sample.
     """
     with CacheWriter(root, VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
         for i in range(3):
@@ -264,7 +266,7 @@ def empty_page_cache(folder: Path) -> None:
 
 
 def rate(samples: Iterator[Pair]) -> float:
-    """Return the speed of one pass in MB/s."""
+    """Read all samples of an iterator, and return the speed in MB/s."""
     num_bytes, total = 0, 0
     started = time.perf_counter()
     for pair in samples:
@@ -276,7 +278,7 @@ def rate(samples: Iterator[Pair]) -> float:
 
 
 def main() -> None:
-    """Write the layouts, compare their samples, read the layouts in turn, and print the table."""
+    """Measure opening a large index. Then write samples in each file layout, compare the layouts and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mib", type=int, default=1024, help="size of each layout")
     parser.add_argument("--rounds", type=int, default=7)
@@ -298,7 +300,13 @@ def main() -> None:
 
 
 def run(root: Path, num_bytes: int, rounds: int) -> None:
-    """Run the whole comparison in the folder `root`."""
+    """Write random samples in every layout to `root`, check that all layouts return equal samples, and print their speeds.
+
+    Args:
+        root: empty folder for the files.
+        num_bytes: size of the samples in each layout.
+        rounds: number of measurements of each layout.
+    """
     layouts: dict[str, Plain] = {}
     for name, kind in (("plain", Plain), ("wands", Wands), ("safetensors", Safetensors), ("tar", TarScanned)):
         (root / name).mkdir()

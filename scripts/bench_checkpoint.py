@@ -16,8 +16,9 @@ save           time to write the files without a thread, while the training wait
 step           time of a training step, without a thread and while the thread writes
 
 All files are synced to the disk, and loading reads them from the page cache. Loading with wands includes the comparison of
-the hashes. The variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median
-over rounds of the ratio within one round.
+the hashes. "wands", "no hash" and "DeepSpeed" alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all
+three. For the column "ratio", each time is divided by DeepSpeed's time in the same round. The column contains the median over
+all rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +52,14 @@ from wands.train.engine_state import engine_tensors, load_engine
 
 
 def build_engine(layers: int, width: int, stage: int, device: torch.device) -> Any:
-    """Build a DeepSpeed engine for a stack of square linear layers, and run one step, so that AdamW has states."""
+    """Build a DeepSpeed engine for a stack of linear layers, and train one step, which creates the states of AdamW.
+
+    Args:
+        layers: number of linear layers.
+        width: number of inputs and outputs of each layer.
+        stage: ZeRO stage.
+        device: device of the random input of the step.
+    """
     import deepspeed
 
     torch.manual_seed(0)
@@ -98,7 +106,11 @@ def timed(action: Callable[[], Any], folder: Path, rank: int, synced: bool) -> f
 def measure(
     engine: Any, root: Path, rank: int, stage: int, rounds: int
 ) -> dict[str, list[tuple[float, float, int]]]:
-    """Return a dictionary that maps each variant to (seconds to save, seconds to load, bytes) of each round."""
+    """Measure saving and loading with "wands", "no hash" and "DeepSpeed".
+
+    Returns:
+        Dictionary that maps each of these names to (seconds to save, seconds to load, bytes) of each round.
+    """
 
     class NoHash:
         def update(self, data: Any) -> None:
@@ -140,7 +152,12 @@ def measure(
 def measure_async(
     engine: Any, root: Path, rank: int, stage: int, rounds: int, device: torch.device
 ) -> dict[str, float]:
-    """Measure asynchronous checkpoints. Return the median of each measurement in seconds, two ratios, and a number of steps."""
+    """Measure asynchronous checkpoints.
+
+    Returns:
+        Median of each measurement over the rounds: times in seconds, two ratios of times, and the number of training steps
+        while a checkpoint is written.
+    """
     buffers, thread = HostBuffers(), ThreadPoolExecutor(1)
     batch = torch.randn(64, engine.module[0].in_features, device=device)
 

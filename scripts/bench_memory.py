@@ -1,4 +1,4 @@
-"""Measure peak memory and time of a forward and backward of the DiT in every mode of model.checkpointing.
+"""Measure peak memory and time of a training step (forward and backward of the DiT) in each mode of activation checkpointing.
 
     python scripts/bench_memory.py                                  # a small DiT, half a minute on 2 cores
     python scripts/bench_memory.py --clock cpu                      # on a busy machine
@@ -7,19 +7,23 @@
 
 Columns:
 
-device   Peak memory of PyTorch's allocator during a step, minus the memory before the step, which contains weights and gradients.
-         The difference contains the tensors that the forward keeps and the memory of one block's backward. On CUDA: from the
-         allocator's statistics. On a CPU: from the profiler, without the host memory of offloaded tensors.
+device   Peak memory during a step, minus the memory before the step (weights and gradients). The difference contains the tensors
+         that the forward keeps, and the memory of one block's backward. On CUDA, the numbers are from the statistics of PyTorch's
+         allocator. On a CPU, they are from PyTorch's profiler, and the host memory of offloaded tensors is not counted.
 host     Peak host memory of offloaded tensors. For a GPU, this memory is pinned.
-seconds  Median time of a step, without the memory measurement. Modes alternate (a, b, c, a, b, c, ...). A ratio is the median
-         over rounds of the ratio within one round.
+seconds  Median time of a step, without the memory measurement. The modes alternate (a, b, c, a, b, c, ...).
+of none  Memory or time of the mode divided by memory or time of the mode `none`. For times, the ratio is computed in each round,
+         and the column shows the median.
 
-The mode `every name` keeps every named tensor: projections and result of self-attention, and the hidden state of the
-feed-forward. In `offload, every name`, these tensors and the blocks' inputs are in host memory. The names of all-to-all results
-are not used, because one rank runs no all-to-all.
+The modes `none`, `selective`, `full` and `offload` are values of the recipe key model.checkpointing. The other two
+modes list every tensor in the recipe key model.saved_tensors or model.offloaded_tensors:
 
-The last lines compare the order of the modes with the documented order. If the order by memory differs, the exit code is 1. If
-only the order by time differs, the exit code is 0, because the machine may be busy.
+selective, every name  keeps every named tensor: projections and result of self-attention, and hidden state of the feed-forward
+offload, every name    stores these tensors and the inputs of the blocks in host memory
+
+The last lines show whether the modes are in the expected order, by memory as in `SMALLER`, and by time as in `FASTER`. If the
+order by memory is wrong, the exit code is 1. A wrong order by time does not change the exit code, because the machine may be
+busy.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ TEXT_TOKENS, TEXT_DIM = 100, 256
 
 @dataclass
 class Measured:
-    """Measurements of one mode.
+    """Measurements of one mode of activation checkpointing.
 
     Attributes:
         device: peak device memory of a step above the memory before the step, in bytes.
@@ -84,7 +88,7 @@ class Measured:
 
 
 def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable[[], None]]:
-    """Return the model and a function that runs a step on one bin of two clips."""
+    """Return a DiT with random weights, and a function that runs its forward and backward pass on one bin of two clips."""
     torch.manual_seed(0)
     device = torch.device(args.device)
     model = PackedWanTransformer(
@@ -114,7 +118,14 @@ def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable
 
 
 def measure(args: argparse.Namespace) -> dict[str, Measured]:
-    """Measure every mode: memory once, time in each round."""
+    """Measure a step in every mode of `MODES`: the memory in one step, and the time in one step per round.
+
+    Args:
+        args: options of the command line.
+
+    Returns:
+        The measurements by name of the mode.
+    """
     model, step = build_step(args)
     ways = {
         name: SelectiveCheckpoint(model.blocks, saved, offloaded, OPERATORS)
@@ -137,12 +148,12 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
 
 
 def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
-    """Set the mode of activation checkpointing for the next steps.
+    """Select activation checkpointing for the next steps of a model.
 
     Args:
         model: the model.
-        way: checkpointing of the blocks in this mode; None for the mode `none`. The object keeps its host memory, so a
-            later call with this object allocates no host memory again.
+        way: object that checkpoints the blocks; None switches activation checkpointing off. The object keeps the host
+            memory that it has allocated, and uses this memory again after a later call.
     """
     if way is None:
         model.disable_gradient_checkpointing()
@@ -161,10 +172,10 @@ def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -
 
 
 def report(found: dict[str, Measured]) -> list[str]:
-    """Print the table, and compare the order of the modes with the documented order.
+    """Print the table, and check the order of the modes by memory (`SMALLER`) and by time (`FASTER`).
 
     Returns:
-        A text for each pair of modes whose memory is not in the documented order.
+        A text for each pair (a, b) in `SMALLER` for which mode a uses more device memory than mode b.
     """
     print(f"{'':24}{'device MiB':>11}{'of none':>9}{'host MiB':>10}{'seconds':>9}{'of none':>9}")
     none = found["none"]
@@ -192,12 +203,12 @@ def report(found: dict[str, Measured]) -> list[str]:
 
 
 def slower(fast: Measured, slow: Measured) -> float:
-    """Return the time of the second mode divided by the time of the first mode."""
+    """Return the step time of `slow` divided by the step time of `fast`: the median of the ratios of all rounds."""
     return statistics.median(b / a for a, b in zip(fast.seconds, slow.seconds, strict=True))
 
 
 def main() -> int:
-    """Run the command line. Return the exit code: 1 if a checkpointing mode takes more memory than the mode before it."""
+    """Run the command line. Return 1 if the first mode of a pair in `SMALLER` needs more memory than the second mode, else 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,26 +1,30 @@
-"""Compare the plan of wands with common packing schemes on mixes of Wan clips: fill, balance and mixture of the bins of a step.
+"""Compare the packing of wands with common packing schemes, on synthetic lists of clip lengths (mixes).
+
+A packing scheme assigns clips to bins of at most max_tokens tokens, and bins to training steps. A mix is a list of clip lengths
+with a certain share of 720p clips and of 81-frame clips.
 
     python scripts/bench_packing.py            # a minute or two on one core, no GPU, no data
 
-Each row of the table is a scheme on a mix of clips and a capacity of bins. Columns:
+Each row of the table shows one scheme for one mix and one max_tokens. Columns:
 
 fill         tokens / (bins x max_tokens). For wands, the last step is not counted, because its bins need not be full.
 efficiency   mean cost of the ranks divided by the cost of the slowest rank, over the steps of an epoch, with one bin per rank and
              step. The cost is the exact number of FLOPs of a forward. With varlen attention, free room in a bin costs no time, so
              waiting for the slowest rank is the only waste. Columns for 1.3B and 14B, with 8 and 64 data-parallel ranks.
-bias         mean Kolmogorov-Smirnov distance between the clip lengths of a step and of the data, minus the distance of random
-             steps with equally many clips. 0 means as similar to the data as a random step, below 0 means more similar.
+bias         mean Kolmogorov-Smirnov distance between the clip lengths of a step and of the whole mix, minus the mean distance for
+             random steps with equally many clips. At 0, a step is as similar to the mix as a random step. Below 0, it is more
+             similar.
 seconds      time to pack one epoch in pure Python and numpy. For wands, this is the time of the plan for 14B and 64 ranks.
-better       schemes that are better than the scheme of this row in at least one of the four cases (model, number of ranks): at
-             least as good in fill, efficiency and bias, and better in one of the three.
+better       names of the schemes that beat the scheme of this row for at least one of the four pairs (model, number of ranks).
+             A scheme beats another scheme if no value of fill, efficiency and bias is worse, and at least one is better.
 
-Two rows of wands are not compared with other rows:
+Two rows of wands never appear in the column `better`:
 
-4 micro steps    4 bins per rank and step and level_bins = dp, as with gradient accumulation. Every micro step is balanced, and a
-                 step contains cheap and expensive micro steps. The steps are four times as large as in other rows.
-windows of 2048  clips are packed in windows of 2,048 clips that are near each other on the disk.
+4 micro steps    4 bins per rank and step, as with gradient accumulation. The ranks of a micro step have bins of similar cost, but
+                 the micro steps of a step have different costs. The steps are four times as large as in other rows.
+windows of 2048  every 2,048 clips that are near each other on the disk are packed separately.
 
-The other schemes are references with code that is as simple as possible.
+The code of the schemes to compare with is as simple as possible.
 """
 
 from __future__ import annotations
@@ -48,7 +52,13 @@ Steps = Sequence[Sequence[Sequence[int]]]
 
 
 def length_mix(share_720p: float, share_81: float, num_samples: int = 20_000) -> np.ndarray:
-    """Return the numbers of tokens of random clips, int64 [num_samples]: 480p or 720p, five aspect ratios, 17 to 81 frames."""
+    """Return the numbers of tokens of random clips with five aspect ratios and 17 to 81 frames, int64 [num_samples].
+
+    Args:
+        share_720p: fraction of the clips with 720p. All other clips have 480p.
+        share_81: fraction of the clips that are set to 81 frames. All other clips have a random number of frames.
+        num_samples: number of clips.
+    """
     draw = random.Random(0)
     lens = []
     for _ in range(num_samples):
@@ -96,7 +106,7 @@ def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def first_fit_buffered(lens: np.ndarray, max_tokens: int, buffer: int = 512) -> Bins:
-    """Put the clips into random order, and pack every `buffer` clips of this order separately with `first_fit`."""
+    """Shuffle the clips, cut the order into chunks of `buffer` clips, and pack each chunk separately with `first_fit`."""
     order = np.random.default_rng(0).permutation(len(lens))
     chunks = [order[i : i + buffer] for i in range(0, len(order), buffer)]
     return [bin for chunk in chunks for bin in first_fit(lens, chunk, max_tokens)]
@@ -108,7 +118,7 @@ def decreasing(fit: Callable[..., Bins]) -> Callable[[np.ndarray, int], Bins]:
 
 
 def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
-    """Fill each bin with clips of equal length (bucketing)."""
+    """Pack the clips of each length into separate bins, so that all clips of a bin have equal length (bucketing)."""
     bins: Bins = []
     for length in np.unique(lens).tolist():
         clips = np.flatnonzero(lens == length).tolist()
@@ -118,14 +128,18 @@ def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Form steps of `dp_size` bins in random order. Empty bins fill the last step."""
+    """Put the bins into random order, and cut them into steps of `dp_size` bins. Empty bins are added to the last step."""
     bins = [bins[i] for i in np.random.default_rng(1).permutation(len(bins))]
     bins += [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
 
 def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], list[Bins]]:
-    """Return a function that forms steps of bins in random order, but sorted by cost in windows of `num_steps` steps."""
+    """Return a function that forms training steps from bins of similar cost.
+
+    The function puts the bins into random order, and cuts this order into windows of `num_steps` steps. Inside each window, it
+    sorts the bins by cost. Consecutive bins then form a step.
+    """
 
     def cut(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
         bins = [bin for step in in_random_steps(bins, dp_size, lens, cost_of) for bin in step]
@@ -141,7 +155,11 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Form each step from bins of one bucket (clips of one length), except for steps that a bucket cannot fill alone."""
+    """Sort the bins by clip length, and cut them into steps of `dp_size` bins. Empty bins are added to the last step.
+
+    All clips of a bin have one length, so most steps contain clips of one length. A step at the border between two
+    lengths contains both lengths.
+    """
     bins = sorted(bins, key=lambda bin: lens[bin].max(), reverse=True) + [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
@@ -165,7 +183,7 @@ def efficiency(steps: Steps, cost_of: np.ndarray) -> float:
 
 
 def length_bias(steps: Steps, lens: np.ndarray) -> float:
-    """Return the mean Kolmogorov-Smirnov distance between a step's lengths and all lengths."""
+    """Return the mean over steps of the Kolmogorov-Smirnov distance between a step's clip lengths and all lengths `lens`."""
     values, counts = np.unique(lens, return_counts=True)
     whole = counts.cumsum() / len(lens)
     distances = []
@@ -176,7 +194,10 @@ def length_bias(steps: Steps, lens: np.ndarray) -> float:
 
 
 def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
-    """Return `length_bias` minus the `length_bias` of random steps with equally many clips."""
+    """Return the `length_bias` of the steps minus the `length_bias` of steps of randomly drawn clips.
+
+    Each random step has as many clips as a step in `steps`.
+    """
     steps = [step for step in steps if any(step)]
     ends = np.cumsum([sum(map(len, step)) for step in steps])[:-1]
     drawn = np.split(np.random.default_rng(2).permutation(len(lens)), ends)
@@ -187,8 +208,8 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 class Row:
     """Result of a packing scheme for one mix of clips and one capacity of the bins.
 
-    Efficiency and bias have a value for each (model, number of data-parallel ranks). A row with `aside` is not compared with
-    other rows.
+    Efficiency and bias have a value for each (model, number of data-parallel ranks). The table never lists a row with `aside`
+    as better than another row.
     """
 
     name: str
@@ -203,7 +224,7 @@ class Row:
         self.bias[case] = bias_beyond_chance(steps, lens)
 
     def beats(self, other: Row, case: tuple[str, int]) -> bool:
-        """Return whether this row is at least as good in fill, efficiency and bias, and better in one of them."""
+        """Return whether this row is at least as good as `other` in fill, efficiency and bias, and better in at least one."""
         mine = (self.fill, self.efficiency[case], -self.bias[case])
         theirs = (other.fill, other.efficiency[case], -other.bias[case])
         return mine != theirs and all(a >= b for a, b in zip(mine, theirs, strict=True))
@@ -219,7 +240,7 @@ class Row:
 
 
 def rows_of(lens: np.ndarray, max_tokens: int) -> list[Row]:
-    """Return a row for each scheme. The three rows of wands come last."""
+    """Measure each packing scheme on clips with `lens` tokens. Return a row for each scheme; the rows of wands come last."""
     cost_of = {
         model: np.array([float(shape.forward_flops((length,))) for length in lens.tolist()])
         for model, shape in MODELS.items()
@@ -248,7 +269,9 @@ def wands_row(
     micro_steps: int = 1,
     buffer_size: int | None = None,
 ) -> Row:
-    """Return a row of wands. The ranks wait for each other in each micro step.
+    """Plan an epoch with wands, and return its row of the table.
+
+    Efficiency counts the time that ranks wait for the slowest rank in each micro step.
 
     Args:
         name: name of the row.

@@ -8,9 +8,9 @@ wands           `train_step` on one bin of all clips
 one at a time   diffusers' WanTransformer3DModel in accelerate's DeepSpeed engine, a forward and backward per clip, one update
 padded          the same engine on one batch. Latents are padded to the largest clip, and the loss of the padding is masked
 
-All variants use ZeRO-2, AdamW and gradient checkpointing of whole blocks; --set changes the settings of wands. The kind `full`
-trains all weights. The kind `lora` trains a LoRA of rank 32 on the attention layers with PEFT. Variants alternate in each
-round. Columns:
+These three variants of the step use ZeRO-2, AdamW and gradient checkpointing of whole blocks. --set changes the settings of
+wands. `--kind full` trains all weights. `--kind lora` trains a LoRA of rank 32 on the attention layers, which PEFT adds to the
+model of diffusers. In each round, the variants run one after the other. Columns:
 
 s             median time of a step
 tokens/s      tokens of the clips, without padding, per second
@@ -45,7 +45,14 @@ Step = Callable[[], float]
 
 
 def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -> Step:
-    """Build the engine of wands. Return its step on one bin with all clips of bench_step.py."""
+    """Build the training engine of wands, and return a function that runs one step on a bin with all clips of bench_step.py.
+
+    Args:
+        device: "cuda" or "cpu".
+        kind: "full" trains all weights, "lora" trains a LoRA.
+        config: folder of a model with transformer/config.json.
+        overrides: recipe overrides.
+    """
     from wands.distributed.bootstrap import init_process_group
     from wands.distributed.dims import ProcessGroups
     from wands.train.batches import prefetched
@@ -88,11 +95,11 @@ def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -
 
 
 class Peer:
-    """diffusers' model in accelerate's DeepSpeed engine, as a user would train it.
+    """Training with the model of diffusers and the DeepSpeed engine of accelerate, without wands.
 
     Args:
         device: "cuda" or "cpu".
-        kind: "full" or "lora".
+        kind: "full" for a full finetune, or "lora".
     """
 
     def __init__(self, device: str, kind: str) -> None:
@@ -131,7 +138,10 @@ class Peer:
         self._texts = [bench_step.pad_text(sample.text_embeds).to(device, self._dtype) for sample in samples]
 
     def _backward(self, latents: Tensor, mask: Tensor | None, texts: Tensor, is_last: bool) -> Tensor:
-        """Run the forward and backward pass of a batch, and after the last batch the update. Return the loss of each clip."""
+        """Run the forward and backward pass of a batch, and return the loss of each clip.
+
+        If `is_last` is true, the optimizer then updates the weights.
+        """
         noise = torch.randn_like(latents)
         sigmas = torch.rand(len(latents), device=latents.device)
         levels = sigmas.view(-1, 1, 1, 1, 1)
@@ -147,7 +157,7 @@ class Peer:
         return losses.detach()
 
     def one_at_a_time(self) -> float:
-        """Run a forward and backward pass per clip, then the update. Return the mean loss of the clips."""
+        """Train one step with a separate forward and backward pass for each clip, and return the mean loss of the clips."""
         pairs = [*zip(self._latents, self._texts, strict=True)]
         losses = [
             self._backward(latents[None], None, text[None], number == len(pairs))
@@ -156,7 +166,7 @@ class Peer:
         return torch.cat(losses).mean().item()
 
     def padded(self) -> float:
-        """Run a forward and backward pass on the padded batch, then the update. Return the mean loss of the clips."""
+        """Train one step on all clips in one padded batch, and return the mean loss of the clips."""
         size = [max(x.shape[axis] for x in self._latents) for axis in (1, 2, 3)]
         latents = self._latents[0].new_zeros(len(self._latents), LATENT_CHANNELS, *size)
         mask = latents.new_zeros(len(latents), 1, *size)
@@ -167,13 +177,16 @@ class Peer:
 
 
 def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int = ROUNDS) -> Rows:
-    """Measure a step of each variant and return a row for each.
+    """Measure an optimizer step of wands, and of diffusers with accelerate (clips one at a time, and padded).
 
     Args:
         device: "cuda" or "cpu".
-        kind: "full" or "lora".
-        overrides: recipe overrides of wands.
-        rounds: number of measured steps of each variant.
+        kind: "full" trains all weights, "lora" trains a LoRA.
+        overrides: recipe overrides for wands.
+        rounds: number of timed steps of each of the three programs.
+
+    Returns:
+        One row of the table for each of the three programs.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "transformer").mkdir()
@@ -216,7 +229,7 @@ FIXED = {
     "out_channels": LATENT_CHANNELS,
     "freq_dim": 256,
 }
-"""Keys of the DiT's config that are equal for all sizes."""
+"""Entries of the DiT's config that are equal for all model sizes."""
 
 
 def main() -> None:

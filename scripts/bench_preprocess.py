@@ -4,15 +4,18 @@
     python scripts/bench_preprocess.py CLIPS --workers 1 --vae-batch 1 8 --max-pixels 6144 --max-frames 17 --copies 8
     python scripts/bench_preprocess.py CLIPS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 1 2 4 8 --device cuda
 
-CLIPS is a folder of clips, with or without captions. Each clip is copied --copies times, so that the end of a run, when only one
-process has a clip left, has little weight. Every run begins with an empty cache. The settings alternate, so that a busy machine
-slows down all settings. The table shows the median over the rounds. Each process has cores / processes threads. Without --model,
-the tiny pipeline of `make_tiny_pipeline.py` encodes the clips. Its VAE is much faster than Wan's, so it waits more for decoding.
+CLIPS is a folder of clips, with or without captions. The script measures every combination of the numbers after --workers
+(processes) and --vae-batch, which are called a setting below. Every run encodes --copies copies of each clip into an empty cache.
+With more copies, the end of a run, when only one process still has a clip, matters less. The settings alternate, so that a busy
+machine slows down all settings. The table shows the median over --rounds. Each process has cores / processes threads.
+
+Without --model, the tiny pipeline of `make_tiny_pipeline.py` encodes the clips. The tiny VAE is much faster than Wan's VAE, so
+the processes spend more of their time on waiting for decoded frames.
 
 Columns:
 
 seconds    time of the whole command: start of the processes, loading, scan, text, clips and index
-encoding   time that the slowest process needs for its clips, including the wait for decoded frames
+encoding   time that the slowest process needs to load the models and to encode its clips, including the wait for decoded frames
 clips/s    clips divided by `seconds`, and clips divided by `encoding`
 speed-up   `encoding` of the first setting / `encoding` of this setting
 waited     fraction of the encoding time in which the processes waited for decoded frames
@@ -49,7 +52,7 @@ def fill(folder: Path, clips: Path, copies: int) -> int:
     """Copy each clip of `clips` several times into `folder`, write a caption for each copy, and return the number of copies."""
     names = sorted(path for path in clips.rglob("*") if path.suffix in (".mp4", ".mpg", ".mkv", ".webm"))
     if not names:
-        sys.exit(f"{clips} holds no clip")
+        sys.exit(f"CLIPS={clips} contains no .mp4, .mpg, .mkv or .webm file. Pass a folder of clips.")
     for copy in range(copies):
         for path in names:
             target = folder / f"{path.stem}-{copy}{path.suffix}"
@@ -63,7 +66,7 @@ def run_once(options: dict[str, object], cores: int) -> tuple[float, float, floa
 
     Args:
         options: options of the command.
-        cores: number of CPU cores, which the workers share.
+        cores: number of CPU cores, which the worker processes share.
 
     Returns:
         Seconds of the whole command, seconds of the encoding, and fraction of the encoding time that was spent on waiting

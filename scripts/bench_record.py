@@ -1,11 +1,12 @@
-"""Append results of the benchmarks to a record, one line for each file of results, and print the changes.
+"""Append benchmark results to a record file, and print the numbers that have changed since the last results.
 
     bash scripts/gpu.sh --only compare --out gpu_out
     python scripts/bench_record.py record.jsonl gpu_out/compare.json gpu_out/memory.json
 
-The arguments are the JSON files of scripts/gpu.sh. Every number is compared with the newest line of the record that has the
-same stage, machine and overrides. Counts, sizes and ratios hardly vary on one machine, so each change by more than --tolerance is
-printed. Times vary from run to run, so a time is printed only if it changes by more than 10 times the tolerance.
+The first argument is the record file. The other arguments are JSON files that scripts/gpu.sh wrote. Each JSON file becomes one
+line of the record. Every number is compared with the newest earlier line of the same stage, machine and recipe overrides. Counts,
+sizes and ratios hardly vary on one machine, so each relative change above --tolerance is printed. Times and speeds vary from run
+to run, so they are printed only if they change by more than 10 times --tolerance.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import torch
 
 Rows = list[dict[str, Any]]
 TIMES = ("s", "ms", "/s")
-"""Ends of the names of columns that contain times or speeds."""
+"""Units at the end of the names of columns with times or speeds, such as `peak s` or `tokens/s`."""
 
 
 class Results:
-    """Results of one stage, written to STAGE.json and STAGE.txt after every part of the stage.
+    """Results of one stage of scripts/gpu.sh. A stage has several parts, such as one part for each model size.
+
+    The results are written to STAGE.json and STAGE.txt after every part.
 
     Args:
         folder: folder of the two files.
@@ -38,7 +41,7 @@ class Results:
         overrides: recipe overrides of the run.
 
     Attributes:
-        failed: whether a part has raised an error.
+        failed: whether at least one part has raised an error.
     """
 
     def __init__(self, folder: Path, stage: str, device: str, overrides: Sequence[str] = ()) -> None:
@@ -55,7 +58,7 @@ class Results:
         self._write(f"{stage} on {self._data['machine']}, torch {torch.__version__}, {self._data['commit']}")
 
     def run(self, name: str, measure: Callable[[], Rows]) -> None:
-        """Run a part, print its table, and write all results. If the part fails, its error is recorded."""
+        """Run `measure`, print its rows as a table, and write all results. If `measure` raises an error, record the error."""
         started = time.perf_counter()
         try:
             part: dict[str, Any] = {"rows": measure()}
@@ -80,7 +83,7 @@ class Results:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with "+" if files have changed; "unknown" outside of a checkout."""
+    """Return the git commit of this checkout, with "+" if tracked files have changed, or "unknown" outside of a checkout."""
     folder = Path(__file__).parent
     texts = []
     for command in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
@@ -110,7 +113,13 @@ def _cell(value: Any) -> str:
 
 
 def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) for each number of a stage. The name is `part / row / column`, where `row` is the row's first text."""
+    """Yield (name, number) for each number in the results of a stage.
+
+    The name is `part / title / column`. The title is the first text in the row of the number.
+
+    Args:
+        result: content of a STAGE.json file.
+    """
     for part, content in result["parts"].items():
         for row in content.get("rows", ()):
             title = next((str(value) for value in row.values() if isinstance(value, str)), "")
@@ -120,7 +129,13 @@ def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> list[str]:
-    """Return a line for each number that has changed by more than the tolerance, and for each part that now fails."""
+    """Return a line for each number that has changed too much, and for each part that fails only in `after`.
+
+    Args:
+        before: content of an earlier STAGE.json file.
+        after: content of the new STAGE.json file.
+        tolerance: largest relative change that is not listed. For times and speeds, 10 times this value is used.
+    """
     old, lines = dict(numbers_of(before)), []
     for name, value in numbers_of(after):
         allowed = tolerance * (

@@ -4,15 +4,17 @@
     python scripts/bench_scaling.py --published                       # published speeds of other trainers and their prediction
     python scripts/bench_scaling.py --network-bandwidth 12 --frames 241 --checkpointing full
 
-The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin holds the
-clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the data-parallel
-ranks process in several micro steps. cp is the number of ranks that share a bin: the smallest power of two with which a rank
-needs at most 90 % of the memory and every data-parallel rank has a bin. choose_degrees puts Ulysses inside a node and the ring
-between nodes.
+The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin contains
+the clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the data-parallel
+ranks process in several micro steps. cp is the number of ranks that share a bin. The script chooses the smallest power of two
+with which a rank needs at most 90 % of the memory and every data-parallel rank has a bin. Ulysses runs inside a node, and the
+ring runs between nodes.
 
-The kernel hides the transfers of the ring's forward if L_eff = sum(L^2) / sum(L) is at least R * F / B (F: FLOP/s of attention,
-B: bytes/s of the link). The backward needs 1.2 times this length times the ratio of the kernel's speeds (backward to forward),
-and less with two or three ranks.
+The column `needs L_eff` shows the smallest effective length of a bin at which the transfers of the ring's forward pass overlap
+with compute completely. The effective length is sum(L^2) / sum(L), where L is the number of tokens of each clip. The smallest
+effective length is R * F / B, with the ring degree R, the speed F of attention in FLOP/s, and the bandwidth B in bytes/s.
+The column `fwd hides` shows whether the bin is long enough. The backward pass needs 1.2 times this length, multiplied by the
+speed of the attention backward divided by the speed of the forward. With a ring of two or three ranks, it needs less.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ OPTIONS = {  # field of Machine -> unit, help
 
 
 def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], frames: int) -> int:
-    """Return the number of tokens of a clip whose sides are cut to multiples of VAE stride x patch size."""
+    """Return the number of tokens of a clip with `frames` frames and the height and width in `size`.
+
+    Height and width are first rounded down to multiples of VAE stride x patch size.
+    """
     steps = [step * patch for step, patch in zip(stride[1:], shape.patch_size[1:], strict=True)]
     rows, columns = (side // step for side, step in zip(size, steps, strict=True))
     return ((frames - 1) // stride[0] + 1) * rows * columns
@@ -62,13 +67,13 @@ def clip_tokens(shape: DiTShape, stride: Sequence[int], size: tuple[int, int], f
 
 @cache
 def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
-    """Return all parameters of a model (name, shape and storage size), trained in fp32."""
+    """Return the name, shape and storage size of each parameter of a model. The model is trained in fp32."""
     return list_weights(load_recipe(None), shape.to_config(), ())
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all rows of a table share."""
+    """Settings of a prediction that do not depend on the model: the GPU, checkpointing, communication dtype, bins per step."""
 
     machine: Machine = H100
     checkpointing: str = "selective"
@@ -77,7 +82,10 @@ class Setting:
 
 
 def workload_of(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Workload:
-    """Return a full finetune with ds_configs/zero3.json on `gpus` ranks, where every `cp` ranks share a bin."""
+    """Return the workload of a full finetune on `gpus` ranks with ds_configs/zero3.json.
+
+    Every `cp` ranks share a bin. Each bin contains clips of `lens` tokens.
+    """
     keys = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(lens)}"]
     keys += [f"parallel.cp_size={cp}", f"train.bins_per_step={setting.bins}"]
     recipe = load_recipe(None, [*keys, f"precision.reduce={setting.reduce}"])
@@ -110,24 +118,30 @@ def memory(one: Prediction) -> float:
 
 
 def fits(one: Prediction) -> bool:
-    """Return whether the memory that a rank needs fits in the usable memory of a GPU."""
+    """Return whether a rank needs at most the fraction `USABLE` of the GPU memory that is not reserved."""
     return memory(one) <= USABLE * (one.machine.memory - reserved_memory(one.workload))
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
-    """Return the prediction with the fewest ranks per bin that fits in memory; None if no number of ranks fits."""
+    """Return the prediction for the smallest number of ranks per bin that fits in memory, or None if no number fits."""
     predictions = (prediction(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
     return next(filter(fits, predictions), None)
 
 
 def effective_len(one: Prediction) -> float:
-    """Return sum(L^2) / sum(L): clips of this length need as much attention work per token as the bin."""
+    """Return the effective length of a bin: sum(L^2) / sum(L) over the lengths L of its clips.
+
+    A bin whose clips all have this length needs as much attention work per token as the given bin.
+    """
     lens = one.plan.seq_lens
     return sum(length * length for length in lens) / sum(lens)
 
 
 def needed_len(one: Prediction) -> float:
-    """Return the smallest effective length at which the messages of the ring's forward overlap with compute completely."""
+    """Return the smallest `effective_len` of a bin at which the forward pass of ring attention hides all its transfers.
+
+    The transfers are hidden if each takes at most as long as the attention kernel that runs at the same time.
+    """
     return (
         one.plan.ring_degree
         * one.machine.attention_speeds()[0]
@@ -136,17 +150,20 @@ def needed_len(one: Prediction) -> float:
 
 
 def hidden(traffic: Traffic) -> float:
-    """Return the share of a transfer that overlaps with compute."""
+    """Return the share of the transfer time that overlaps with compute, from 0 to 1; 1 if nothing is transferred."""
     return 1 - traffic.exposed / traffic.total if traffic.total else 1.0
 
 
 def cp_sizes(gpus: int, bins: int) -> list[int]:
-    """Return the numbers of ranks per bin, powers of two, with which every data-parallel rank has a bin."""
+    """Return the possible numbers of ranks that share a bin, if a step on `gpus` GPUs has `bins` bins.
+
+    The numbers are the powers of two with which every data-parallel rank gets at least one bin.
+    """
     return [cp for cp in (1 << i for i in range(gpus.bit_length())) if gpus // cp <= bins]
 
 
 def _blackwell(name: str, peak: float, memory: float) -> Machine:
-    """Return a B200 with another peak (TFLOP/s) and memory (GB), in a rack where 32 GPUs have the links of one node."""
+    """Return a machine like the B200, with `peak` in TFLOP/s, `memory` in GB, and 32 instead of 8 GPUs in a node."""
     base, ratio = MACHINES["b200"], peak * 1e12 / MACHINES["b200"].peak
     attention = {
         kernel: [ratio * speed for speed in speeds] for kernel, speeds in base.attention_flops.items()
@@ -168,7 +185,7 @@ PUBLISHED_TOKENS = 37_440
 
 
 def published_errors() -> list[tuple[str, float, float]]:
-    """Return (row of a table, published TFLOP/s, predicted TFLOP/s) for each published speed.
+    """Return (title of the table row, published TFLOP/s, predicted TFLOP/s) for each speed in `PUBLISHED`.
 
     The settings of the other trainers are not known in detail. The prediction uses the fastest of the checkpointing modes
     `none`, `selective` and `full`, with the smallest number of ranks per bin that fits in memory. A step has one bin per GPU.
@@ -210,7 +227,13 @@ def line(one: Prediction) -> str:
 
 
 def save_plot(path: Path, rows: dict[str, list[Prediction]], title: str) -> None:
-    """Plot step time, MFU and memory over the number of GPUs."""
+    """Plot step time, MFU and memory over the number of GPUs.
+
+    Args:
+        path: image to write.
+        rows: maps the name of each line, such as "14B 480p", to the predictions for all numbers of GPUs.
+        title: title of the plot.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

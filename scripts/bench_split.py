@@ -1,6 +1,9 @@
-"""Measure the speed of `wands split` in one process: seconds of film per second, and time relative to decoding alone.
+"""Measure how fast `wands split` finds the shots of a video in one process.
 
 python scripts/bench_split.py FILM
+
+FILM is a video file. The script prints how many seconds of the film are split per second, and how many seconds are only decoded
+per second. The last line is the time of the split divided by the time of the decoding.
 """
 
 from __future__ import annotations

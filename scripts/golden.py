@@ -1,15 +1,15 @@
 """Compare the results of the working tree and of a commit bit for bit, to check that a refactoring changes no result.
 
-    python scripts/golden.py --against REF             # this working tree and the commit REF
-    python scripts/golden.py --against REF --only t2v  # the cases whose name starts with t2v
+    python scripts/golden.py --against REF             # compare the working tree with the commit REF
+    python scripts/golden.py --against REF --only t2v  # only the cases whose name starts with t2v
 
-Both versions run the same command lines, so both need the same commands and options, but not the same Python modules. The
-commands build tiny pipelines, encode real clips, plan one epoch, train tiny models in fp32 on one process and with ZeRO-3 on two
-processes, and export the trained models. The script compares the loss and the gradient norm of every step, and digests of the
-caches, the plan and the exported tensors. The exit code is 1 if a value differs, or if only one version has the value. Arrays in
-`ADDED` may be missing in the commit REF.
+The working tree and REF run the same command lines. REF therefore needs the same commands and options, but not the same Python
+modules. The commands encode real clips, plan one epoch, train tiny models in fp32, and export the trained models. Each model is
+trained on one process and, with ZeRO-3, on two processes. The script compares the loss and the gradient norm of every step, and
+digests of the caches, the plan and the exported tensors. The exit code is 1 if a value differs or is missing on one side. Only
+the arrays in `ADDED` may be missing in the caches of REF.
 
-The results of the commit are stored in .setup/golden for later calls. Each version takes about four minutes.
+The results of REF are stored in .setup/golden for later calls. The working tree and REF take about four minutes each.
 """
 
 from __future__ import annotations
@@ -50,19 +50,27 @@ SERIES = {
     "i2v": ("wan2.1-i2v-14b", {}),
     "experts": ("wan2.2-t2v-a14b", EXPERTS),
 }
-"""Maps each case to the variant and the settings of its training runs."""
+"""Maps the name of each training run to its model variant, and to its recipe settings in addition to `TRAIN`."""
 CACHES = {"wan2.1-t2v-1.3b": "t2v", "wan2.1-i2v-14b": "i2v", "wan2.2-t2v-a14b": "t2v"}
 """Maps each variant to the name of its cache. Text-to-video variants with the same VAE share a cache."""
 
 
 class Checkout:
-    """Sources of the working tree or of a commit, and a folder for the files that the commands write."""
+    """Source tree of one version of wands, and the folder to which its commands write.
+
+    Args:
+        root: folder of the sources: the working tree, or a worktree of a commit.
+        out: folder for caches, runs and exported models.
+    """
 
     def __init__(self, root: Path, out: Path) -> None:
         self.root, self.out = root, out
 
     def run(self, *command: str, root: Path | None = None) -> None:
-        """Run Python with these sources, or the sources in `root`. If the command fails, exit with the end of its output."""
+        """Run Python with the arguments `command`, so that it imports wands from `root`, or by default from this checkout.
+
+        If the command fails, exit with the last 20 lines of the log.
+        """
         log = self.out / "log.txt"
         with log.open("a") as handle:
             done = subprocess.run(
@@ -89,32 +97,38 @@ class Checkout:
         return path
 
     def model(self, variant: str) -> Path:
-        """Return the folder of a tiny pipeline. The working tree builds it for both versions."""
+        """Return the folder of a variant's tiny pipeline.
+
+        The script of the working tree builds the pipeline, even if this checkout is a commit.
+        """
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(
             f"model-{variant}", lambda path: self.run(script, str(path), "--variant", variant, root=ROOT)
         )
 
     def clips(self) -> Path:
-        """Return the folder of the demo's four real clips. Both versions use the captions of the working tree."""
+        """Return a folder with the demo's four real clips and their captions.
+
+        The captions come from demo_report.py of the working tree, even if this checkout is a commit.
+        """
         report = str(ROOT / "scripts" / "demo_report.py")
         source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
         return self.once("clips", lambda path: self.run(report, "clips", source, str(path)))
 
     def cache(self, variant: str) -> Path:
-        """Return the folder of the latent cache with which a variant is trained."""
+        """Return the folder of the latent cache for training a model variant. The first call creates the cache."""
         command = ["-m", "wands", "preprocess", str(self.clips()), "--model", str(self.model(variant))]
         return self.once(
             f"cache-{CACHES[variant]}", lambda path: self.run(*command, "--out", str(path), *PREPROCESS)
         )
 
     def settings(self, variant: str, more: dict[str, Any]) -> list[str]:
-        """Return the `--set` arguments of a training run. `more` contains further recipe keys and values."""
+        """Return the `--set` arguments of a command. `more` contains recipe keys and values in addition to `TRAIN`."""
         values = {"model.path": self.model(variant), "data.cache": self.cache(variant), **TRAIN, **more}
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
     def train(self, case: str, num_processes: int) -> Path:
-        """Return the run folder of a case. The first call trains the case."""
+        """Return the folder of the training run of `case` on `num_processes` processes. The first call runs the training."""
         variant, more = SERIES[case]
         path = self.out / f"run-{case}-{num_processes}"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
@@ -125,14 +139,14 @@ class Checkout:
         return path
 
     def export(self, case: str) -> Path:
-        """Return the folder with the exported pipeline or LoRA of the two-process run of a case."""
+        """Return the folder of the exported pipeline or LoRA. The exported training run of `case` has two processes."""
         run = self.train(case, 2)
         command = ["-m", "wands", "export", str(run), "--copy"]
         command = command[:-1] if case == "lora" else command
         return self.once(f"exported-{case}", lambda path: self.run(*command, "--out", str(path)))
 
     def plan(self) -> Path:
-        """Return the plan file of an epoch. The first call writes the file."""
+        """Return the path of the plan file that `wands pack` writes. The first call runs the command."""
         command = ["-m", "wands", "pack", "tiny", *self.settings("wan2.1-t2v-1.3b", {})]
         return self.once("plan.jsonl", lambda path: self.run(*command, "--out", str(path)))
 
@@ -145,14 +159,14 @@ def free_port() -> int:
 
 
 def series(run: Path) -> list[str]:
-    """Loss and gradient norm of every step as exact hexadecimal floats."""
+    """Return the loss and the gradient norm of every step of a training run, as exact hexadecimal floats."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     assert len(rows) == STEPS, f"{run} has {len(rows)} steps"
     return [f"{row['loss'].hex()} {row['grad_norm'].hex()}" for row in rows]
 
 
 def cache_digests(cache: Path) -> dict[str, str]:
-    """Return the digest of each array in the shards and the index of a cache, and the key and checksum of each sample."""
+    """Return a digest of each array in the shards and the index of a cache, and the stored key and checksum of each sample."""
     import h5py
     import numpy as np
 
@@ -174,7 +188,7 @@ def cache_digests(cache: Path) -> dict[str, str]:
 
 
 def tensor_digests(folder: Path) -> dict[str, str]:
-    """Digest of every tensor of every safetensors file."""
+    """Return the digest of each tensor in the safetensors files of a folder, by file and tensor name."""
     from safetensors import safe_open
 
     digests = {}
@@ -186,7 +200,7 @@ def tensor_digests(folder: Path) -> dict[str, str]:
 
 
 def plan_lines(path: Path) -> list[str]:
-    """Return the digest of each line of a plan file, without the header's keys that depend on the folders."""
+    """Return a digest of each line of a plan file. Keys of the header that depend on folders are removed first."""
     header, *steps = (json.loads(line) for line in path.open(encoding="utf-8"))
     for volatile in ("sources", "data_fingerprint"):
         header.pop(volatile)
@@ -199,7 +213,7 @@ def digest(data: bytes) -> str:
 
 
 def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of each case, and the function that computes its result."""
+    """Yield the name of each result to compare, and a function that computes this result with the sources of `checkout`."""
     yield "t2v cache", lambda: cache_digests(checkout.cache("wan2.1-t2v-1.3b"))
     yield "i2v cache", lambda: cache_digests(checkout.cache("wan2.1-i2v-14b"))
     yield "t2v plan", lambda: plan_lines(checkout.plan())
@@ -213,7 +227,7 @@ def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def collect(root: Path, only: str) -> dict[str, Any]:
-    """Run the cases whose name starts with `only`, with the sources in `root`. Return the results by name."""
+    """Run the cases whose name starts with `only`, with the sources in `root`. Return the result of each case by its name."""
     results = {}
     with tempfile.TemporaryDirectory(prefix="wands-golden-") as folder:
         out = Path(folder)
@@ -225,7 +239,10 @@ def collect(root: Path, only: str) -> dict[str, Any]:
 
 
 def reference(commit: str, only: str) -> dict[str, Any]:
-    """Return the results of a commit: the stored results of an earlier call, or new results from a temporary worktree."""
+    """Return the results of a commit for the cases whose name starts with `only`.
+
+    If an earlier call has stored these results, they are read. Otherwise, the cases run in a temporary worktree of the commit.
+    """
     key = digest(Path(__file__).read_bytes() + only.encode())
     kept = RESULTS / f"{commit}-{key}.json"
     if kept.is_file():
@@ -245,12 +262,17 @@ def reference(commit: str, only: str) -> dict[str, Any]:
 
 
 def git(*words: str) -> str:
-    """Output of a git command in this repository."""
+    """Run git with the arguments `words` in this repository, and return the output."""
     return subprocess.run(["git", "-C", str(ROOT), *words], check=True, capture_output=True, text=True).stdout
 
 
 def differing(ours: Any, theirs: Any) -> list[str]:
-    """Return the names of the entries that differ between two results. `theirs` may lack entries in `ADDED`."""
+    """Return the names of the entries that differ between two results of a case.
+
+    Args:
+        ours: result of the working tree. If it is a list, the names of the entries are the positions in the list.
+        theirs: result of the commit. Entries in `ADDED` that are missing here do not count as differences.
+    """
     if isinstance(ours, list):
         ours, theirs = ({str(i): line for i, line in enumerate(lines)} for lines in (ours, theirs))
     names = (ours.keys() | theirs.keys()) - (ADDED - theirs.keys())
@@ -258,14 +280,14 @@ def differing(ours: Any, theirs: Any) -> list[str]:
 
 
 def largest_difference(ours: list[str], theirs: list[str]) -> float:
-    """Return the largest difference between the numbers of two series, relative to the numbers in `theirs`."""
+    """Return the largest relative difference between the losses and gradient norms in `ours` and in `theirs`."""
     pairs = zip(" ".join(ours).split(), " ".join(theirs).split(), strict=True)
     numbers = [(float.fromhex(a), float.fromhex(b)) for a, b in pairs]
     return max(abs(a - b) / abs(b) for a, b in numbers)
 
 
 def main() -> int:
-    """Run all cases with both versions, and print a line for each case. Return 1 if a case differs."""
+    """Run the cases with the commit and with the working tree, and print a line for each case. Return 1 if a result differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,10 @@
-"""Measure one stage of scripts/gpu.sh. After every part of the stage, the results are written to STAGE.json and STAGE.txt.
+"""Run one stage of the GPU measurements of scripts/gpu.sh.
 
     python scripts/gpu_stages.py attention --device cuda --out gpu_out
-    python scripts/gpu_stages.py block --device cpu --out /tmp/out --set model.checkpointing=full    # a rehearsal in seconds
+    python scripts/gpu_stages.py block --device cpu --out /tmp/out --set model.checkpointing=full    # a test run in seconds
+
+A stage has several parts. After each part, the script writes all results of the stage to STAGE.json and STAGE.txt in the folder
+--out. --set changes a key of the recipe. Stages:
 
 attention   copy and matmul speed, attention kernels forward and backward, cross-attention backward, copies to the device
 block       one transformer block of 1.3B and of 14B: time, operators, bytes and kernels, for one clip and for many clips
@@ -85,13 +88,17 @@ VIDEO = {  # options of `wands infer`
 
 
 def wait(device: str) -> None:
-    """Wait until the device has finished."""
+    """Wait until all work that was started on a CUDA device is finished. On a CPU, return at once."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def time_calls(work: Callable[[], Any], device: str, rounds: int = 5) -> tuple[float, float]:
-    """Return (seconds of the first call, median seconds of a later call). The first call also compiles and selects kernels."""
+    """Return (seconds of the first call of `work`, median seconds of later calls).
+
+    The first call is slower, because it also compiles and selects kernels. `rounds` is the number of timings for the median. A
+    timing of short work is the mean of many calls.
+    """
     times = []
     for number in (1, 1, *[0] * rounds):
         number = number or max(
@@ -107,7 +114,7 @@ def time_calls(work: Callable[[], Any], device: str, rounds: int = 5) -> tuple[f
 
 
 def ceilings(device: str) -> Rows:
-    """Measure upper limits of the speed: a copy in the device's memory, and matmuls with the sizes of 1.3B and 14B."""
+    """Measure upper limits of the speed: a copy in device memory, and matmuls of the feed-forward layers of 1.3B and 14B."""
     size, dtype = 2**20 if device == "cpu" else 2**31, DTYPES[device]
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     seconds = time_calls(source.clone, device)[1]
@@ -128,7 +135,7 @@ def ceilings(device: str) -> Rows:
 
 
 def kernels_here(device: str) -> Iterator[Backend]:
-    """Yield the attention kernels that run on this machine and pass the check of their results."""
+    """Yield each attention kernel that runs on this machine and computes correct results, except the reference kernel."""
     for name in BACKENDS:
         with contextlib.suppress(ConfigError):
             if name != "reference":
@@ -165,9 +172,10 @@ def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
 
 
 def cross_attention(device: str, heads: int) -> Rows:
-    """Measure cross-attention with every kernel.
+    """Measure cross-attention with every attention kernel that this machine can run.
 
-    Two cases are measured: the backward pass with few keys, and both passes with a padded text, as in the model.
+    Two kinds of calls are measured: the backward pass with 1 and 100 keys, and the forward and backward pass with a padded
+    text, as in the model.
     """
     tokens, scale = max(CLIPS[device][0]), HEAD_DIM**-0.5
     q, dout = random_rows(device, heads, tokens, tokens)
@@ -196,7 +204,7 @@ def cross_attention(device: str, heads: int) -> Rows:
 
 
 def copies(device: str) -> Rows:
-    """Measure how long the host waits for a copy to a busy device, from pageable and from pinned memory."""
+    """Measure how long the call that copies data to a busy device blocks the host, for pageable and for pinned memory."""
     side = 8192 if device == "cuda" else 64
     busy = torch.randn(side, side, device=device).to(DTYPES[device])
     rows: Rows = []
@@ -220,7 +228,7 @@ def copies(device: str) -> Rows:
 
 
 def attention_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `attention`."""
+    """Measure copies, matmuls, cross-attention and self-attention, and add the measurements to `results`."""
     results.run("ceilings", lambda: ceilings(args.device))
     for heads in HEADS[args.device]:
         results.run(f"cross-attention, {heads} heads", lambda h=heads: cross_attention(args.device, h))
@@ -233,14 +241,14 @@ def attention_stage(args: argparse.Namespace, results: Results) -> None:
 def overrides_of(
     device: str, variant: str, shapes: Sequence[Sequence[int]], folder: Path, num_layers: int | None
 ) -> list[str]:
-    """Return recipe overrides for random weights and one bin of random clips.
+    """Return recipe overrides for a run with random weights on one bin of random clips.
 
     Args:
         device: "cuda" or "cpu". On a CPU the model is tiny.
         variant: name of the model.
         shapes: latent shape of each clip of the bin.
-        folder: folder for the config of a model with other sizes than the published model.
-        num_layers: number of blocks; None for the published number.
+        folder: folder for the run, and for the config of a model that differs from the published model.
+        num_layers: number of blocks; None for the number of blocks in the published model.
     """
     config, shape = VARIANTS[variant].dit.to_config(), VARIANTS[variant].dit
     model, changes = variant, {"num_layers": num_layers} if num_layers else {}
@@ -260,7 +268,10 @@ def overrides_of(
 
 
 class Counter(TorchDispatchMode):
-    """Count operators that compute or copy, and the bytes of their inputs and outputs, except for matmuls and attention."""
+    """Count operators that compute or copy, and the bytes of their inputs and outputs.
+
+    Matmuls, convolutions and attention are counted as operators, but their bytes are not counted.
+    """
 
     operators = bytes = 0
 
@@ -316,7 +327,7 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
 
 
 def block(args: argparse.Namespace, variant: str, shapes: Sequence[Sequence[int]]) -> Rows:
-    """Measure one transformer block. Return two rows of totals, and a row for each of the kernels that take the most time."""
+    """Measure one transformer block on one bin. Return two rows of totals, and a row for each of the 25 slowest kernels."""
     device = args.device
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*overrides_of(device, variant, shapes, Path(folder), 1), *args.overrides]
@@ -349,14 +360,14 @@ def block(args: argparse.Namespace, variant: str, shapes: Sequence[Sequence[int]
 
 
 def block_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `block`."""
+    """Measure one transformer block of each model size, for one clip and for many clips (stage `block`)."""
     for variant in VARIANT_NAMES if args.device == "cuda" else VARIANT_NAMES[:1]:
         for name, shapes in PACKS[args.device].items():
             results.run(f"{variant}, {name}", lambda v=variant, s=shapes: block(args, v, s))
 
 
 def run_wands(arguments: Sequence[str]) -> None:
-    """Run a command of wands in a new process, so that its peak memory contains nothing of this process.
+    """Run a command of wands in a new process, so that its peak memory does not include the memory of this script.
 
     Raises:
         RuntimeError: if the command fails.
@@ -367,7 +378,10 @@ def run_wands(arguments: Sequence[str]) -> None:
 
 
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
-    """Train six steps with `wands profile`. Return the median of steps 3 and 4, which are not profiled, and the estimates."""
+    """Train six steps with `wands profile`. Return a row with measurements of steps 3 and 4, predicted time and memory.
+
+    The profiler does not record steps 3 and 4.
+    """
     from wands.planning.hardware import MACHINES
     from wands.planning.memory import estimate_memory
     from wands.planning.step_time import predict
@@ -410,7 +424,7 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
 
 
 def step_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `step`."""
+    """Run the stage `step`: measure training steps of 1.3B."""
     for name, shapes in STEP_PACKS[args.device].items():
         results.run(f"{VARIANT_NAMES[0]}, {name}", lambda s=shapes: step(args, s))
 
@@ -446,13 +460,13 @@ def run_tests(args: argparse.Namespace, folder: str) -> Rows:
 
 
 def tests_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `tests`."""
+    """Run the GPU tests, with one part of the results for each test folder (stage `tests`)."""
     for folder in TESTS:
         results.run(folder, lambda f=folder: run_tests(args, f))
 
 
 def memory(args: argparse.Namespace, size: dict[str, Any]) -> Rows:
-    """Run bench_memory.py at one size."""
+    """Measure all modes of activation checkpointing with bench_memory.py at one model size. Return a row for each mode."""
     options = argparse.Namespace(device=args.device, rounds=2, clock="wall", **size)
     found = bench_memory.measure(options)
     none = found["none"]
@@ -472,7 +486,7 @@ def memory(args: argparse.Namespace, size: dict[str, Any]) -> Rows:
 
 
 def memory_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `memory`."""
+    """Run the stage `memory`: measure activation checkpointing at each model size in `MEMORY`."""
     for name, size in MEMORY[args.device].items():
         results.run(name, lambda s=size: memory(args, s))
 
@@ -541,12 +555,12 @@ def infer(device: str) -> Rows:
 
 
 def infer_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `infer`."""
+    """Sample a video, measure the time of each part of `wands infer`, and add the measurements to `results`."""
     results.run("81 frames of 480 x 832" if args.device == "cuda" else "tiny", lambda: infer(args.device))
 
 
 def compare_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `compare`."""
+    """Run the stage `compare`: compare the training speed of wands with diffusers + accelerate + DeepSpeed."""
     rounds = 5
     if args.device == "cpu":
         rounds = 1
@@ -568,7 +582,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
 
 
 def main() -> int:
-    """Run the command line and return the exit code: 1 if a part failed."""
+    """Run the stage that the command line names. Return the exit code: 1 if a measurement or test of the stage failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

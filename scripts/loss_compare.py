@@ -3,8 +3,10 @@
     python scripts/loss_compare.py tiny --both model.path=M --both data.cache=C --both train.max_steps=20 \
         --a packing.enabled=true --b packing.enabled=false --procs 2 --deepspeed ds_configs/zero3.json --out compare
 
-The script prints both losses of each step, and the largest relative difference by step and by clip. It plots the losses in
-compare.png. The exit code is 1 if a difference is above --tolerance.
+--both adds a recipe setting to both runs, --a only to the first run, and --b only to the second run.
+
+The script prints the two losses of each step. It also prints the largest relative difference between the losses of a step, and
+between the losses of a clip. It plots the losses in compare.png. The exit code is 1 if a difference is above --tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 
 def run(name: str, args: argparse.Namespace, settings: list[str]) -> Path:
-    """Train once with torchrun, and return the run folder OUT/`name`."""
+    """Run one training with torchrun and the recipe settings `settings`. Return the run folder `name` inside --out."""
     folder = args.out / name
     shutil.rmtree(folder, ignore_errors=True)
     with socket.socket() as server:
@@ -47,25 +49,35 @@ def run(name: str, args: argparse.Namespace, settings: list[str]) -> Path:
 
 
 def series_of(folder: Path) -> dict[int, float]:
-    """Return the losses of a run by step."""
+    """Return a dictionary that maps each step of a run to the loss of the step.
+
+    Args:
+        folder: the run folder, with metrics.jsonl.
+    """
     return {row["step"]: row["loss"] for row in map(json.loads, (folder / "metrics.jsonl").open())}
 
 
 def samples_of(folder: Path) -> dict[tuple[int, str, int], float]:
-    """Return the loss of each clip in each step of a run, by (step, clip, repeat_index)."""
+    """Return the loss of each clip in each step of a run. The keys are (step, clip, repeat_index).
+
+    repeat_index is 0, 1, ... for the uses of the clip in an epoch.
+    """
     rows = (json.loads(line) for path in sorted(folder.glob("samples-rank*.jsonl")) for line in path.open())
     return {(row["step"], row["sample_id"], row["repeat_index"]): row["loss"] for row in rows}
 
 
 def largest(a: dict, b: dict) -> float:
-    """Return the largest relative difference between two dictionaries; infinity if their keys differ or they are empty."""
+    """Return the largest relative difference of the values of two dictionaries; infinity if the keys differ or there are none."""
     if a.keys() != b.keys() or not a:
         return float("inf")
     return max(abs(a[key] - b[key]) / max(abs(a[key]), 1e-12) for key in a)
 
 
 def main() -> int:
-    """Train both runs, print and plot their losses, and return 1 if the losses differ by more than the tolerance."""
+    """Train with the settings --a and with the settings --b, and compare the losses. Return the exit code.
+
+    The exit code is 1 if a relative difference is above --tolerance.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

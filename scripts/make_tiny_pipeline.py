@@ -2,10 +2,13 @@
 
     python scripts/make_tiny_pipeline.py OUT [--variant NAME] [--seed N] [--captions FILE_OR_DIR]
 
+--variant names a Wan model, such as wan2.1-t2v-1.3b. --captions names texts from which the tokenizer also learns.
+
 The pipeline has the interfaces of the variant: T5 tokenizer, UMT5 encoder, causal VAE with the variant's channels and stride,
 CLIP if the variant has it, one or two experts, patch 1x2x2, and UniPC with flow sigmas. Only widths and depths are smaller. The
-DiT, CLIP and the text encoder have random weights. The VAE is the one in scripts/tiny_vae (16 channels) or scripts/tiny_vae_48,
-which train_tiny_vae.py has trained. `diffusers.DiffusionPipeline.from_pretrained(OUT)` loads the pipeline.
+DiT, CLIP and the text encoder have random weights. The VAE has trained weights: train_tiny_vae.py wrote scripts/tiny_vae (16
+latent channels) and scripts/tiny_vae_48 (48 latent channels). `diffusers.DiffusionPipeline.from_pretrained(OUT)` loads the
+pipeline.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from wands.variants import VARIANTS, Variant
 
 SCRIPTS = Path(__file__).resolve().parent
 SHIPPED_VAES = {16: SCRIPTS / "tiny_vae", 48: SCRIPTS / "tiny_vae_48"}
-"""Folders of the VAEs in scripts/, by number of latent channels."""
+"""Maps the number of latent channels to the folder of a trained VAE."""
 
 # 1.25 M parameters: enough to memorise a handful of clips in minutes. 32 = 12 + 10 + 10 channels of RoPE. Few and wide
 # layers, because on a CPU the operators of a layer cost more than their arithmetic.
@@ -160,13 +163,13 @@ def read_captions(source: Path) -> list[str]:
             raise BuildError(str(error)) from None
     if not captions:
         raise BuildError(
-            f"captions={source} holds no caption; name a text file or a folder of captioned clips."
+            f"--captions={source} contains no caption. Pass a text file with captions, or a folder of clips with captions."
         )
     return captions
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> T5TokenizerFast:
-    """Train a Unigram tokenizer with T5's layout: pad 0, eos 1, unk 2.
+    """Train a Unigram tokenizer with the special tokens of T5: <pad> has id 0, </s> has id 1, and <unk> has id 2.
 
     Args:
         texts: texts from which the pieces are learned. The vocabulary also contains each printable ASCII character.
@@ -232,19 +235,20 @@ def build_vae(vae_dir: str | Path | None, size: str, variant: Variant) -> Autoen
         ).eval()
     if not (Path(vae_dir) / "config.json").is_file():
         raise BuildError(
-            f"vae_dir={vae_dir} holds no AutoencoderKLWan (config.json is missing); train one with "
-            "scripts/train_tiny_vae.py or pass --vae random."
+            f"--vae={vae_dir} contains no VAE (config.json is missing). Pass --vae random, or train a VAE with "
+            "scripts/train_tiny_vae.py."
         )
     vae = AutoencoderKLWan.from_pretrained(vae_dir, torch_dtype=torch.float32).eval()
     if vae.config.z_dim != channels:
         raise BuildError(
-            f"vae_dir={vae_dir} has {vae.config.z_dim} channels, but {variant.name} takes {channels}; pass --vae random."
+            f"--vae={vae_dir} has {vae.config.z_dim} latent channels, but {variant.name} needs {channels}. "
+            "Pass --vae random."
         )
     return vae
 
 
 def dit_config(variant: Variant, size: str, dit: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the config of a small DiT with the interfaces of a variant. Entries of `dit` replace the defaults of `size`."""
+    """Return the config of a small DiT with the inputs and outputs of a model variant. `dit` replaces entries of the config."""
     demo = DEMO_DIT_48 if variant.dit.out_channels == 48 else DEMO_DIT
     config = {
         **DIT,
@@ -270,17 +274,18 @@ def build_tiny_pipeline(
     size: Literal["demo", "test"] = "demo",
     variant: str = DEFAULT_VARIANT,
 ) -> DiffusionPipeline:
-    """Build a pipeline with the parts and interfaces of a variant, and save it in a folder.
+    """Build a small pipeline with the parts and interfaces of a Wan model, and save the pipeline in a folder.
 
     Args:
         out_dir: folder to write. Existing files are overwritten.
         seed: seed of all random weights. The global random generator is not changed.
         captions: texts from which the tokenizer learns, in addition to the sentences in `ENGLISH`.
-        vae_dir: folder of an AutoencoderKLWan, or "random", see `build_vae`.
+        vae_dir: folder of an AutoencoderKLWan, or "random" for random weights. None means the trained VAE in scripts/ for
+            the size "demo", and random weights for the size "test".
         dit: entries of the WanTransformer3DModel config that replace the defaults of `size`.
         size: "demo" initializes the DiT as official training does, with a head of zeros. "test" is far smaller and keeps
             diffusers' random head, because with a head of zeros the outputs of any two models would be equal.
-        variant: name of the variant, a key of `wands.variants.VARIANTS`.
+        variant: name of the Wan model, a key of `wands.variants.VARIANTS`.
 
     Returns:
         The saved pipeline, float32, on the CPU.

@@ -1,13 +1,16 @@
 """Insert the bugs of tests/mutations.yaml into a copy of the repository, one by one, and check that tests find each bug.
 
-    python scripts/mutate.py                         # all; exit code 0 when every bug is found
-    python scripts/mutate.py --marker "not slow" --at-least 60 --jobs 2
-    python scripts/mutate.py --only lora-alpha-dropped --only loss-is-a-mean-of-tokens
+    python scripts/mutate.py                              # try all bugs
+    python scripts/mutate.py --only lora-alpha-dropped    # try this bug; the option can be repeated
+    python scripts/mutate.py --jobs 2                     # use two copies of the repository at the same time
+    python scripts/mutate.py --marker "not slow" --at-least 60    # run only fast tests; 60 found bugs are enough
 
-The file names the tests of each bug. All tests first run once without a bug and must pass. A bug is found if one of its tests
-fails (pytest's exit code 1). A bug is not found if its tests pass, or if --marker selects none of them. A bug is broken if its
-tests cannot start. The script needs pytest, pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS
-names.
+tests/mutations.yaml names the tests of each bug. All these tests first run once without a bug and must pass. A bug is "found" if
+one of its tests fails (pytest's exit code 1). A bug is "not found" if its tests pass, or if --marker selects no test of the bug.
+The result is "broken" if pytest cannot run the tests. The exit code is 0 if all bugs, or at least as many as --at-least, are
+found.
+
+The script needs pytest, pyyaml and the clips of the tests: .setup/clips, or the folder that WANDS_CLIPS names.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5  # exit codes of pytest
 
 
 class Outcome(NamedTuple):
-    """Outcome of the tests of one bug, which is printed as a row of the table."""
+    """Outcome for one bug after its tests have run. The three fields are columns of the printed table."""
 
     word: str
     seconds: float
@@ -58,7 +61,11 @@ class Outcome(NamedTuple):
 
 
 def read_mutations(only: list[str]) -> list[dict]:
-    """Read the bugs in `only`, or all bugs. Exit with an error if an entry is invalid or does not fit its file."""
+    """Return the entries of the bugs in tests/mutations.yaml. An invalid entry ends the script with an error.
+
+    Args:
+        only: ids of the bugs to return. An empty list returns all bugs.
+    """
     mutations = yaml.safe_load(LIST.read_text(encoding="utf-8"))
     names = [one.get("id") for one in mutations]
     for one in mutations:
@@ -78,7 +85,7 @@ def read_mutations(only: list[str]) -> list[dict]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy the files of the repository that git does not ignore to `target`, with their modification times."""
+    """Copy the repository to `target`, with modification times but without files that git ignores. Return `target`."""
     asked = ["git", "ls-files", "-coz", "--exclude-standard"]
     listed = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -119,13 +126,16 @@ def start_pytest(tree: Path, tests: list[str], marker: str | None) -> int:
 
 
 def wait_for_one() -> tuple[int, int]:
-    """Wait until a forked process ends; return its pid and its exit code."""
+    """Wait until one of the forked processes ends. Return its process id and its exit code."""
     pid, status = os.wait()
     return pid, os.waitstatus_to_exitcode(status)
 
 
 def warm_up() -> None:
-    """Import large packages, but not wands, so that forked processes need not import these packages again."""
+    """Set environment variables for the tests, and import large packages, so that forked processes start faster.
+
+    wands is not imported, because each forked process must import its own copy with a bug.
+    """
     os.environ.update(
         DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false"
     )
@@ -136,7 +146,14 @@ def warm_up() -> None:
 
 
 def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
-    """Return the outcome for a bug (found, not found or broken), from pytest's exit code and output."""
+    """Return the outcome of a bug: found, NOT FOUND or broken.
+
+    Args:
+        tree: copy of the repository with the bug. The file `tree`.txt contains the output of pytest.
+        code: exit code of pytest.
+        seconds: duration of the tests.
+        marker: value of --marker; None if the option is not set.
+    """
     output = Path(f"{tree}.txt").read_text(encoding="utf-8", errors="replace")
     if code == FAILED:
         failed = re.search(r"^(?:FAILED|ERROR) (tests/.*)$", output, re.MULTILINE)
@@ -147,7 +164,11 @@ def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
 
 
 def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> list[Outcome]:
-    """Insert each bug into a free copy, run its tests, remove the bug and print the outcome."""
+    """Judge every bug in `mutations`, and return the outcomes.
+
+    For each bug, the function waits for a free copy of the repository in `trees`, inserts the bug there, and runs the tests of
+    the bug. It then prints the outcome and removes the bug.
+    """
     waiting, running, outcomes = list(mutations), {}, []
     while waiting or running:
         while waiting and trees:
@@ -166,7 +187,7 @@ def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> l
 
 
 def main() -> int:
-    """Parse the options, check the tests, judge each bug and print the table."""
+    """Run the command line, and print whether the tests find each bug. Return 0 if enough bugs are found (--at-least), or 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", action="append", default=[], metavar="ID", help="judge this bug; repeatable"

@@ -13,12 +13,13 @@ import torch
 class PeakMemory:
     """Context manager that measures the memory of a block of code, in bytes above the memory at the start of the block.
 
-    After the block, `bytes` is the peak, and `kept` is the memory that is still allocated. If the block calls `mark`, `peaks`
-    has the peak of each interval from a mark to the next mark or to the end, and `bytes` is the lowest of these peaks. A block
-    can therefore repeat the same work, so that a disturbance of one interval does not count.
+    After the block, `bytes` is the peak, and `kept` is the memory that is still allocated.
 
-    On a CPU the profiler records every operator, which slows the block down. The profiler does not see the release of memory that
-    was allocated before the block, or that gloo's threads release last.
+    The block can call `mark` before each repetition of the same work. `peaks` then contains the peak of each repetition, and
+    `bytes` is the lowest of these peaks, so that a disturbance of one repetition does not count.
+
+    On a CPU, PyTorch's profiler records every operator, which slows the block down. The profiler misses the release of memory
+    that was allocated before the block. It also misses memory that a thread of gloo releases.
 
     Args:
         device: device whose memory is measured.
@@ -46,7 +47,7 @@ class PeakMemory:
         return self
 
     def mark(self) -> None:
-        """Start an interval; memory before the first mark does not count.
+        """Start a new interval. Memory peaks before the first call of `mark` do not count.
 
         On a CPU, this method counts all tensors that Python can reach. Call it only while no autograd graph holds tensors for
         a backward pass, because Python cannot reach these tensors.
@@ -89,7 +90,7 @@ class PeakMemory:
 def _tensor_bytes() -> int:
     """Return the total size in bytes of the CPU storages of all tensors that Python can reach.
 
-    Storages that share memory with NumPy arrays are not counted. They are not resizable.
+    Storages that cannot be resized are not counted, because such storages share their memory with NumPy arrays.
     """
     gc.collect()
     tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]

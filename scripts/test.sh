@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment and run the tests. The tiers are described in tests/README.md.
-#   bash scripts/test.sh                  default tier, what CI runs
+#   bash scripts/test.sh                  default tier, part of .ci/run
 #   bash scripts/test.sh --all [ARGS]     also the tests marked slow and kill
 #   bash scripts/test.sh PATH [ARGS]      pytest with these arguments, also slow and kill tests
 set -euo pipefail

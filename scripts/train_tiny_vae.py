@@ -1,12 +1,14 @@
 """Train the tiny Wan VAEs in scripts/tiny_vae and scripts/tiny_vae_48 on a few clips, in one thread.
 
     python scripts/train_tiny_vae.py --clips DIR --unseen DIR --out scripts/tiny_vae --minutes 60
-    python scripts/train_tiny_vae.py --variant wan2.2-ti2v-5b ... --out scripts/tiny_vae_48
+    python scripts/train_tiny_vae.py --variant wan2.2-ti2v-5b --clips DIR --out scripts/tiny_vae_48
+
+The VAE is trained on the clips of --clips. The clips of --unseen are only used to measure the quality.
 
 A tiny VAE is an AutoencoderKLWan with the interface of the variant's VAE: 16 latent channels and stride 4x8x8, or 48 latent
 channels and stride 4x16x16. It is causal, and encodes 4k + 1 frames. It has about 1/90 of the parameters of Wan 2.1's VAE. The
-weights are stored in float16. The numbers that are printed at the end are measured with the stored weights and diffusers' own
-code.
+weights are stored in float16. At the end, the script prints the PSNR of each clip. The PSNR is measured with the stored weights
+and the unchanged code of diffusers.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Preset:
     """Settings of a tiny VAE.
 
     Attributes:
-        config: config of the AutoencoderKLWan.
+        config: arguments of AutoencoderKLWan.
         scale: spatial stride of the VAE divided by 8, the spatial stride of Wan 2.1's VAE.
     """
 
@@ -65,7 +67,7 @@ PRESETS = {
         scale=2,
     ),
 }
-"""Maps the number of latent channels to the settings: 16 for Wan 2.1 and Wan 2.2 A14B, 48 for Wan 2.2 TI2V-5B."""
+"""Maps the number of latent channels to the settings of a tiny VAE. Wan 2.1 and Wan 2.2 A14B have 16, TI2V-5B has 48."""
 FPS = 16
 VIDEO_SUFFIXES = {".mp4", ".mpg", ".mpeg", ".avi", ".mkv", ".mov", ".webm"}
 # Areas at scale 1; they grow with the square of the scale.
@@ -89,7 +91,7 @@ def load_clip(path: Path, area: int, max_seconds: float = 12.0) -> torch.Tensor:
         max_seconds: largest number of seconds to read.
 
     Returns:
-        uint8 [T, H, W, 3] at 16 frames per second: frame i is the last frame that starts at or before i/16 s.
+        uint8 [T, H, W, 3] at 16 frames per second: frame i is the last frame of the file that starts at or before i/16 s.
     """
     frames, stamps = [], []
     with av.open(str(path)) as container:
@@ -121,16 +123,16 @@ def to_pixels(window: torch.Tensor) -> torch.Tensor:
 def draw_batches(
     clips: list[list[torch.Tensor]], rng: np.random.Generator, progress: Callable[[], float], scale: int
 ) -> Iterator[torch.Tensor]:
-    """Yield batches of training windows without end, float32 [B, 3, T, H, W]: crops, or whole frames of all sizes.
+    """Yield an endless sequence of training batches, float32 [B, 3, T, H, W]. A batch has either crops or whole frames.
 
-    At first, most batches are crops, because crops are cheaper. Later, half of the batches are whole frames, because the
-    quality is measured on whole frames. The probability of a clip is proportional to its length.
+    At first, most batches have crops, because crops are cheaper. Later, half of the batches have whole frames, because the
+    quality is measured on whole frames. A clip is drawn with a probability proportional to its length.
 
     Args:
         clips: uint8 [T, H, W, 3] of each clip in each size of `AREAS`.
         rng: random generator.
         progress: function that returns the elapsed fraction of the training time.
-        scale: factor of the sides of the crops, see `Preset`.
+        scale: factor for the sides of the crops (`Preset.scale`).
     """
     lengths = np.array([len(sizes[0]) for sizes in clips], dtype=float)
 
@@ -214,7 +216,7 @@ def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list
 
 
 def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
-    """Return the peak signal-to-noise ratio in dB over `count` windows of the clip."""
+    """Return the peak signal-to-noise ratio in dB of the reconstruction of `count` windows of a clip."""
     errors = [
         (reconstruct(vae, w)[0] - to_pixels(w)).square().mean().item() for w in windows_of(clip, count=count)
     ]
@@ -225,7 +227,10 @@ def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
 def measure_latents(
     vae: AutoencoderKLWan, clips: list[torch.Tensor], count: int
 ) -> tuple[list[float], list[float]]:
-    """Return the mean and the standard deviation of each latent channel. Every clip has the same weight."""
+    """Return the means and the standard deviations of the latent channels, measured on `count` windows of each clip.
+
+    Every clip has the same weight.
+    """
     per_clip = []
     for clip in clips:
         pixels = [to_pixels(window)[None] for window in windows_of(clip, 33, count)]
@@ -262,10 +267,17 @@ def write_sheet(vae: AutoencoderKLWan, clips: dict[str, torch.Tensor], path: Pat
 def save(
     preset: Preset, weights: dict[str, torch.Tensor], out: Path, clips: list[torch.Tensor], count: int
 ) -> AutoencoderKLWan:
-    """Convert the weights to float16, measure the mean and standard deviation of the latents, and write weights and config.
+    """Write the trained VAE to a folder: weights in float16, and a config with the mean and standard deviation of its latents.
+
+    Args:
+        preset: settings of the VAE.
+        weights: trained weights by name.
+        out: folder to write.
+        clips: clips on which the mean and standard deviation of the latents are measured.
+        count: number of windows of each clip for this measurement.
 
     Returns:
-        The stored model, float32.
+        The VAE with the weights that were written, converted back to float32.
     """
     vae = AutoencoderKLWan(**preset.config)
     vae.load_state_dict({k: v.half().float() for k, v in weights.items()})
@@ -288,7 +300,7 @@ def learning_rate(progress: float, peak: float) -> float:
 def train(
     preset: Preset, clips: list[list[torch.Tensor]], out: Path, minutes: float, seed: int, peak_lr: float
 ) -> None:
-    """Train from scratch for `minutes` of wall time; write the result to `out` every 5 minutes and at the end."""
+    """Train a VAE from scratch for `minutes` of wall time, and write it to `out` every 5 minutes and at the end."""
     torch.manual_seed(seed)
     vae = for_whole_clips(AutoencoderKLWan(**preset.config)).train()
     largest = [sizes[-1] for sizes in clips]
@@ -334,7 +346,7 @@ def train(
 def report(
     out: Path, trained_on: dict[str, torch.Tensor], unseen: dict[str, torch.Tensor]
 ) -> AutoencoderKLWan:
-    """Print a table with the PSNR of each clip, as measured with the stored VAE, and return the VAE."""
+    """Load the VAE that is stored in `out`, print a table with its PSNR on each clip, and return the VAE."""
     vae = channels_last(AutoencoderKLWan.from_pretrained(out, torch_dtype=torch.float32).eval())
     print(f"{'clip':28s} {'set':9s} {'frames':>12s}   PSNR dB")
     for label, group in (("training", trained_on), ("unseen", unseen)):

@@ -1,4 +1,4 @@
-"""Prepare a VAE for train_tiny_vae.py: it computes a whole clip in one call, and gets initial weights from linear algebra.
+"""Prepare a VAE for train_tiny_vae.py: process a whole clip in one call, and compute initial weights with linear algebra.
 
 Letters in shapes: B batch, C channels, T frames, H and W pixels, Z latent channels.
 """
@@ -23,11 +23,11 @@ STRAIGHT = 3.0  # standard deviations above 0; there SiLU is nearly linear
 
 
 def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Compute a whole clip in one call. The stock `WanResample.forward` computes chunks with a cache, with the same result.
+    """Compute a whole clip in one call. The `forward` of diffusers' `WanResample` gets the same result in chunks, with a cache.
 
-    Without a cache, the stock `forward` skips the temporal convolution, so this function replaces it. The first frame always
-    skips the temporal convolution. In a downsampling, the convolution has stride 2 and reads all frames. In an upsampling, it
-    reads only the other frames, with zeros in place of frame 0.
+    Without a cache, the `forward` of diffusers skips the temporal convolution, so this function replaces it. The first frame
+    always skips the temporal convolution. In a downsampling, the temporal convolution has stride 2 and reads all frames. In an
+    upsampling, the temporal convolution reads only the frames after the first frame. Zeros then replace the first frame.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -50,7 +50,7 @@ def fast_rms_norm(self: WanRMS_norm, x: torch.Tensor) -> torch.Tensor:
 
 
 def channels_last(vae: AutoencoderKLWan) -> AutoencoderKLWan:
-    """Store the weights of 3D convolutions channels-last, which is two to three times faster on a CPU."""
+    """Store the weights of 3D convolutions in channels-last format. They then run two to three times faster on a CPU."""
     for module in vae.modules():
         if isinstance(module, nn.Conv3d):
             module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last_3d)
@@ -68,7 +68,15 @@ def for_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def to_patches(vae: AutoencoderKLWan, pixels: torch.Tensor) -> torch.Tensor:
-    """Return the input of the encoder: pixels [B, 3, T, H, W], or patches [B, 3pp, T, H/p, W/p] if the VAE has a patch size p."""
+    """Convert pixels to the input of the encoder.
+
+    Args:
+        vae: the VAE.
+        pixels: [B, 3, T, H, W].
+
+    Returns:
+        Patches [B, 3 * p * p, T, H/p, W/p] if the VAE has a patch size p, otherwise `pixels` unchanged.
+    """
     size = vae.config.patch_size
     return patchify(pixels, size) if size else pixels
 
@@ -89,8 +97,8 @@ def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 def silence_branches(vae: AutoencoderKLWan) -> None:
     """Set weights so that every residual and attention block returns only its shortcut, which is linear.
 
-    The last layer of each block becomes zero. A convolution in a shortcut becomes a copy of the channels plus small random
-    weights.
+    The last layer of each block gets zero weights. A convolution in a shortcut copies each channel. Its other weights stay
+    random, but become ten times smaller.
     """
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):
@@ -107,10 +115,10 @@ def silence_branches(vae: AutoencoderKLWan) -> None:
 
 
 def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> None:
-    """Initialize a downsampling.
+    """Initialize a downsampling layer of the encoder, whose inputs are `features`.
 
-    The spatial convolution returns the principal components of 2x2 pixels. In the temporal convolution, three quarters of the
-    channels are means of two frames. The last quarter are half the differences of two frames.
+    The spatial convolution returns the principal components of 2x2 pixels. Three quarters of the channels of the temporal
+    convolution return the mean of two frames. The last quarter of the channels returns half the difference of two frames.
     """
     conv = module.resample[1]
     channels = conv.weight.shape[0]
@@ -132,12 +140,13 @@ def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> N
 def start_norm(block: WanResidualBlock, norm: WanRMS_norm, features: Sequence[torch.Tensor]) -> None:
     """Make SiLU(norm(block(x))) nearly linear in x. SiLU removes negative values, and the norm removes the amplitude.
 
-    The bias moves each channel to a range in which SiLU is nearly linear. The channel with the least information becomes a large
-    constant, which determines the RMS norm.
+    The bias moves each channel to a range in which SiLU is nearly linear. The channel with the smallest standard deviation
+    becomes a large constant, which determines the RMS norm.
 
     Args:
-        block: block before `norm`, after `silence_branches`. Only the last bias of the block is added to its shortcut.
-        norm: norm before SiLU.
+        block: block whose output `norm` reads. `silence_branches` must have set its weights, so that the block adds only
+            the bias of its last layer to its shortcut.
+        norm: norm whose output SiLU reads.
         features: output of the block for each clip, [1, C, T, H, W].
     """
     rows = torch.cat([x[0].flatten(1).T for x in features])
@@ -172,7 +181,15 @@ def start_latents(vae: AutoencoderKLWan, features: Sequence[torch.Tensor]) -> No
 
 
 def neighborhoods(x: torch.Tensor, kernel: Sequence[int]) -> torch.Tensor:
-    """Return the inputs that a causal, zero-padded convolution reads for each output: [1, C, T, H, W] -> [T, H, W, C, kernel]."""
+    """Return the inputs that a causal, zero-padded convolution of stride 1 reads for each output position.
+
+    Args:
+        x: input of the convolution, [1, C, T, H, W].
+        kernel: kernel size in frames, rows and columns.
+
+    Returns:
+        [T, H, W, C, *kernel].
+    """
     t, h, w = (k // 2 for k in kernel)
     x = nn.functional.pad(x, (w, w, h, h, 2 * t, 0))[0]
     return (
@@ -189,10 +206,11 @@ def fit(
     """Set the weights of a convolution to the least-squares map from inputs to targets.
 
     Args:
-        conv: convolution of stride 1. The weights of outputs before `first`, or without a target, do not change.
-        inputs: input of each clip, [1, C, T, H, W].
-        targets: target of each clip, [1, K, T, H, W]; targets beyond the outputs of the convolution are ignored.
-        first: index of the first output that is set.
+        conv: convolution of stride 1. The weights of output channels before `first`, or without a target, do not change.
+        inputs: input of the convolution for each clip, [1, C, T, H, W].
+        targets: wanted output for each clip, [1, K, T, H, W]. The first target channel belongs to the output channel `first`.
+            Target channels for which the convolution has no output channel are ignored.
+        first: index of the first output channel to set.
     """
     kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
     rows, wanted = [], []
@@ -217,13 +235,17 @@ def start_upsample(
     doubled: list[torch.Tensor],
     enlarged: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fit an upsampling of the decoder to features of the encoder, and return the outputs of the upsampling.
+    """Fit the convolutions of an upsampling in the decoder by least squares. The targets are features of the encoder.
 
     Args:
         module: the upsampling, with the mode upsample2d or upsample3d.
-        features: input of the module for each clip, [1, C, T, H, W].
-        doubled: target of the time convolution for each clip, [1, <= C, 2T-1, H, W]; unused by upsample2d.
-        enlarged: target of the module for each clip, [1, K, 2T-1 or T, 2H, 2W].
+        features: input of `module` for each clip, [1, C, T, H, W].
+        doubled: target of the time convolution for each clip, [1, K, 2T-1, H, W]. Only the first C channels are used. The
+            mode upsample2d has no time convolution and ignores this argument.
+        enlarged: target of the output of `module` for each clip, [1, K, 2T-1 or T, 2H, 2W].
+
+    Returns:
+        Output of the fitted `module` for each clip.
     """
     conv = module.resample[1]
     if module.mode == "upsample3d":
@@ -245,8 +267,8 @@ def start_encoder(
     """Initialize the encoder by a principal component analysis, one downsampling after the other.
 
     Returns:
-        Two lists with an entry for each downsampling: the features [1, C, T, H, W] of each clip before its time
-        convolution, and after its time convolution.
+        Two lists with an entry for each downsampling layer. An entry contains the features [1, C, T, H, W] of each clip,
+        in the first list before the time convolution of the layer, and in the second list after the time convolution.
     """
     conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
@@ -271,14 +293,14 @@ def start_encoder(
 
 
 def leading_first(channels: int, kept: int) -> list[int]:
-    """Return an order of the channels of a time convolution, with the `kept` most important channels first.
+    """Return an order of the output channels of the encoder's time convolution, with the `kept` most important channels first.
 
-    `start_downsample` puts the channels with means of frames before the channels with differences. Both groups begin with their
-    largest channels. The returned order begins with the largest means, and then has the largest differences. The first frame
-    skips a time convolution, so the decoder must use one order before and after the convolution.
+    `start_downsample` puts the channels with means of frames before the channels with differences of frames. Both groups begin
+    with the channels of largest variance. The returned order begins with three quarters means and one quarter differences. The
+    first frame skips the time convolution of the decoder, so the same order must apply before and after this convolution.
 
     Args:
-        channels: number of channels of the encoder's time convolution.
+        channels: number of output channels of the encoder's time convolution.
         kept: number of channels of the decoder at this level.
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4
@@ -328,10 +350,10 @@ def start_decoder(
 
 @torch.no_grad()
 def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
-    """Set initial weights: the encoder is a principal component analysis, the decoder a least-squares fit.
+    """Set the initial weights of the encoder by a principal component analysis, and of the decoder by least squares.
 
-    A random VAE needs thousands of steps until the latents contain information. This VAE starts with the principal components of
-    a latent's pixels and with the best linear reconstruction, layer by layer.
+    A VAE with random weights needs thousands of training steps until its latents contain information. After this function, the
+    latents are principal components of the pixels. Each layer of the decoder is the best linear reconstruction.
 
     Args:
         vae: prepared by `for_whole_clips`, with three downsamplings. The last two downsamplings halve the number of frames.

@@ -1,1 +1,1 @@
-"""Programs that turn films into captioned, scored and filtered clips. They write tables that `wands check` reads."""
+"""Commands that split films into clips, measure clips and caption clips. They write tables that `wands check` reads."""

@@ -1,4 +1,4 @@
-"""Analyze clips in subprocesses, and store each result at once, so that an interrupted command continues."""
+"""Analyze clips in subprocesses. Each result is stored immediately, so that an interrupted command can continue later."""
 
 from __future__ import annotations
 

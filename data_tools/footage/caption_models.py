@@ -24,11 +24,12 @@ from wands.errors import ConfigError, one_line
 from wands.model.files.hub import fetch_model
 
 Captioner = Callable[[Sequence[np.ndarray], Sequence[str], int | None], list[tuple[str, bool]]]
-"""Function of (clips, prompts, seed). Each clip is uint8 [F, H, W, 3] RGB and has one prompt. With a seed, answers are sampled.
-If the seed is None, decoding is greedy. The function returns (answer, whether the answer was cut off) for each clip."""
+"""Function that captions clips. Its arguments are clips (uint8 [F, H, W, 3] RGB), a prompt for each clip, and a seed. With a
+seed, it samples the answers. If the seed is None, decoding is greedy. It returns (answer, whether the answer was cut off) for
+each clip."""
 KEY_VARIABLE = "OPENAI_API_KEY"
 MAX_BYTES = 1 << 20
-"""Size in bytes of the largest response that is read from an endpoint."""
+"""Largest response of a caption endpoint, in bytes. A larger response is an error."""
 RETRIES = 5
 TEMPERATURE = 0.7
 TEMPLATE = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -97,7 +98,7 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
 
     A request is repeated once after a failed connection or an unexpected answer, and several times while the server is busy or
     reports an internal error. The captioner raises ConfigError if the endpoint cannot be reached, refuses a request, or sends
-    something else than a chat completion.
+    an answer that is not a chat completion.
 
     Raises:
         ConfigError: if the URL of the endpoint is invalid.

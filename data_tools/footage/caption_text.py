@@ -6,7 +6,7 @@ import re
 import zlib
 
 MAX_CHARACTERS = 10_000
-"""Longest caption in characters. Longer answers are rejected."""
+"""Largest number of characters in an answer of a caption model. Longer answers are rejected."""
 MAX_COMPRESSION = 3.5
 """Largest ratio of a caption's bytes to its zlib-compressed bytes. A text with a larger
 ratio repeats itself, and is rejected."""
@@ -29,11 +29,13 @@ _SENTENCES = re.compile(r".*[.!?。！？][\"'”’)]*(?=\s|$)|.*[。！？]", 
 def clean_answer(text: str, is_cut: bool) -> tuple[str, str]:
     """Return (caption, problem) for an answer of a caption model. One of the two texts is empty.
 
-    Control characters, thoughts of reasoning models, and preambles such as "Here is a caption:" are removed.
+    The caption is the answer without control characters, <think> sections, and introductions such as "Here is a caption:".
+    If the answer is not a caption, `problem` is the reason.
 
     Args:
         text: the answer.
-        is_cut: whether the answer ended at the limit of its length. An unfinished last sentence is then removed.
+        is_cut: whether the model reached its token limit before the answer was complete. An unfinished last sentence is then
+            removed.
     """
     if len(text) > MAX_CHARACTERS:
         return "", f"answer has {len(text):,} characters, more than {MAX_CHARACTERS:,}; lower --max-tokens"

@@ -1,6 +1,6 @@
-"""The command `wands measure`: write a table with the motion, sharpness and brightness of clips, and their near-duplicates.
+"""The command `wands measure`: measure motion, sharpness and brightness of clips, find near-duplicates, and write a table.
 
-Clips are decoded in subprocesses, as by `wands check`. A file such as measured.measures.jsonl, next to the table measured.csv,
+Clips are decoded in subprocesses. A file such as measured.measures.jsonl, next to the table measured.csv,
 stores the results, so that a later call with the same --out decodes only new and changed clips.
 """
 
@@ -24,13 +24,13 @@ from wands.errors import ConfigError, DataError
 from wands.texts import safe_lines
 
 VERSION = 1
-"""Version of `measure_clip`. Clips that another version has measured are decoded again."""
+"""Version number of `measure_clip`. Stored results of another version are not used, and these clips are decoded again."""
 AREA = 399_360
 """Area in pixels (832 x 480) to which frames are scaled before their sharpness is measured. Frames keep their aspect ratio."""
 SPEC = ClipSpec(fps=8.0, max_pixels=AREA, max_frames=16, clip_mode="slide", frame_stride=1)
 """Frames that are decoded to measure a clip: 8 frames per second, in windows of 2 seconds."""
 EMPTY = dict.fromkeys(("motion", "sharpness", "brightness", "duplicate_of"))
-"""Empty columns, for a clip that cannot be decoded."""
+"""Values of the measured columns for a clip that cannot be decoded: every column is None."""
 
 
 def measure_clip(clip: ClipRecord) -> dict[str, Any]:
@@ -73,13 +73,14 @@ def measure_clip(clip: ClipRecord) -> dict[str, Any]:
 
 
 def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[str, str]:
-    """Return a dictionary that maps the name of each near-duplicate to the name of the most similar clip.
+    """Return a dictionary that maps the name of each near-duplicate clip to the name of the clip that it repeats.
 
-    A clip is compared only with earlier clips that are not duplicates themselves.
+    A clip is compared only with earlier clips that are not near-duplicates. If several clips are similar, the most similar clip
+    is returned.
 
     Args:
         hashes: maps the name of each clip to its three hashes.
-        max_bits: largest number of bits in which each hash of a clip may differ from the hash of a similar clip.
+        max_bits: a clip is a near-duplicate of another clip if each of its three hashes differs in at most this number of bits.
     """
     names: list[str] = []
     kept, found = np.empty((len(hashes), 3), np.uint64), {}

@@ -1,8 +1,11 @@
 """The command `wands split`: find the shots of films, and write a table with one row for each shot.
 
-Films are decoded once, in subprocesses, and never re-encoded. A file such as shots.films.jsonl, next to the table shots.csv,
-stores the parts of each finished film, so that a later call with the same --out decodes only new and changed films. Each
-second of a film belongs to exactly one part.
+A shot longer than --max-seconds gets several rows. A shot shorter than --min-seconds gets no row. Films are decoded once, in
+subprocesses, and never re-encoded.
+
+A film is divided into parts: shots, transitions, and black, static or unreadable parts. A file such as shots.films.jsonl, next
+to the table shots.csv, stores the parts of each finished film. A later call with the same --out therefore decodes only new and
+changed films.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from wands.texts import safe_lines
 
 Part = dict[str, Any]
 VERSION = 1
-"""Version of `find_parts`. Films that another version has read are decoded again."""
+"""Version of the results of `find_parts`. If the stored result of a film has another version, the film is decoded again."""
 KINDS = ("kept", "transition", "black", "static", "unreadable", "too short", "left over")
 """Kinds of parts of a film. A kept part becomes a row of the table. A transition is a dissolve or a fade. A shot longer than
 --max-seconds is cut into windows of --max-seconds. The part after the last full window is "left over" if it is shorter than
@@ -52,8 +55,9 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
 
     Yields:
         {} after every 100 frames, so that the caller sees progress. The last item has the key `parts`. A part is a dictionary
-        with start and end in seconds, kind ("shot", or one of `KINDS`) and, for a shot, crop (text) and image (JPEG in
-        base64). If the film has no frame that can be decoded, the last item has only the key `reason`.
+        with start and end in seconds, kind and crop. The kind is "shot", "transition", "black", "static" or "unreadable".
+        The crop is the area without black borders as "x,y,width,height", or "". A shot also has an image (JPEG in base64).
+        If the film cannot be decoded, the last item has only the key `reason`.
 
     Raises:
         ConfigError: if PySceneDetect is missing.
@@ -124,7 +128,7 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
     """Return the kind of each frame: "shot", "transition", "black", "static" or "unreadable".
 
     Args:
-        small: frames, uint8 [F, 18, 32, 3].
+        small: frames, scaled down, uint8 [F, 18, 32, 3].
         times: start of each frame in seconds, and the end of the last frame.
         bad: whether each frame is damaged.
     """
@@ -154,9 +158,9 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
 
 
 def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
-    """Return the crop that removes black borders, as the text "x,y,width,height", or "" if there are none.
+    """Return the crop that removes black borders, as the text "x,y,width,height".
 
-    The borders of opposite sides must have about equal widths, or they are not removed.
+    The result is "" if no border is removed. Borders on opposite sides are removed only if their widths are about equal.
 
     Args:
         columns: largest luma of each column of the upright frames of a shot.
@@ -175,7 +179,7 @@ def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
 
 
 def split(options: SplitOptions) -> str:
-    """Run `wands split`: write the table of shots, and return a summary with the seconds of each film by kind.
+    """Run `wands split`: write the table of shots. Return a summary with the seconds of each kind of part in each film.
 
     Raises:
         ConfigError: if an option is invalid.

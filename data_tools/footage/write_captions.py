@@ -1,7 +1,7 @@
 """`wands caption`: write captions for the clips of a source into a table.
 
-Workers append the captions of each batch to logs in a folder next to the table. After a kill, the same command reads the logs
-and captions only the missing clips. The logs are removed when the table is complete.
+Workers append the captions of each batch to logs in a folder next to the table. If the command is killed, the next call reads
+the logs and captions only the missing clips. The logs are removed when the table is complete.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _read_logs(work: Path) -> dict[str, Any]:
 def caption_clips(
     settings: CaptionSettings, slot: int, devices: Devices, share: Sequence[Sequence[ClipRecord]]
 ) -> Iterator[str]:
-    """Caption batches of clips, append the results to a new log, and yield the identity of each finished clip."""
+    """Caption the batches of clips in `share`, append the results to a new log, and yield the identity of each finished clip."""
     options, batches = settings.options, iter(share)
     prompts = options.prompt or (PROMPT,)
     ask = connect_captioner(options) if options.endpoint else load_captioner(options, devices.vae)
@@ -186,12 +186,19 @@ def caption_clips(
 
 
 def _fill(prompt: str, row: Mapping[str, object]) -> str:
-    """Return the prompt with each column name in braces replaced by the value of `row` in this column."""
+    """Return the prompt with each column name in braces replaced by the value of `row` in this column.
+
+    A column without a value in `row` is replaced by an empty text.
+    """
     return _COLUMN.sub(lambda match: "" if (value := row.get(match[1])) is None else str(value), prompt)
 
 
 def _read_frames(item: tuple[ClipRecord, int, int]) -> np.ndarray | str:
-    """Return frames [F, H, W, 3] at equal distances over the time range of a clip, or the reason why it cannot be decoded."""
+    """Return evenly spaced frames of a clip, [F, H, W, 3], or the reason why the clip cannot be decoded.
+
+    Args:
+        item: (clip, largest number of frames, square root of the largest number of pixels of a frame).
+    """
     record, num_frames, max_side = item
     try:
         info = probe(record.path)

@@ -229,9 +229,9 @@ def fill_exactly(
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample. The first argument contains the lengths with which
-            the bin can still become as full as possible, as sorted indices in `lengths`. The second argument is the number
-            of remaining samples of every length. The function returns one item of the first argument.
+        choose: function that chooses the length of a bin's next sample. The first argument is a sorted array of candidates,
+            as indices in `lengths`: after each candidate, the bin can still become as full as possible. The second
+            argument is the number of remaining samples of every length. The function returns one candidate.
 
     Returns:
         Bins as lists. A sample is represented by the index of its length in `lengths`.

@@ -112,8 +112,8 @@ def find_pipeline(
     for part, dit in replaced.items():
         if part not in parts:
             raise ConfigError(
-                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Use --transformer for a DiT "
-                "of this model, or set --model to a pipeline with two experts."
+                f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Pass a DiT of this "
+                "pipeline to --transformer, or set --model to a pipeline with two experts."
             )
     for lora in loras:
         if lora.subfolder not in parts:

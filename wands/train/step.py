@@ -27,7 +27,8 @@ from wands.transfer import to_device
 class StepResult:
     """Result of one optimizer step on one rank.
 
-    The tensors stay on the device until `grad_norm` or `samples` is used, which makes the host wait for the device.
+    `loss`, `errors` and `norm` stay on the device. The properties `grad_norm` and `samples` copy values to the host, which
+    makes the host wait for the device.
 
     Attributes:
         loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum of these scalars over

@@ -55,14 +55,14 @@ class Watchdog:
 
     A stop is requested if the launcher ends, or if SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives. The thread
     then sets `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is
-    nothing to save, and the process exits at once. A SIGINT that arrives more than `ONE_REQUEST` seconds after the first
-    signal ends the process at once. A signal that was ignored at the start of the process stays ignored.
+    nothing to save, and the process exits at once. Signals within `ONE_REQUEST` seconds of the first signal count as one
+    request. A later SIGINT ends the process at once. A signal that was ignored at the start of the process stays ignored.
 
     If a step does not end in time, or the connection to another rank breaks, the ranks write their stacks and the process
     ends with one message that names the ranks that do not answer.
 
     Args:
-        launcher: processes from the parent of this process to its launcher. See `find_launcher`.
+        launcher: ancestors of this process, from its parent up to the launcher of the training. See `find_launcher`.
         heartbeat: function that is called about once a second with the name of the current work and its duration so far in
             seconds.
 

@@ -161,10 +161,10 @@ def test_test_size_keeps_a_random_head(tmp_path):
 
 
 def test_build_mistakes_are_one_sentence(tmp_path):
-    with pytest.raises(tiny.BuildError, match=r"holds no AutoencoderKLWan .* train one"):
+    with pytest.raises(tiny.BuildError, match=r"contains no VAE .* train a VAE"):
         tiny.build_tiny_pipeline(tmp_path / "p", size="test", vae_dir=tmp_path)
     (tmp_path / "empty.txt").write_text("\n")
-    with pytest.raises(tiny.BuildError, match="holds no caption"):
+    with pytest.raises(tiny.BuildError, match="contains no caption"):
         tiny.read_captions(tmp_path / "empty.txt")
     with pytest.raises(tiny.BuildError):
         tiny.read_captions(tmp_path / "nowhere")

@@ -60,8 +60,8 @@ class Filter:
             begin = odd.start() if odd else offset - 1
             raise ConfigError(
                 f"--where {self._text} cannot be used: error at character {begin + 1} "
-                f'({self._text[begin:][:30] or "the end"}). Compare columns with numbers or "texts" by <, <=, >, >=, ==, !=, '
-                'in ["a", "b"] or is None. Join comparisons by and, or, not.'
+                f'({self._text[begin:][:30] or "the end"}). Write comparisons such as seconds >= 2, license == "cc0", '
+                'license in ["a", "b"] or motion is None. Join comparisons by and, or, not.'
             ) from None
         self.columns = _names(tree)
         self._parts = tree.values if isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And) else [tree]
