@@ -8,8 +8,8 @@ Variants:
 single kernel       one process computes the whole bin, the other ranks wait
 blocks of a ring    one process computes all R x R blocks of a ring in turn and merges them: the cost of cutting the kernel,
                     without traffic. Simple code of this script merges the blocks, not the ring of wands
-ulysses, ring,      context_attention of wands over ContextLayout. `plain` is DeepSpeed's DistributedAttention with three
-hybrid              all-to-alls for q, k and v; the other variants send q, k and v in one all-to-all
+ulysses, ring,      context_attention of wands over ContextLayout: q, k and v in one all-to-all. The row with the word
+hybrid              `plain` in its name is DeepSpeed's DistributedAttention, with three all-to-alls for q, k and v
 all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and
                     reduce-scatter the gradients. Each rank has the same queries as in the ring of wands
 padded samples      every sample is padded to a multiple of 2 x ranks and cut into 2 x ranks chunks. Rank r has chunks r and

@@ -129,7 +129,7 @@ def draw_batches(
     quality is measured on whole frames. A clip is drawn with a probability proportional to its length.
 
     Args:
-        clips: uint8 [T, H, W, 3] of each clip in each size of `AREAS`.
+        clips: clips[i][j] is clip i in size j of `AREAS`, uint8 [T, H, W, 3].
         rng: random generator.
         progress: function that returns the elapsed fraction of the training time.
         scale: factor for the sides of the crops (`Preset.scale`).
@@ -216,7 +216,7 @@ def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list
 
 
 def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
-    """Return the peak signal-to-noise ratio in dB of the reconstruction of `count` windows of a clip."""
+    """Reconstruct `count` windows (ranges of frames) of a clip, and return their common peak signal-to-noise ratio in dB."""
     errors = [
         (reconstruct(vae, w)[0] - to_pixels(w)).square().mean().item() for w in windows_of(clip, count=count)
     ]

@@ -55,9 +55,10 @@ def load_captioner(options: CaptionOptions, device: torch.device) -> Captioner:
         tokenizer = processor.tokenizer
     except Exception as error:
         raise ConfigError(
-            f"--model={options.model} cannot be loaded ({one_line(error).partition('. ')[0]}); choose an image-text-to-text "
+            f"--model={options.model} cannot be loaded ({one_line(error).partition('. ')[0]}). If a package is "
             # without a version, pip may replace torch
-            f"model, or install what it needs, such as: pip install torchvision torch=={torch.__version__.partition('+')[0]}"
+            f"missing, install it, for example: pip install torchvision torch=={torch.__version__.partition('+')[0]}. "
+            "Otherwise choose an image-text-to-text model."
         ) from None
     model.to(device).eval()
     lock = threading.Lock()

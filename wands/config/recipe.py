@@ -497,8 +497,8 @@ class TrainConfig(StrictModel):
     update changes no weight, no optimizer state and no moving average, but the learning rate schedule counts the
     step. In a model with two experts, the update of each expert is judged and skipped separately."""
     max_bad_steps: int = Field(default=10, ge=0)
-    """Largest number of updates that `on_bad_step: skip` may skip in the whole run. The next bad update ends the run.
-    Raise this number to continue such a run."""
+    """Largest number of bad updates (see `train.on_bad_step`) that are skipped in the whole run. One more bad update ends the
+    run. Raise this number to continue such a run."""
     spike_zscore: float = Field(default=6.0, gt=0)
     """Robust z-score above which a loss or a gradient norm is a spike. With `on_bad_step: skip`, the update of a step
     with a spike is discarded. With `on_bad_step: stop`, a spike is only written to events.jsonl, and the run

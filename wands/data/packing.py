@@ -313,9 +313,10 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    The samples of the chosen bins will be spread over all ranks. A sample cannot be split, so all ranks would wait for an
-    expensive sample: one that costs more than the expected mean cost of a bin in the last step. Bins without expensive
-    samples are chosen first, and then the bins whose most expensive sample costs least. `costs` is the cost of each sample.
+    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. All
+    ranks would wait for an expensive sample, which costs more than the expected mean of these smaller bins. Bins without
+    expensive samples are chosen first, and then the bins whose most expensive sample costs least. `costs` is the cost of
+    each sample.
 
     Returns:
         The chosen bins, and the bins of all other steps.

@@ -1,9 +1,8 @@
 """Choose the rows (uses of samples) of each epoch, and map a global step to the samples of this step.
 
-A row is one possible use of a sample in an epoch. A sample that an epoch uses at most three times has three rows. If some
-samples are repeated more often than others, not every epoch uses all rows: the index of the epoch (0, 1, 2, ...) determines
-which rows. The rows of a source are numbered copy by copy: first one row for each sample, then a second row for each
-sample, and so on.
+A row is one possible use of a sample in an epoch. If a source is repeated 2.5 times, each of its samples has three rows, and
+an epoch uses two or three of these rows. The index of the epoch (0, 1, 2, ...) determines which rows it uses. The rows of a
+source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on.
 
 As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
 a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.epoch_files`).
