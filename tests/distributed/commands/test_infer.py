@@ -856,7 +856,7 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
         source_of(tiny_pipeline, checkpoint=tmp_path / "run")
     with pytest.raises(
         ConfigError,
-        match=r"^--transformer-2=.* is a low-noise expert \(transformer_2\), but --model=.* has only one expert\. Use",
+        match=r"^--transformer-2=.* is a low-noise expert \(transformer_2\), but --model=.* has only one expert\. Pass",
     ):
         source_of(tiny_pipeline, transformer_2=tiny_pipeline / "transformer")
     with pytest.raises(ConfigError, match=r"^--ema needs --checkpoint"):
