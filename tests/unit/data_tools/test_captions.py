@@ -465,7 +465,10 @@ class Unfit:
             ImportError("X requires the Torchvision library. Go on."),
             r"cannot be loaded \(X .* library\)\. .*torch==",
         ),
-        (json.JSONDecodeError("no", "", 0), r"cannot be loaded \(no.*\)\. .*choose an image-text-to-text model"),
+        (
+            json.JSONDecodeError("no", "", 0),
+            r"cannot be loaded \(no.*\)\. .*choose an image-text-to-text model",
+        ),
         (SimpleNamespace(), r"cannot be loaded \(.*tokenizer.*\)\. .*choose an image-text-to-text model"),
         (
             Unfit(),
