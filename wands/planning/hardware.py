@@ -107,7 +107,8 @@ def peak_tflops(gpu: str) -> float | None:
 
 _A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
 _PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9, "host_bandwidth": 12e9}
-# Fractions of the peak that the forward and the backward pass of attention kernels reach, before Hopper and from Hopper on.
+# Fractions of the peak that the forward and the backward pass of attention kernels reach: GPUs before Hopper and consumer
+# GPUs, Hopper, Blackwell for data centers. A kernel without an entry counts as the fastest kernel.
 _EARLIER = {"torch": (0.6, 0.5)}
 _HOPPER = {"torch": (0.38, 0.3), "flash2": (0.38, 0.3), "cudnn": (0.62, 0.53), "flash3": (0.62, 0.53)}
 _BLACKWELL = {name: fractions for name, fractions in _HOPPER.items() if name != "flash3"}
