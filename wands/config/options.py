@@ -433,8 +433,8 @@ class TrainOptions(LauncherOptions):
     """Test a machine or a cluster without data and weights: train this published model, such as wan2.1-t2v-14b, from
     random weights on random clips of its official size. RECIPE and --set choose the other settings."""
     plan: Path | None = None
-    """Train exactly the bins (packed sequences) and steps that `wands pack --out` wrote to this file, in the epoch
-    for which the file was written. The option sets the recipe key packing.plan."""
+    """File that `wands pack --out` wrote for one epoch. In this epoch, training uses exactly the bins (packed sequences)
+    and steps in the file. Other epochs are packed as usual. The option sets the recipe key packing.plan."""
     show_timesteps: bool = False
     """Print a histogram of the timesteps (noise levels) that the recipe draws in training, and exit."""
 
@@ -541,7 +541,7 @@ class InferOptions(Options):
     value per prompt."""
     last_image: tuple[str, ...] = ()
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
-    --height x --width. Models that end at an image need this option. Give the option several times to set one value
+    --height x --width. First-and-last-frame models need this option. Give the option several times to set one value
     per prompt."""
     transformer: Path | None = None
     """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
