@@ -144,9 +144,7 @@ def _read_section(
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]} is not text; write text in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
-        raise DataError(
-            f"the section gives no path of clips; set {' or '.join(_CLIPS)} to the path of the clips"
-        )
+        raise DataError(f"the section has no path of clips; set {' or '.join(_CLIPS)} to this path")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
