@@ -1,7 +1,9 @@
 """Write docs/reference/ from the descriptions of the command options and of the recipe keys.
 
-python scripts/build_reference.py
-python scripts/build_reference.py --options   # for a release: also add all options to tests/fixtures/options.json
+    python scripts/build_reference.py
+    python scripts/build_reference.py --options   # for a release: also add all options to tests/fixtures/options.json
+
+A test fails if a page does not have the current descriptions.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Terminal:
         if echo and sys.stdout.isatty() and self._live.console.is_interactive:
             self._live.start()
             for handler in logging.getLogger().handlers:
-                if isinstance(handler, logging.StreamHandler):
+                if type(handler) is logging.StreamHandler:  # a FileHandler keeps its file
                     handler.setStream(sys.stderr)  # rich has replaced sys.stderr
 
     def __call__(self, text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 import time
 import warnings
 from types import SimpleNamespace
@@ -33,6 +35,26 @@ def test_a_sign_of_life(monkeypatch: pytest.MonkeyPatch):
     ]
     assert not shown.show("no live line in a pipe")
     shown.close()
+
+
+class TerminalOutput(io.StringIO):
+    """A standard output that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("kind", "live"), [("xterm", True), ("dumb", False)])
+def test_a_live_line_needs_a_terminal_that_moves_the_cursor(
+    kind: str, live: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdout", TerminalOutput())
+    monkeypatch.setenv("TERM", kind)
+    output = Terminal([].append)
+    try:
+        assert output.show("step 1/4") == live
+    finally:
+        output.close()
 
 
 def test_the_watchdog_names_the_work(monkeypatch: pytest.MonkeyPatch):

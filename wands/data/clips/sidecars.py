@@ -379,7 +379,7 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
         return clips
     names = ", ".join(sorted(members))
     if "pth" in members:
-        raise DataError(f"sample in the archive has latents ({names}), no clip; run data_tools.import_shards")
+        raise DataError(f"sample has latents ({names}), no clip; run python -m data_tools.import_shards")
     raise DataError(
         f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     )

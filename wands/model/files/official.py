@@ -135,7 +135,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     ]
     if differing:
         raise CheckpointError(
-            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Download config.json again."
+            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use both files of one model."
         )
     return config
 
