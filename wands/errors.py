@@ -101,7 +101,7 @@ class Problems:
         return None
 
     def raise_all(self) -> None:
-        """Raise one error that contains the messages of all collected errors. Return if no error was collected.
+        """Raise one error that contains the messages of all collected errors. Do nothing if no error was collected.
 
         The raised error has the class of the first collected error.
         """

@@ -340,7 +340,8 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
             expert.
         index: `model_index.json` of the pipeline; None for a DiT without a pipeline. The index distinguishes Wan 2.2
-            T2V from Wan 2.1 T2V, whose DiTs have the same shape. A `boundary_ratio` in the index replaces that of the variant.
+            T2V from Wan 2.1 T2V, whose DiTs have the same shape. A `boundary_ratio` in the index replaces the variant's
+            `boundary_ratio`.
 
     Raises:
         ValueError: if the config lacks a key or matches no supported family of variants.

@@ -108,13 +108,13 @@ def _check_size(size: str) -> None:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of an older checkpoint is a folder, if the checkpoint contains a relative path.
+    """Check that the base model of an older checkpoint exists, if `model.path` in the checkpoint may be a relative path.
 
-    Older checkpoints contain `model.path` as the user typed it. A relative path is valid only in the folder in which the
-    training was started. Newer checkpoints need no check.
+    Older checkpoints contain `model.path` as the user typed it. They do not record whether this is a path or a Hub id. A
+    relative path is valid only in the folder in which the training was started. Newer checkpoints need no check.
 
     Raises:
-        ConfigError: if the relative path is not a folder.
+        ConfigError: if `model.path` may be a relative path, but there is no such folder.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(

@@ -319,7 +319,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _uploaded_content(path: Path) -> Path | bytes:
-    """Return `path` if the file can be uploaded unchanged. Otherwise, return its text without paths of this machine."""
+    """Return `path` if the file can be uploaded unchanged, otherwise the content of the file without paths of this machine."""
     text = None
     if path.name == model_card.RECORD_FILE:
         text = json.dumps(without_paths(_read_object(path)), indent=2) + "\n"

@@ -54,7 +54,7 @@ def limits_of(field: FieldInfo) -> dict[str, Any]:
 
 
 def spelling_of(field: FieldInfo) -> Spelling:
-    """Return the command-line spelling of an option field, or a default `Spelling` if the field has none."""
+    """Return the `Spelling` in the annotation of an option field; a default `Spelling` if the annotation contains none."""
     return next((item for item in field.metadata if isinstance(item, Spelling)), Spelling())
 
 

@@ -166,7 +166,7 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return what the optimizer `optim.name` requires of other recipe keys and of the DeepSpeed config.
+    """Return the requirements of the optimizer `optim.name` for other recipe keys and for the DeepSpeed config.
 
     Args:
         recipe: the resolved recipe.

@@ -198,7 +198,8 @@ class CaptionOptions(Options):
     """Limit for the area of a frame: the square of this number, in pixels. Larger frames are scaled down to this area
     before the model sees them."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
-    """Largest number of new tokens in an answer. A sentence that is cut off at this limit is removed."""
+    """Largest number of tokens in the model's answer, which becomes the caption. If the answer is cut off at this limit,
+    its unfinished last sentence is removed."""
     batch: Annotated[int, Field(ge=1)] = 8
     """Number of clips that the model captions together. With --endpoint, the number of simultaneous requests."""
     workers: Annotated[int | None, Field(ge=1)] = None
@@ -280,8 +281,8 @@ class PreprocessOptions(ClipOptions):
     """
 
     out: Path
-    """Folder of the latent cache. A new folder is created. If the folder contains the cache of an earlier run, the
-    command continues this cache."""
+    """Folder of the latent cache. A missing folder is created. If the folder contains the cache of an earlier run, the
+    command encodes only the samples that the cache lacks."""
     model: str
     """Diffusers pipeline folder or Hub id of the model to train later. It provides the VAE, the text encoder and the
     model variant."""
@@ -289,8 +290,8 @@ class PreprocessOptions(ClipOptions):
     """Device that runs the encoders, such as cuda:0. With --text-device, the text encoder runs on another device
     [default: cuda if available, else cpu]."""
     text_device: str | None = None
-    """Device that runs the text encoder. Use cpu, for example, if the GPU has too little memory for all encoders
-    [default: the value of --device]."""
+    """Device that runs the text encoder. With cpu, the encoder needs no GPU memory, but is slower. It is removed before the
+    VAE is loaded [default: the value of --device]."""
     text_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
     vae_dtype: Literal["bf16", "fp32"] = "fp32"
@@ -624,7 +625,7 @@ class EvaluateOptions(Options):
     """Largest number of clips to evaluate. If the cache contains more clips, a hash of the clip names chooses the
     clips. Every evaluation of this cache therefore uses the same clips."""
     json_path: Annotated[Path | None, Spelling("--json")] = None
-    """Write all results to this JSON file."""
+    """Write all mean losses, and the list of the evaluated clips, to this JSON file."""
 
 
 class ExportOptions(Options):

@@ -157,8 +157,8 @@ class EmaConfig(StrictModel):
     """Fraction of the old average that each optimizer step keeps. The default averages over about the last 10,000 steps.
     Use a lower value for short runs."""
     warmup: bool = True
-    """Use a decay below `decay` in the first steps, so that the average soon forgets the initial weights. The decay of
-    step n is then at most (1 + n) / (10 + n)."""
+    """Use a decay below `decay` in the first steps, so that the average soon forgets the initial weights. The decay is
+    then the smaller of `decay` and (1 + n) / (10 + n). n counts the steps since the average started."""
     every: int = Field(default=1, gt=0)
     """Number of optimizer steps between two updates of the average. One update uses decay ** every, so that the average
     covers the same number of optimizer steps for any value of this key. Increase the number if the updates take too much

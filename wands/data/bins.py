@@ -31,7 +31,7 @@ Contents = list[list[int]]
 """Bins that contain lengths instead of samples. Each item of a bin is an index into the ascending array of distinct
 lengths."""
 Key = tuple[int | str, ...]
-"""Numbers and texts that determine random choices."""
+"""First arguments of `philox` (random number generator), such as seed and epoch. Equal keys give equal random choices."""
 
 MAX_LENGTHS = 1024
 """Largest number of distinct lengths, which limits the time for packing. If the clips have more distinct lengths, all
@@ -44,8 +44,8 @@ clips of each length. One part is packed, and the other parts get bins with the 
 ROUNDS = 30
 """Number of rounds of exchanges. More rounds improve the balance only a little."""
 SPLITS = 512
-"""Number of random splits that a pair of bins tries in a round. A split divides the clips of both bins into two new
-bins."""
+"""Number of random splits that are compared for each pair of bins in a round of exchanges. A split divides the clips of both
+bins into two new bins."""
 EXACT = 2**32
 """Cost of the most expensive clip after scaling. All costs are multiplied by the same factor and rounded to integers.
 Float64 sums of millions of these integers are exact."""
@@ -186,8 +186,8 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
 
 
 def best_fit(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Contents:
-    """Pack the longest clips first. Each clip goes into the fullest bin (packed sequence) that has room for the clip, or
-    into a new bin.
+    """Pack clips into bins (packed sequences), the longest clips first. Each clip goes into the fullest bin that has room for
+    the clip. If no bin has room, the clip goes into a new bin.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.

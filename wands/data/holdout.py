@@ -1,7 +1,7 @@
 """Choose the samples that are held out of training, and exclude training samples that are too similar to them.
 
-A hash of the clip's name decides, so new clips do not move other clips from one side to the other. If the data has only
-a few long films, a span of time of each film is held out instead of whole films.
+A hash of the clip's name decides whether the clip is held out. Adding new clips therefore does not change the decision for
+old clips. If the data has only a few long films, a span of time of each film is held out instead of whole films.
 """
 
 from __future__ import annotations

@@ -27,8 +27,12 @@ from wands.flow.rng import permutation
 Step = tuple[Bin, ...]
 """Bins of one optimizer step, over all ranks and micro steps."""
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]
-"""Cost of a bin, in one of two forms. The first form is a function of the lengths L of the bin's samples, additive over
-samples, such as ``DiTShape.forward_flops``. The second form is the coefficients (a, b) of a * sum(L) + b * sum(L^2)."""
+"""Rule for the cost of a bin (the samples of one forward pass), in one of two forms.
+
+The first form is a function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``. The function must be
+additive: the cost of a bin is the sum of the costs of its samples. The second form is the pair of coefficients (a, b) in
+the cost a * sum(L) + b * sum(L^2).
+"""
 
 LEVEL = 0.987
 """Smallest allowed efficiency of the full steps of an epoch: the sum of the costs of all bins / the sum of their times.
@@ -426,9 +430,10 @@ def _choose_cuts(
     formed from the bins of one range.
 
     In large ranges, the samples of a group can have many lengths. In small ranges, the ranks wait less for the most expensive
-    bin. The time of a bin with waiting is estimated as the highest cost in its range. A division is allowed if the sum of all
-    costs is at least `LEVEL` (smallest efficiency) times the sum of these times. Choose the allowed division whose ranges
-    have sample lengths most similar to the lengths in the whole data. If none is allowed, choose the smallest ranges.
+    bin. The time of a bin, including waiting, is estimated as the highest cost in the bin's range. A division is allowed if the
+    sum of all costs is at least `LEVEL` (smallest efficiency) times the sum of these times. Choose the allowed division whose
+    ranges have sample lengths most similar to the lengths in the whole data. If no division is allowed, choose the smallest
+    ranges.
 
     Args:
         bins: bins of all steps except a shorter last step, the most expensive bin first.

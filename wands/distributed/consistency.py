@@ -1,6 +1,7 @@
 """Compare values across ranks, bit by bit, and name the ranks that differ.
 
-Ranks with different configurations, data or weights do not fail. Such ranks hang, or continue with wrong results.
+Without these checks, ranks with different configurations, data or weights raise no error: they hang, or train with wrong
+results.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ParallelDims:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's context-parallel group."""
+        """Data-parallel index of this rank: the index of its context-parallel group."""
         return self.rank // self.cp_size
 
     @property
@@ -57,7 +57,7 @@ class ParallelDims:
         return self.rank % self.cp_size
 
     def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
-        """Return the tokens of a bin (the samples packed into one sequence) that this rank holds.
+        """Return the layout of a bin (the samples packed into one sequence), which lists the tokens of the bin on this rank.
 
         Args:
             seq_lens: number of tokens of each sample of the bin.

@@ -1,4 +1,4 @@
-"""Assign the tokens of a bin (packed samples) to the ranks of a context-parallel group: index arithmetic without process groups.
+"""Assign the tokens of a bin (packed samples) to the ranks of a context-parallel group. The module uses no process groups.
 
 A bin is the list of samples that are packed into one sequence for one forward pass. The bin is split twice. First, the
 ring splits every sample into `ring_degree` chunks, and ring row r holds chunk r of each sample. All ring rows then have

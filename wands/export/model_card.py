@@ -163,7 +163,8 @@ def _variant_of(record: Mapping[str, Any]) -> Variant:
     """Return the model variant that an export record (the contents of `RECORD_FILE`) names.
 
     If the name is not a published variant, return the first published variant of its family. The family is the name without
-    its last part, such as "wan2.1-t2v". If the family has no published variant, return a text-to-video variant with one DiT.
+    its last part: "wan2.1-t2v" for "wan2.1-t2v-14b". If the family has no published variant, return a text-to-video variant
+    with one DiT.
     """
     name = str(record.get("variant", ""))
     family = (row for row in VARIANTS.values() if row.name.rpartition("-")[0] == name.rpartition("-")[0])

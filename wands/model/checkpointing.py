@@ -135,7 +135,7 @@ class SelectiveCheckpoint:
         return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
 
     def _kept_name(self, op: OpOverload) -> str | None:
-        """Return the name of the result of `op`, such as "query_proj", if it is kept for the backward pass, else None."""
+        """Return the name of the result of `op`, such as "query_proj". Return None if the backward pass recomputes the result."""
         return self._current_projection if op in _MATMULS else self._name_of.get(op)
 
     def _keep(self, name: str, tensor: Tensor) -> _SavedTensor | OffloadedTensor:

@@ -115,7 +115,7 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return what the rows of a layer's input are: "tokens" (video), "text", "image" (CLIP tokens) or "time" (timesteps).
+    """Return the type of the rows in a layer's input: "tokens" (video), "text", "image" (CLIP tokens) or "time" (timesteps).
 
     `name` is the name of the layer in the DiT.
     """

@@ -252,7 +252,7 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
 
 
 def _initial_lora_A(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """Draw PEFT's initial values of lora_A, keyed by the seed and the layer name.
+    """Draw the initial values of lora_A from the distribution of PEFT. `seed` and the layer name `name` determine the values.
 
     The distribution is Kaiming uniform with a = sqrt(5): uniform between -1/sqrt(in features) and 1/sqrt(in features).
     """

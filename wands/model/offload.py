@@ -118,7 +118,7 @@ class ActivationOffloader:
             tensor: tensor of any shape and dtype, on the offloader's device.
 
         Returns:
-            Handle whose `take` returns the tensor. When the handle is deleted, its host memory is free again.
+            Handle whose `take` returns the tensor. Deleting the handle frees the host memory of the tensor.
         """
         assert self._groups, "call open_group before put"
         with torch.no_grad():

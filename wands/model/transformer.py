@@ -54,7 +54,7 @@ class PackedWanTransformer(WanTransformer3DModel):
     selective_checkpoint: SelectiveCheckpoint | None = None
     """Activation checkpointing of the blocks, set by `set_checkpointing`; None without checkpointing."""
     num_recomputed: float = math.inf
-    """The first `num_recomputed` blocks run again in the backward pass, the others do not. See `set_checkpointing`."""
+    """Number of blocks that run again in the backward pass, counted from the first block. See `set_checkpointing`."""
     row_keys: RowKeys | None = None
     """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
@@ -232,7 +232,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config as JSON. The class name in it is diffusers' `WanTransformer3DModel`, which other tools can load."""
+        """Return the config as JSON, with diffusers' class name `WanTransformer3DModel`, which other tools can load."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 

@@ -20,7 +20,7 @@ from wands.config.optimizer_kinds import kind_of, state_bytes
 from wands.planning.workload import Workload
 
 FP32, BF16 = 4, 2
-"""Bytes of one value."""
+"""Bytes of one fp32 value, and bytes of one bf16 value."""
 MARGIN = 1.06
 """Factor by which the predicted bytes are multiplied, to allow for rounding and fragmentation in the memory allocator."""
 CUDA_CONTEXT = 1.0 * 2**30

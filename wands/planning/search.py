@@ -186,7 +186,7 @@ def machine_here(device_type: str, ranks_per_node: int) -> Machine:
 
 
 def check_memory(task: Task, ds_name: str) -> str | None:
-    """Check whether a run fits a machine. If the run does not fit, find the smallest change of settings that makes it fit.
+    """Check whether a run fits a machine. If the run does not fit, find a change of settings that makes the run fit.
 
     Args:
         task: the run and the machine. `task.ds_configs` contains the DeepSpeed JSONs that may be suggested.
@@ -203,7 +203,7 @@ def check_memory(task: Task, ds_name: str) -> str | None:
 
 
 def search(task: Task) -> list[Candidate]:
-    """Return all combinations of settings with which the run fits the machine, with the fastest (predicted) first.
+    """Return all combinations of settings with which the run fits the machine, sorted by `_sort_key`, the fastest first.
 
     A combination consists of a DeepSpeed JSON, a number of context-parallel ranks and a kind of activation checkpointing. If
     no valid combination fits, the list is empty.
@@ -341,7 +341,7 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
 
 
 def _find_cure(task: Task, ds_name: str) -> str:
-    """Find the smallest change of settings that makes a run fit its machine, and return the end of an error message.
+    """Find a change of settings that makes a run fit its machine, and return the end of an error message.
 
     The text names the change, such as "set model.checkpointing=full". If no change is enough, the text suggests other
     GPUs, smaller clips or a LoRA.

@@ -100,5 +100,5 @@ class Workload:
 
     @cached_property
     def trained(self) -> int:
-        """Number of trained parameter elements of one DiT."""
+        """Number of values in the trained parameters of one DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)

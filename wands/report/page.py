@@ -32,7 +32,7 @@ from wands.texts import format_seconds, safe_lines, without_paths
 _log = logging.getLogger(__name__)
 PAGE_NAME = "report.html"
 MAX_POINTS = 600
-"""Largest number of points of a curve."""
+"""Largest number of points that a curve in the page has. `extremes` chooses the points of longer curves."""
 MAX_VIDEO_BYTES = 20_000_000
 """Largest total size of the videos that are embedded in the page as base64, in bytes. The page links to the other videos."""
 MAX_COLUMNS = 8
@@ -94,7 +94,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Return the HTML text of the page of one run, or of a page that compares runs.
 
     Args:
-        runs: results of `read_run`. Each may also have the key `thumbnails`, which maps the key of a training sample to
+        runs: results of `read_run`. Each result may also have the key `thumbnails`, which maps the key of a training sample to
             an image (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """

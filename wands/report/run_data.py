@@ -127,7 +127,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(num_values: int) -> int:
-    """Return the number of values to average in a loss curve: a twentieth of the values, at most 200."""
+    """Return the number of values to average in a loss curve: a twentieth of `num_values`, but at least 1 and at most 200."""
     return max(1, min(200, num_values // 20))
 
 

@@ -55,7 +55,7 @@ class Lora:
 
     @property
     def label(self) -> str:
-        """Flag and value that name the LoRA in error messages."""
+        """Flag and path that the user typed, such as "--lora=style.safetensors". Error messages name the LoRA with this text."""
         return f"{self.flag}={self.path}"
 
 

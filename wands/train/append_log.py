@@ -33,7 +33,7 @@ MAX_WAITING = 10_000
 
 
 class AppendLog:
-    """Log file to which records are appended. If a write fails, the records are kept and written with the next record.
+    """Log file to which records are appended. If a write fails, the records stay in memory and are written with the next record.
 
     The first failed write causes an error message, and the first write that succeeds again causes a second message. The file is
     opened for each record, so that a deleted file or folder is created again.
@@ -48,7 +48,7 @@ class AppendLog:
         self._num_lost, self._failed = 0, False
 
     def append(self, *records: bytes) -> None:
-        """Append records (lines of the log), after the records whose write failed before. Raise no error if a write fails."""
+        """Append records (lines) to the file, after earlier records that could not be written. A failed write raises no error."""
         self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
         self._waiting.extend(records)
         try:
@@ -63,7 +63,7 @@ class AppendLog:
             self._failed = True
 
     def close(self) -> None:
-        """Try again to write the records whose write failed. If this fails too, report how many records are missing."""
+        """Try again to write the records that could not be written. If this fails too, log how many records are missing."""
         if self._waiting:
             self.append()
         if self._waiting:

@@ -74,7 +74,7 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
     rank 0 measures the kernels.
 
     Nothing is measured with another value of `attention.backend`, in fp32, on a CPU, or if no kernel except cuDNN runs on
-    all ranks. Then the result is from `attention_backend`: the kernel of the recipe, or the first usable one in a fixed order.
+    all ranks. Then the result is from `attention_backend`: the kernel of the recipe, or the first usable kernel of a fixed list.
 
     Args:
         run: the checked training run.

@@ -1,4 +1,7 @@
-"""Gradient norm and relative update of each transformer block, at every ZeRO stage."""
+"""Gradient norm and relative update of each transformer block. All ZeRO stages are supported.
+
+The relative update is the norm of the change of a block's weights in a step, divided by the norm of the weights.
+"""
 
 from __future__ import annotations
 

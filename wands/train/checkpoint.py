@@ -117,7 +117,7 @@ class CheckpointSaver:
         return self._pending is not None and not self._pending[2].done()
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due because `step` is a multiple of `checkpoint.every`. Equal on all ranks."""
+        """Return whether a checkpoint is due: `step` is a multiple of `checkpoint.every`. The result is equal on all ranks."""
         return bool(self._config.every) and step % self._config.every == 0
 
     @property

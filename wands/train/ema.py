@@ -115,7 +115,7 @@ class WeightAverage:
         return tensors, {"wands_ema": json.dumps(header)}
 
     def load(self, folder: Path) -> None:
-        """Restore this rank's part of the moving average from a checkpoint of any number of ranks.
+        """Restore this rank's part of the moving average from a checkpoint. Any number of ranks may have written the checkpoint.
 
         Args:
             folder: subfolder of the DiT in the checkpoint.

@@ -153,8 +153,8 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         files: the `state_rank_*` files of the DiT.
 
     Raises:
-        CheckpointError: if the number of ranks or the ZeRO stage has changed, and an optimizer state cannot be divided
-            among the new ranks.
+        CheckpointError: if a file cannot be read, or the files lack a value. Also if the number of ranks or the ZeRO
+            stage has changed, and an optimizer state cannot be divided among the new ranks.
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
@@ -364,7 +364,7 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return the values of a fragment from its flat tensor, or from a tensor of the same shape, such as the flat gradient."""
+    """Return the values of a fragment in `flat`: its flat tensor, or a tensor of the same shape, such as the flat gradient."""
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 

@@ -21,7 +21,7 @@ from wands.train.run import TrainingRun
 
 EPOCH_FILE = "epoch.json"
 FORMAT = "wands-plan-1"
-"""Name of the file format, in the first line of a plan file. The number at the end changes when the keys change."""
+"""Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
 
 
 def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:

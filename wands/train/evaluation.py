@@ -38,7 +38,9 @@ EPOCH = -1
 """Epoch number from which the noise of evaluations is drawn. Training uses the epochs 0, 1, 2 and so on."""
 _T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 _Z_QUANTILE = 1.959964
-"""97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom, and of the normal distribution."""
+"""97.5 % quantile of the normal distribution. `_T_QUANTILES` contains the 97.5 % quantiles of Student's t distribution with 1 to
+10 degrees of freedom.
+"""
 
 Row = dict[str, Any]
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import psutil
 
 PATIENT_LAUNCHER = "wands.train.restart"
-"""Launcher that waits for the save after a signal. Other launchers kill their workers after 30 s."""
+"""Module of the launcher that, after a signal, gives its workers enough time to save a checkpoint. Other launchers may kill
+their workers 30 s after a signal."""
 _LAUNCHERS = {
     *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", PATIENT_LAUNCHER),

@@ -109,7 +109,7 @@ class StepLog:
         return steps_left * (median(self._recent) + between / num_steps)
 
     def close(self) -> None:
-        """Try again to write the rows that the log files still lack. If this fails too, report how many rows are missing."""
+        """Try again to write rows that could not be written to the log files. If this fails, log how many rows are missing."""
         for log_file in (self._rows, self._samples):
             if log_file is not None:
                 log_file.close()

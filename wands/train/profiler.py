@@ -175,7 +175,10 @@ def format_scopes(rows: Mapping[str, np.ndarray], seconds: float, num_steps: int
 
 
 def _name_parts(engine: Any, stack: contextlib.ExitStack) -> None:
-    """Wrap methods of an engine and its modules, so that the profile names them, such as "ffn". Closing `stack` unwraps them."""
+    """Wrap methods of an engine and of its modules, so that the profile lists their calls under names such as "ffn".
+
+    Closing `stack` removes the wrappers.
+    """
     for name, module in engine.module.named_modules():
         part = name.rpartition(".")[2]
         if scope := {"attn1": "projections", "attn2": "projections", "ffn": "ffn"}.get(part):

@@ -1,8 +1,8 @@
 """torchrun that restarts the workers after a crash: `python -m wands.train.restart [options of torchrun] -m wands train ...`.
 
-`scripts/launch_multinode.sh` starts this program on every node. torchrun's option --max-restarts is not enough: it would also
-restart after an error that only the user can fix, would count all restarts of a long run, and would not resume from a
-checkpoint.
+`scripts/launch_multinode.sh` starts this program on every node. torchrun's own option --max-restarts is not enough. It would
+restart the workers even after an error that only the user can fix, and the workers would not resume from a checkpoint. It
+would also limit the restarts of the whole run, although a long run may need many restarts.
 """
 
 from __future__ import annotations

@@ -100,7 +100,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         label: start of each error message, such as "--resume runs/default".
 
     Raises:
-        CheckpointError: with every difference between the two states that would change the training.
+        CheckpointError: if a difference between the two states would change the training. The message lists every such
+            difference.
     """
     new_run = "export the checkpoint and start a new run from it"
     changed = differing_keys(saved.transformer_config, current.transformer_config)

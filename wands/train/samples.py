@@ -204,7 +204,7 @@ class DiTAdapter(nn.Module):
             more: "encoder_hidden_states_image" is [number of images, I, E], or None without CLIP. Other keys are not used.
 
         Returns:
-            A tuple of the velocity, fp32 [1, noisy channels, f, h, w], equal on all ranks of the group.
+            A tuple with one item: the velocity, fp32 [1, noisy channels, f, h, w], equal on all ranks of the group.
         """
         config, image = self.config, more.get("encoder_hidden_states_image")
         grid = grid_size(tuple(hidden_states.shape[2:]), config.patch_size)
@@ -223,7 +223,7 @@ class DiTAdapter(nn.Module):
 
 
 class _StoredVae(nn.Module):
-    """Stand-in for the VAE of a pipeline. `encode` returns latents of images that were encoded before."""
+    """Replacement for the VAE of a diffusers pipeline. `encode` returns `latents`, which were made before from the images."""
 
     def __init__(self, config: Any, device: torch.device, latents: Tensor | None = None) -> None:
         super().__init__()

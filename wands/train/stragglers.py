@@ -100,8 +100,9 @@ def slow_ranks(table: np.ndarray) -> dict[int, float]:
     """Find the ranks that are slower than the other ranks.
 
     Each rank has two ratios, one for each column of `table`: the rank's number / the median of the other ranks. A rank is
-    slow if both ratios are at least `SLOW`. The seconds alone would also report a rank with more tokens than the other ranks.
-    The seconds per value alone would also report a rank with fewer tokens, because each layer has a constant cost.
+    slow if both ratios are at least `SLOW`. If only the seconds were compared, a rank with more tokens than the other ranks
+    would also be reported. If only the seconds per input value were compared, a rank with fewer tokens would also be
+    reported, because each layer has a constant cost.
 
     Args:
         table: [world_size, 2], for each rank the seconds per step in the feed-forward layers, and these seconds divided by

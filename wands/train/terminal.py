@@ -1,4 +1,7 @@
-"""Show the progress of a run: a live line on a terminal, lines of text in a pipe, and a sign of life every 30 s."""
+"""Show the progress of a run: a live line on a terminal, otherwise lines of text.
+
+If nothing was printed for 30 s, a line with the current work is printed.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +71,6 @@ class Terminal:
             self(text)
 
     def close(self) -> None:
-        """Remove the live line."""
+        """Remove the live line, which shows the progress, from the terminal."""
         with suppress(OSError):
             self._live.stop()

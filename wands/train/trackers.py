@@ -43,7 +43,7 @@ def check_trackers(names: Sequence[str]) -> None:
 class Trackers:
     """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
 
-    A tracker that fails never stops the training. The first failure is logged as a warning. After a failed call, the tracker
+    A tracker that fails never stops the training. Its first failure is logged as a warning. After a failed call, the tracker
     pauses for ten times the duration of the call, and does not get the values that are logged during the pause. The next call
     after the pause starts the tracker again.
 
@@ -91,7 +91,7 @@ class Trackers:
     def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
         """Return (name, tracker) of each tracker in `names` that needs the values of a step.
 
-        When a resumed run repeats steps, wandb does not need their values, because it already has them.
+        A resumed run can repeat steps whose values wandb already has. For these steps, wandb is left out of the result.
         """
         # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
         is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
@@ -100,7 +100,7 @@ class Trackers:
     def _try(self, name: str, action: Callable[[], object]) -> None:
         """Start a tracker if it is not running, then call `action`, which sends something to the tracker.
 
-        A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure is logged.
+        A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure of a tracker is logged.
         """
         began, tracker = time.monotonic(), self._trackers[name]
         if began < self._retry_at.get(name, 0):

@@ -240,7 +240,7 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file to which a rank writes its stack traces. Its changes show the other ranks that this rank responds."""
+    """Return the file to which a rank writes its stack traces. The file shows the other ranks that this rank responds."""
     return folder / f"rank-{rank}.txt"
 
 
@@ -284,7 +284,10 @@ def dump_collectives(folder: Path) -> None:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the innermost function of wands that the main thread is running, or in which `error` was raised."""
+    """Return the name and line of the innermost function of wands in which `error` was raised, as a text.
+
+    If `error` is None, return the name and line of the innermost function of wands that the main thread is running.
+    """
     stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
     frames = stack if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
     for frame, line in frames:

@@ -21,7 +21,7 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
     """Read the configs of the model that the recipe names.
 
     Args:
-        recipe: recipe. Its `model.path` is the folder or hub id of the model.
+        recipe: recipe. Its `model.path` is the folder or Hub id of the model.
         name: name of a published model, such as "wan2.1-t2v-1.3b", to use configs that wands contains. None reads the configs in
             `model.path`.
 

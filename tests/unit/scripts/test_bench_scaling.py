@@ -13,7 +13,7 @@ from bench_scaling import H100, MODELS, SIZES, Setting, prediction, workload_of
 
 from wands.data.packing import LEVEL
 from wands.distributed.layout import ContextPlan
-from wands.planning.hardware import MACHINES, Machine
+from wands.planning.hardware import Machine
 from wands.planning.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR, reserved_memory
 from wands.planning.step_time import (
     ACTIVATION_BYTES,
@@ -155,9 +155,10 @@ def test_small_bins_wait_for_the_host():
 
 
 def test_a_named_kernel_has_its_own_speed():
-    machine = MACHINES["h200"]
-    assert machine.attention_speeds("torch") < machine.attention_speeds("cudnn") == machine.attention_speeds()
-    assert machine.attention_speeds("flash9") == machine.attention_speeds("auto")
+    machine = Machine(attention_flops={"slow": (3e14, 2e14), "fast": (6e14, 5e14), "backward": (3e14, 6e14)})
+    assert machine.attention_speeds("slow") == (3e14, 2e14)
+    assert machine.attention_speeds("fast") == machine.attention_speeds() == (6e14, 5e14)
+    assert machine.attention_speeds("flash9") == machine.attention_speeds("auto") == (6e14, 5e14)
 
 
 def test_a_prediction_has_the_degrees_of_its_workload():

@@ -21,7 +21,9 @@ How to add a kernel:
    publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
-   that pass this check, and uses the fastest kernel. Everywhere else, `auto` uses the first kernel of the list that passes.
+   that pass this check, and uses the kernel with the smallest sum of times over several segment lengths. cuDNN can also be
+   combined with another kernel (`fastest_backend` in wands/train/attention_choice.py). Everywhere else, `auto` uses the
+   first kernel of the list that passes, so the list begins with the kernels that are expected to be fastest.
    For any other kernel, such as a kernel for CPUs or an fp8 kernel whose errors exceed `TOLERANCE` and `LSE_TOLERANCE` of
    self_check.py, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to `_unmet_requirement`.
    Such a kernel is not checked at the start of a run, and runs only if the user sets `attention.backend` to its name.
@@ -32,24 +34,29 @@ How to add a kernel:
    CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
    package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. In tests/support/plain.py, add a `FlashBackend` to `CUDA_BACKENDS` (its name, and the module that it imports: the
-   module of a package, `triton`, or `torch`), or a CPU kernel to `CPU_DTYPES`. Then edit
-   tests/unit/attention/test_kernels.py. For a `FlashBackend`, add the name to the tests of `auto`, which list the
-   order of all kernels. For a `FlashBackend` from a package, add a fake module with the package's signatures, so that
-   machines without a GPU test the two functions. For a CPU kernel, add the name to the tests of padding rows,
-   autocast and self-check. For any other CUDA kernel, such as the fp8 kernel of step 1, write a test marked `gpu`,
-   with the steps of `check_against_plain` and the kernel's own tolerance. Add every CUDA kernel to the table in
-   docs/performance.md. Add a `FlashBackend` also to the order of `auto` in docs/performance.md and in the help text of
-   `InferOptions.attention_backend`, and its speed to wands/planning/hardware.py: fractions of the peak for forward and
-   backward, only for GPUs that run the kernel. `auto` has the speed of the fastest kernel there, so a kernel that `auto`
-   never uses gets no speed. `bash scripts/gpu.sh --only attention` measures the TFLOP/s of
-   every kernel that runs on the GPU. Then run scripts/build_reference.py.
+4. Add tests and documentation:
+   - A `FlashBackend`: add it to `CUDA_BACKENDS` of tests/support/plain.py (its name, and the module that it imports: the
+     module of a package, `triton`, or `torch`). In tests/unit/attention/test_kernels.py, add the name to the tests of
+     `auto`, which list the order of all kernels. For a package, also add a fake module with the package's signatures, so
+     that machines without a GPU test the two functions. Add the name to the order of `auto` in docs/performance.md and
+     in the help text of `InferOptions.attention_backend`. In wands/planning/hardware.py, add the kernel's measured speeds
+     on the GPUs that run the kernel: TFLOP/s of the forward and the backward pass / `PEAK_TFLOPS`. For `auto`,
+     `wands plan` uses the fastest of all speeds there. If they change, also update the predictions in docs/performance.md
+     and docs/long-videos.md.
+   - A CPU kernel: add it to `CPU_DTYPES` of tests/support/plain.py, and its name to the tests of padding rows, autocast
+     and self-check in test_kernels.py.
+   - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the
+     steps of `check_against_plain` and the kernel's own tolerance.
+
+   Add every CUDA kernel to the table in docs/performance.md. `bash scripts/gpu.sh --only attention` measures the TFLOP/s
+   of all kernels that run on the GPU. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
-   else, skip its other cases in `test_cuda_backend_keeps_the_contract`. On a machine with several GPUs, also run
-   `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and the ring over NCCL with a single call
-   of the kernel, for every `FlashBackend` that runs there. Once per process, a training run checks each `FlashBackend` that
-   it may use (self_check.py), and rejects a kernel whose results are wrong.
+   else, skip its other cases in `test_cuda_backend_keeps_the_contract`. `bash scripts/gpu.sh --only step --set
+   attention.backend=NAME` measures whole training steps with the kernel. On a machine with several GPUs, also run
+   `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and the ring over NCCL with a single
+   call of the kernel, for every `FlashBackend` that runs there. Once per process, a training run checks each
+   `FlashBackend` that it may use (self_check.py), and rejects a kernel whose results are wrong.
 
 What the two functions receive:
 

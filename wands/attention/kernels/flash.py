@@ -49,7 +49,9 @@ def _cpu_backward(
 
 
 CPU = Backend("cpu", _cpu_forward, _cpu_backward)
-"""PyTorch's flash attention for CPUs, called once per segment. A loop over segments costs less than padding or masking."""
+"""PyTorch's flash attention for CPUs, called once per segment (one sample of a packed sequence). A loop over segments takes less
+time than padding or masking.
+"""
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,8 @@ def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.dev
     """Return the segments (rows that attend only to each other), changed so that long segments are left out of attention.
 
     `lens_q` and `lens_k` are the numbers of rows of q and of k in each segment. A segment is long if both numbers are at least
-    `min_rows`. Two segments replace it: one with its rows of q and no keys, and one with its rows of k and no queries.
+    `min_rows`. Two segments replace each long segment: its rows of q without any row of k, and its rows of k without any
+    row of q.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

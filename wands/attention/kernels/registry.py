@@ -1,4 +1,6 @@
-"""Select the attention kernel: the kernel that `attention.backend` names, or the first one that gives right results.
+"""Select the attention kernel that `attention.backend` names or, for `auto`, the first kernel that gives right results.
+
+For training in bf16 on a GPU, `auto` selects the fastest kernel instead (wands/train/attention_choice.py).
 
 A `FlashBackend` is used only after a check of its results (self_check.py), once per process. The check
 compares the kernel's output, log-sum-exp and gradients with exact values. It also tests several blocks of keys, as in
@@ -117,7 +119,7 @@ def _installed(package: str) -> bool:
 
 @cache
 def _fault(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return a description of the error in a kernel's results; an empty text if the results are right."""
+    """Run a kernel on test data. If the kernel fails or returns wrong results, return the error message, otherwise ""."""
     tested = "cudnn:64:torch" if name == "cudnn" else name  # most segments of the check are short
     try:
         check_backend(get_backend(tested), device, dtype, head_dim)

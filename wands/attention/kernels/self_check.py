@@ -1,4 +1,4 @@
-"""Check that the results of an attention kernel are right, as contract.py defines, before the kernel is used.
+"""Check the results of an attention kernel before the kernel is used. contract.py defines the right results.
 
 The check uses the device, dtype and head dim of the training run.
 

@@ -66,8 +66,8 @@ these images is between 1 - CUT_DRIFT and 1 + CUT_DRIFT times the difference at 
 fast motion it is larger.
 """
 SAME_IMAGE, NEW_SHARE = 3, 0.25
-"""An image is new if the mean of a block of 16 x 16 pixels differs by more than SAME_IMAGE (of 255) from the last new image. A
-sample is near-frozen if the share of new images is below NEW_SHARE.
+"""Limits for near-frozen samples. A frame is new if the mean of any block of 16 x 16 pixels differs by more than SAME_IMAGE (of
+255) from the mean of this block in the last new frame. A sample is near-frozen if the share of new frames is below NEW_SHARE.
 """
 BORDER_VALUE, BORDER_SHARE = 32, 0.02
 """Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The

@@ -324,10 +324,9 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        The parts are copied from the pipeline folder `rest` (option --base). If `rest` is None and the source is a diffusers
-        pipeline, the parts are copied from the source. If the source is no diffusers pipeline either, new files are
-        written. If the source lacks a model or the tokenizer, no new file is written, and a note is added to the
-        result.
+        With --base (attribute `rest`), the parts are copied from this pipeline folder. Without --base, the parts are copied from
+        the source if the source is a diffusers pipeline. For other sources, new files are written. If such a source lacks
+        a model or the tokenizer, nothing is written, and a note is added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

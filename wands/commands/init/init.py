@@ -40,8 +40,9 @@ CLIPS_PER_STEP = 8
 MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
 """Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12
-"""Largest predicted time of a run in hours, even if the run then makes fewer than `MIN_PASSES` passes. The user can resume the
-run with more steps."""
+"""Largest predicted time of a run in hours, even if the run then makes fewer than `MIN_PASSES` passes over the samples. The user
+can resume the run with more steps.
+"""
 MIN_SAMPLES = 20
 """Smallest number of samples for which a tenth of the clips is held out."""
 TEXT_ENCODER = 13.4

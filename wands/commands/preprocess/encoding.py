@@ -67,7 +67,7 @@ class WorkerTimes(NamedTuple):
 
     Attributes:
         waited: seconds in which the encoder waited for decoded windows (ranges of frames of a clip).
-        worked: seconds in which the worker loaded the encoders, encoded and stored.
+        worked: seconds in which the worker loaded the encoders, encoded clips and stored samples.
     """
 
     waited: float

@@ -28,8 +28,11 @@ _LAUNCHER_TIMEOUT = timedelta(days=7)  # ranks wait while rank 0 scans; launcher
 _SHARED_DISK_SECONDS = 120.0
 
 Task = Callable[[Any, int, Devices, Sequence[Any]], Iterator[Any]]
-"""Function that a worker runs, with the arguments (settings, number of the worker, devices, share of the items), and that
-yields events. The settings are any object with the attribute `work`, the folder of the run's files."""
+"""Function that a worker runs. The function yields events, such as a finished clip.
+
+Its arguments are (settings, number of the worker, devices, captions or clips that this worker encodes). The settings are an
+object with the attribute `work`: the folder for the temporary files of the run.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ Event = Done | WorkerTimes | Lost
 
 
 class WorkerPool:
-    """Group of workers (processes that encode) of a run. It is a context manager, which ends the workers at the exit.
+    """Workers (processes that encode) of a run. The class is a context manager; leaving the `with` block ends the workers.
 
     Attributes:
         size: number of workers.
@@ -66,13 +69,14 @@ class WorkerPool:
         A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher. None chooses one per GPU, or a single worker if
-                `device` names the CPU or one GPU. More workers on one device waste memory, because each loads all encoders.
+            workers: number of worker processes if there is no launcher. None chooses one worker per GPU. It chooses a single
+                worker if there is no GPU, or if `device` names the CPU or one GPU. Several workers on one device waste memory,
+                because each worker loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
 
         Raises:
-            ConfigError: if a device cannot be used, or `workers` and a launcher both ask for several processes.
+            ConfigError: if a device cannot be used, or `workers` is above 1 although a launcher has started several processes.
         """
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if workers is None:

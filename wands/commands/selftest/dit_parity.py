@@ -245,7 +245,7 @@ def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
 
 
 def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
-    """Run the same samples through the computation of a training step and through stock diffusers.
+    """Run the same samples through the computation of a training step and through stock diffusers, and return both results.
 
     The stock model is deleted before wands' model is loaded, so that only one model is in memory at a time.
 

@@ -281,10 +281,10 @@ def check_pads(part: TextPart) -> Result:
 
 
 def check_length(part: TextPart) -> Result:
-    """Check that `wands preprocess` cuts captions after 512 tokens. Compare its embeddings of two long captions with
-    the embeddings of diffusers' stock pipeline.
+    """Check that `wands preprocess` cuts captions after 512 tokens.
 
-    The check sets the limit of diffusers' `encode_prompt` to 512 tokens, too. The default of this limit is 226.
+    The check encodes two long captions with `wands preprocess` and with diffusers' stock pipeline, and compares the embeddings.
+    It sets the limit of diffusers' `encode_prompt` to 512 tokens, too. The default of this limit is 226.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

@@ -7,8 +7,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 OFFICIAL_TEXT_LEN = 512
-"""Number of tokens to which captions are padded: `text_len` in official Wan. The checks test the constant `TEXT_LEN` of wands, so
-the reference must not use this constant."""
+"""Number of tokens to which captions are padded: `text_len` in official Wan. The reference must not use wands' own constant
+`TEXT_LEN`, because the checks test the value of `TEXT_LEN`."""
 
 
 def add_conditions(

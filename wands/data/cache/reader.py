@@ -126,8 +126,8 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: latents, text embeddings without padding, and the arrays for the names in
-        `conditions` (inputs of the model), such as "image". `Sample` describes the arrays and their shapes.
+        """Read a sample in bf16: latents, text embeddings without padding, the mask if the sample has one, and the arrays for
+        the names in `conditions` (inputs of the model), such as "image". `Sample` describes the arrays and their shapes.
 
         Args:
             i: number of the sample: its position in the reader's attribute `keys`.

@@ -50,8 +50,8 @@ class IndexEntry:
     offsets: tuple[int, ...]
     """Position in bytes in the shard at which each array of the sample starts."""
     video: str = ""
-    """Digest of what the latents were made from: the clip's file and time range, but not the caption. Empty for imported
-    latents."""
+    """Digest of the video that the latents were made from: the file, the time range, the crop and the mask. The caption does
+    not change the digest. Empty for imported latents."""
     last: bool = False
     """Whether the sample contains the last window (range of frames) of its clip."""
     signature: tuple[int, int] = (0, 0)
@@ -62,9 +62,11 @@ class IndexEntry:
     license: str = ""
     """License that the source states for the clip. "" without a license, and for shards of earlier versions."""
     clip_seconds: float = 0.0
-    """Seconds of the clip from which windows are taken. 0 for imported latents and shards of earlier versions."""
+    """Length of the clip in seconds, without the parts of the file outside the clip's time range. 0 for imported latents, and for
+    shards of earlier versions of wands."""
     mask_sums: tuple[float, float] = (0.0, 0.0)
-    """Sum of the token weights of the sample, and of the weights in its first latent frame. Zeros without a mask."""
+    """(sum of the weights of all tokens of the sample, sum of the weights of the tokens in its first latent frame). The
+    weights are the values of the sample's mask. (0, 0) for a sample without a mask."""
 
 
 def shard_name(number: int) -> str:

@@ -28,7 +28,7 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error for a clip whose frames are too small for the model after they have been scaled down to --max-pixels."""
+    """Error for a clip whose frames are too small for the model. Frames above --max-pixels are scaled down before the check."""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class Filter:
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
         """Return 1 if a row meets the part `node` of the condition, 0 if it does not meet the part, and 0.5 (unknown) if a
-        compared cell is empty or not a number.
+        compared cell is empty. The result is also 0.5 if the comparison needs a number and a cell is not a number.
 
         With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
         """

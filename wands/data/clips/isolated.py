@@ -154,8 +154,8 @@ def _serve(pipe: Connection) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Wait until the parent process has ended, then exit. Otherwise a decoder in an endless loop would outlive the
-    parent process.
+    """Wait until the parent process has ended, then end this process. Without this function, a decoder in an endless loop
+    would outlive the parent process.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

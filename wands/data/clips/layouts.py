@@ -34,7 +34,7 @@ from wands.data.clips.trainer_configs import SECTION_LAYOUTS, trainer_config
 from wands.errors import DataError, one_line
 
 LAYOUTS = (single_clip, trainer_config, *SECTION_LAYOUTS)
-"""Known layouts, in the order in which `load_source` tries them."""
+"""Functions that read a source of clips, one for each known layout of files. `load_source` tries them in this order."""
 
 
 def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rejection]]:

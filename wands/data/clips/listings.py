@@ -291,7 +291,9 @@ def _captions_of_folder(rows: list[NumberedRow]) -> dict[str, Any] | None:
 
 
 def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips in the folder of diffusion-pipe's captions.json, and the clips in tar archives in this folder.
+    """Yield the clips in the folder of diffusion-pipe's captions.json: video and image files, and clips in tar archives.
+
+    Files in sub-folders are read only if captions.json names them.
 
     Args:
         listing: the file captions.json, with the source that contains this file.

@@ -31,7 +31,9 @@ from wands.texts import printable
 
 _Settings = dict[str, Any]
 MAX_BYTES = 1 << 16
-"""Largest size in bytes of a configuration. `tomllib` needs quadratic time for a key of many parts."""
+"""Largest size in bytes of another trainer's dataset configuration file. The limit bounds the time to read the file, because
+`tomllib` needs quadratic time for a key of many parts, such as a.b.c.
+"""
 SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
 """Layouts of the sources that a section can name, in the order in which they are tried."""
 # Folders whose sub-folders the trainers do not read, then other sources.
@@ -181,7 +183,7 @@ def _note(key: str, value: Any) -> str:
 
 
 def _pixels(key: str, value: Any) -> str:
-    """Return the options of wands, such as "--max-pixels 230400", that replace a setting of frame sizes of another trainer.
+    """Return the options of wands, such as "--max-pixels 230400", that replace another trainer's setting for frame sizes.
 
     Args:
         key: name of the setting, such as "resolution".

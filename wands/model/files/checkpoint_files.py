@@ -34,7 +34,7 @@ STATE_FILE = "wands_state.json"
 
 
 class PickleError(CheckpointError):
-    """Error because a checkpoint contains pickles, which can run any code."""
+    """Error for a checkpoint whose files are pickles. Opening a pickle can run any code, so wands does not open these files."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Checkpoint(NamedTuple):
     state: TrainState
 
     def open_state(self, part: str) -> FragmentFiles:
-        """Return the files in which the ranks stored the training state of a DiT. `part` is its subfolder in the checkpoint."""
+        """Return the files in which the ranks stored the training state of a DiT. `part`: "transformer" or "transformer_2"."""
         return FragmentFiles(self.folder / part, "state")
 
     def check_average(self) -> None:

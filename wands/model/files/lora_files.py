@@ -44,7 +44,10 @@ _KINDS = {
     **{"lora_B.bias": "bias of B", "alpha": "alpha"},
     **{"diff": "weight", "w_norm": "weight", "diff_m": "weight", "diff_b": "bias", "b_norm": "bias"},
 }
-"""Maps the suffix of a key to the kind of its tensor: lora_A, lora_B, bias of lora_B, alpha, difference of a weight or bias."""
+"""Maps the suffix of a tensor name in a LoRA file to the kind of the tensor.
+
+"A" is lora_A, and "B" is lora_B. "weight" is a difference that is added to a weight, and "bias" to a bias.
+"""
 _OTHER_METHODS = {
     "DoRA": (".dora_scale", ".lora_magnitude_vector"),
     "LoKr": (".lokr_",),

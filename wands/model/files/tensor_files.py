@@ -318,5 +318,5 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor, in which NaN is equal to NaN."""
+    """Return the bytes of a tensor as a flat uint8 tensor. A comparison of the bytes treats equal NaN values as equal."""
     return value.detach().contiguous().reshape(-1).view(torch.uint8)
