@@ -656,7 +656,7 @@ class HubConfig(StrictModel):
 
 
 class ProfileConfig(StrictModel):
-    """Steps to profile. The traces and tables are in the folder `profile` of the run folder."""
+    """Steps and ranks to profile. The traces and tables are written to the folder `profile` of the run folder."""
 
     start: int = Field(default=10, gt=0)
     """First profiled step. The first steps of a process are slower than later steps, so do not profile step 1."""
@@ -696,8 +696,8 @@ class Recipe(StrictModel):
     sample: SampleConfig | None = None
     """If this section is unset, the run samples no videos."""
     hub: HubConfig | None = None
-    """If this section is unset, no checkpoint is pushed. As with `wands push RUN`, a LoRA run pushes LoRA files,
-    and a full finetune pushes a whole pipeline."""
+    """A LoRA run pushes LoRA files to the Hugging Face Hub, and a full finetune pushes a whole pipeline. If this section
+    is unset, no checkpoint is pushed."""
     profile: ProfileConfig | None = None
     """If this section is unset, no step is profiled. `profile: {}` profiles three steps with the default settings."""
 

@@ -34,15 +34,16 @@ Key = tuple[int | str, ...]
 """First arguments of `philox` (random number generator), such as seed and epoch. Equal keys give equal random choices."""
 
 MAX_LENGTHS = 1024
-"""Largest number of distinct lengths, which limits the time for packing. If the clips have more distinct lengths, all
-lengths are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. More clips then have equal lengths."""
+"""Largest number of distinct sample lengths that are packed without rounding. If there are more distinct lengths, all lengths
+are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. Packing is fast if many samples have equal lengths."""
 ROUNDED = 4096
 """Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
 """Number of clips that are packed at once, to save time. A larger data set is divided into parts with the same numbers of
 clips of each length. One part is packed, and the other parts get bins with the same lengths."""
 ROUNDS = 30
-"""Number of rounds of exchanges. More rounds improve the balance only a little."""
+"""Number of rounds in which pairs of bins exchange samples to balance the costs of the bins. More rounds improve the balance
+only a little."""
 SPLITS = 512
 """Number of random splits that are compared for each pair of bins in a round of exchanges. A split divides the clips of both
 bins into two new bins."""

@@ -25,7 +25,8 @@ from wands.errors import DataError
 from wands.flow.rng import permutation
 
 Step = tuple[Bin, ...]
-"""Bins of one optimizer step, over all ranks and micro steps."""
+"""All bins (packed sequences) of one optimizer step. In each micro step of the optimizer step, each data-parallel rank
+processes one bin."""
 Cost = Callable[[Sequence[int]], float] | tuple[float, float]
 """Rule for the cost of a bin (the samples of one forward pass), in one of two forms.
 

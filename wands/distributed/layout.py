@@ -182,9 +182,9 @@ class ContextLayout:
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
     """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
 
-    A ring row is the part of the packed samples that one Ulysses group (the ranks that divide the attention heads among
-    themselves) holds. The chunks of a sample differ by at most one token. A sample with fewer tokens than ring rows is
-    not split, but goes to one ring row.
+    A ring row is the part of the packed samples that one Ulysses group processes. The ranks of a Ulysses group divide the
+    attention heads among themselves. The chunks of a sample differ by at most one token. A sample with fewer tokens than
+    ring rows is not split: all its tokens are in one ring row.
 
     Args:
         seq_lens: number of tokens of each sample.

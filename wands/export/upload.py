@@ -28,8 +28,8 @@ RETRY_WAITS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 server rejected.
 """
 FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
-"""Seconds to wait before each new attempt of the first requests. Only two new attempts are made, so that a wrong address of
-the Hub is reported soon.
+"""Seconds to wait before each new attempt of the requests that a push sends before the upload. Only two new attempts are made,
+so that a wrong address of the Hub is reported soon.
 """
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"

@@ -211,9 +211,10 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 
 
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
-    """Return the tensor to save for the backward pass: `update`, or an empty tensor if only the dtype of `update` is needed.
+    """Return the tensor to save for the backward pass of hidden + update * gate.
 
-    Only the gate's gradient needs the values of `update`. If `update` is None, return None.
+    If `needs_gate` is True, return `update`, because the gate's gradient needs its values. Otherwise return an empty tensor
+    with the dtype of `update`. If `update` is None, return None.
     """
     return update if needs_gate or update is None else update.new_empty(0)
 

@@ -61,7 +61,7 @@ class _CudaCopyStream(CopyStream):
 
 
 def new_copy_stream(device: torch.device) -> CopyStream:
-    """Return the object that runs copies between the host and a device: a `_CudaCopyStream` if the device is a GPU."""
+    """Return the object that runs copies between the host and a device: for a GPU a `_CudaCopyStream`, else a `CopyStream`."""
     return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 

@@ -214,7 +214,7 @@ def fill_defaults(request: SampleRequest, sampling: SamplingDefaults) -> SampleR
 
 
 def find_problems(request: SampleRequest, variant: Variant) -> Iterator[tuple[str, str]]:
-    """Find sizes, images and guidance scales that the model cannot sample, and options that would have no effect.
+    """Find options of a request that do not fit the model, that are missing, or that would have no effect.
 
     Args:
         request: request to check.

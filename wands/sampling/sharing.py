@@ -269,12 +269,16 @@ class ShardedAttentionProcessor:
     def timesteps(
         self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hook before the timestep embedding. Of the timesteps `args[0]`, keep only those of this rank's tokens.
+        """Hook before the timestep embedding: keep only the timesteps of this rank's tokens.
 
-        If all tokens of a sample have one common timestep, nothing is changed.
+        If all tokens of a sample share one timestep, the arguments are returned unchanged.
+
+        Args:
+            args: positional arguments of the timestep embedding. The first argument contains the timestep of each token.
+            options: keyword arguments of the timestep embedding.
 
         Returns:
-            The changed (positional arguments, keyword arguments), with which the timestep embedding is called.
+            (positional arguments, keyword arguments) with which the timestep embedding is called.
         """
         num_tokens = options.get("timestep_seq_len")
         if num_tokens is None:

@@ -27,8 +27,8 @@ States = Mapping[str, Tensor]
 """Adam's two moments of N consecutive values of a flattened parameter: the keys "state1" and "state2", each [N].
 
 The moments are fp32 values, or uint8 codes. Codes have one fp32 scale for each block of 256 values, under the keys "absmax1"
-and "absmax2". Blocks start at multiples of 256 in the flattened parameter, so the first and the last block of the range may
-be incomplete.
+and "absmax2". Blocks start at multiples of 256 in the flattened parameter. Of the N values, the first and the last block
+may therefore contain fewer than 256.
 """
 
 _STATES = ("state1", "state2", "absmax1", "absmax2")
@@ -125,7 +125,7 @@ def cut_states(states: States, start: int, first: int, last: int) -> dict[str, T
     """Return views of the optimizer states that belong to the range [`first`, `last`) of a flattened parameter.
 
     Args:
-        states: optimizer states of a longer range of the flattened parameter: moments, and the scales of 8-bit moments.
+        states: optimizer states of a range that contains [`first`, `last`): moments, and the scales of 8-bit moments.
         start: index in the flattened parameter where the range of `states` starts.
         first: index in the flattened parameter where the result starts.
         last: index in the flattened parameter after the end of the result.

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 WINDOW = 128
 """Number of past updates with which an update is compared."""
 MIN_UPDATES = 20
-"""Number of past updates that are needed to recognize a spike."""
+"""Number of past updates from which a spike in the loss or in the gradient norm can be recognized."""
 
 
 class BadSteps:

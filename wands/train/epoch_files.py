@@ -1,9 +1,10 @@
 """Read the plan of an epoch (the samples of each step and bin) from a file, instead of planning the epoch.
 
-`wands pack` writes such a file for `packing.plan`. The file `epoch.json` of a checkpoint is used if clips were added to the
-data of a run or removed since the checkpoint, or if this version of wands plans the epoch in another way than the version
-that wrote the checkpoint. A resumed run finishes the epoch as it was planned, without the removed clips, and plans the next
-epoch anew. The noise of a clip depends only on the clip and the epoch, so the noise of unchanged clips stays the same.
+`wands pack` writes a plan file for `packing.plan`. Every new checkpoint contains the plan of its epoch in `epoch.json`.
+A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
+plans the epoch in another way than the version that wrote the checkpoint. Then the run finishes the epoch as it was
+planned, without the removed clips, and plans the next epoch anew. The noise of a clip depends only on the clip and the
+epoch, so the noise of unchanged clips stays the same.
 """
 
 from __future__ import annotations

@@ -240,7 +240,7 @@ def describe_step(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def curves(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a row of metrics.jsonl under the names of their curves, such as "train/loss" and "speed/seconds"."""
+    """Return the numbers of a row of metrics.jsonl as a dict from curve names, such as "train/loss", to numbers."""
     of_training = ("loss", "lr", "grad_norm", "epoch", "ema_decay")
     named = {f"{'train' if name.startswith(of_training) else 'speed'}/{name}": row[name] for name in row}
     named.pop("speed/step")

@@ -202,7 +202,12 @@ def _scope_of_name(name: str) -> str | None:
 
 
 def _attention_flops(event: FunctionEvent, ring_rank: int) -> float:
-    """Return the FLOPs of an operator on rank `ring_rank` of the ring if it computes self-attention; otherwise 0."""
+    """Return the FLOPs of an operator if the operator computes self-attention; otherwise 0.
+
+    Args:
+        event: record of one call of the operator.
+        ring_rank: rank of this process in its ring (ranks that exchange keys and values).
+    """
     shapes, values = event.input_shapes, event.concrete_inputs
     if event.name == "wands::ring_forward":
         return attention_flops(shapes[0], values[3], values[4], ring_rank)

@@ -33,7 +33,8 @@ _log = logging.getLogger("wands.train.restart")  # this module is also `__main__
 MAX_RESTARTS = 3
 """Number of restarts without a new checkpoint after which the run ends."""
 _SAVE_TIMEOUT = 3600
-"""Seconds that workers have, after a signal, for the current step and the save. torchrun's 30 s are less than a long step."""
+"""Seconds in which workers can finish the current step and save, after a signal. torchrun's default of 30 s is too short for a
+long step."""
 _RESUME = "wands/resume"
 _RESTART = f"%s; restarting (restart %d of at most {MAX_RESTARTS} without a new checkpoint)"
 _GIVE_UP = (

@@ -276,17 +276,21 @@ class TrainingRun:
         return np.where((total > 0) & (counts > 0), first, counts)
 
     def imbalance(self, bins: Step) -> float:
-        """Return how uneven the work of a step is: cost of the slowest rank of each micro step / mean cost of the ranks.
+        """Return how uneven the work of a step is: the cost of the slowest ranks / the mean cost of all ranks. 1 is optimal.
 
-        Both costs (predicted FLOPs) are summed over the micro steps of the step. `bins` are the packed sequences of the step.
+        In each micro step, the slowest rank is the rank with the most expensive bin (packed sequence). Both costs are predicted
+        FLOPs, summed over the micro steps of the step.
+
+        Args:
+            bins: all bins of the step.
         """
         return imbalance([bins], self.dp_size, self.sampler.bin_cost)
 
 
 def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
-    """Return the sizes of the sample videos that a run generates, as arguments of `Workload` (input of the memory prediction).
+    """Return the tokens, FLOPs and memory that the sample videos of a run need, as keyword arguments of `Workload`.
 
-    Without sample videos, return {}.
+    `Workload` is the input of the predictions of memory and time. Without sample videos, return {}.
     """
     if not requests:
         return {}

@@ -73,7 +73,7 @@ def plan_videos(
     """Return the requests for the videos of a recipe's `sample` section, after all checks that need no weights.
 
     Args:
-        recipe: recipe. Without a `sample` section, the result is empty.
+        recipe: the recipe of a run. Without a `sample` section, the result is empty.
         variant: variant of the model.
         experts: DiTs that the recipe trains.
         has_model: whether the files of the model are on this machine and can be checked.

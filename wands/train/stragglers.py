@@ -17,7 +17,8 @@ from wands.train.trainer import Trainer
 WINDOW = 50
 """Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
 SLOW = 1.2
-"""Ratio from which a rank is slow: its time / the median time of the other ranks, for the same work."""
+"""Smallest ratio with which a rank counts as slow. The ratio is the rank's time / the median time of the other ranks, for equal
+work."""
 
 
 class ComputeTimes:

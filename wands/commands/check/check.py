@@ -179,8 +179,8 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         spec: frame rate, size and length of the samples.
         variant: model variant.
         thumbnails: whether to make a thumbnail of the clip.
-        task: path of the file, then start, end, crop and mask from `ClipRecord.part`. If the path stands alone, the whole
-            file is used.
+        task: path of the file, then start, end, crop and mask from `ClipRecord.part`. If the tuple contains only
+            the path, the whole file is used.
     """
     file_path, *part = task
     path = str(file_path)

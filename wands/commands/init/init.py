@@ -36,7 +36,8 @@ FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")
 MAX_CLIPS = 500
 """Largest number of clips that are decoded. The other clips are assumed to be similar."""
 CLIPS_PER_STEP = 8
-"""Mean number of clips in an optimizer step, unless the number of GPUs needs more clips."""
+"""Mean number of clips in an optimizer step. A step has fewer clips if the data has fewer clips. A step has more clips if
+there are many GPUs, because each data-parallel rank gets at least one bin (packed sequence)."""
 MIN_PASSES, USUAL_STEPS, MAX_PASSES = 4, 1500, 300
 """Length of a run: `USUAL_STEPS` steps, but at least `MIN_PASSES` and at most `MAX_PASSES` passes over the samples."""
 MAX_HOURS = 12

@@ -233,8 +233,8 @@ class ShardWriter:
     def _open_shard(self, num_bytes: int) -> h5py.File:
         """Return the open shard, or begin a new shard, and reserve disk space for `num_bytes` more bytes.
 
-        A failed write inside HDF5 ends the process by a segmentation fault. So the space is reserved before HDF5 needs
-        it.
+        A failed write inside HDF5 ends the process with a segmentation fault. The space is therefore reserved
+        before HDF5 writes.
         """
         try:
             if self._file is None:

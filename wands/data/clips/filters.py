@@ -73,7 +73,7 @@ class Filter:
         ]
 
     def mark(self, records: Sequence[ClipRecord]) -> list[ClipRecord]:
-        """Return the records, with `ClipRecord.unmet` set for each clip that does not meet the condition.
+        """Return the records of clips, with `ClipRecord.unmet` set for each clip that does not meet the condition.
 
         Raises:
             ConfigError: if the condition names a column that no clip has.

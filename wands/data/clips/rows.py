@@ -29,7 +29,7 @@ def read_number(cell: Any) -> float | None:
 
 
 def is_empty(cell: object) -> bool:
-    """Return whether a cell is empty. pandas writes NaN, which differs from itself, for an empty cell."""
+    """Return whether a cell is None, NaN, or a text of only white space. pandas represents an empty cell by NaN."""
     return cell is None or cell != cell or not str(cell).strip()
 
 

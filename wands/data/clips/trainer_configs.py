@@ -35,7 +35,8 @@ MAX_BYTES = 1 << 16
 `tomllib` needs quadratic time for a key of many parts, such as a.b.c.
 """
 SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
-"""Layouts of the sources that a section can name, in the order in which they are tried."""
+"""Functions that read the clips of one section of another trainer's dataset configuration. Each function reads one layout,
+such as a tar archive. The functions are tried in the listed order."""
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")

@@ -56,7 +56,8 @@ _OTHER_METHODS = {
     "Tucker decomposition": (".lora_mid",),
     "replaced weights": (".set_weight", ".reshape_weight"),
 }
-"""Maps a method that is not LoRA to texts that occur only in the keys of this method."""
+"""Maps the name of each method that is not LoRA to parts of tensor names. A file of such a method has tensors whose names contain
+one of these parts."""
 _MUSUBI = "lora_unet_"
 _PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
 
