@@ -75,7 +75,7 @@ def read_mutations(only: list[str]) -> list[dict]:
         times = path.read_text(encoding="utf-8").count(one["find"]) if path.is_file() else 0
         if times != 1:
             sys.exit(
-                f"{LIST.name}: {one['id']} finds its text {times} times in {one['file']}, not once; fix find."
+                f"{LIST.name}: {one['id']} finds its text {times} times in {one['file']}, not once; correct file or find."
             )
         if one["find"] == one["replace"]:
             sys.exit(f"{LIST.name}: {one['id']} changes nothing; fix replace.")

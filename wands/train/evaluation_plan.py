@@ -25,6 +25,9 @@ from wands.variants import Expert, Variant
 HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
 QUANTILES = {num: [(i + 1) / (num + 1) for i in range(num)] for num in (9, 5, 3, 1)}
 """Maps each allowed number of noise levels to their quantiles. For example, 9 maps to 0.1, 0.2, ... 0.9."""
+USUAL_CLIPS = 4
+"""Number of clips that an evaluation should have, if the budget and the data allow it. The answer whether a run learns needs a
+confidence interval over clips: a single clip has none, and the interval of two or three clips is wide."""
 
 
 class EvaluationClip(StrictModel):
@@ -130,8 +133,9 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    The number of noise levels (9, 5, 3 or 1) is chosen first, as large as the budget allows for a single clip. Then
-    as many clips are chosen as the budget allows.
+    The number of noise levels (9, 5, 3 or 1) is chosen first, as large as the budget allows for `USUAL_CLIPS` clips, or for all
+    clips if there are fewer. If the budget does not allow that many clips at one noise level, it is divided among fewer
+    clips. Then as many clips are chosen as the budget allows.
 
     Args:
         costs: FLOPs of each clip at a single noise level, summed over all evaluations of the run. If the run has held-out
@@ -143,8 +147,9 @@ def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
         is too small for the first clip or pair at one noise level.
     """
     sums = np.cumsum(np.array(costs, float))
-    fitting = ((num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES)
-    return next((pair for pair in fitting if pair[1]), (1, 1))
+    fitting = [(num, int(np.searchsorted(sums * num, budget, side="right"))) for num in QUANTILES]
+    enough = range(min(USUAL_CLIPS, len(sums)), 0, -1)
+    return next((pair for most in enough for pair in fitting if pair[1] >= most), (1, 1))
 
 
 def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts: int) -> int:

@@ -35,6 +35,7 @@ from wands.train.evaluation_plan import (
     TRAIN,
     EvaluationClip,
     EvaluationPlan,
+    fit_plan,
     plan_evaluation,
 )
 
@@ -358,7 +359,7 @@ def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
         assert limited.share <= share or (len(limited.quantiles), len(limited.clips)) == (1, 2)
         shares.append((len(limited.quantiles), len(limited.clips)))
     assert shares[0] == (9, 4)
-    assert shares[1] == (9, 2)
+    assert shares[1] == (5, 4)  # all clips at fewer noise levels
     assert shares[-1] == (1, 2)
     assert shares == sorted(shares, reverse=True)
     assert whole == plan_with("eval.max_share=1000", "packing.enabled=false", world_size=2)
@@ -367,6 +368,23 @@ def test_the_budget_decides_how_much(tiny_pipeline: Path, tmp_path: Path):
     )  # at steps 2 and 4
     assert len(plan_with("eval.max_share=1000", "eval.max_clips=1").clips) == 2
     assert {clip.side for clip in plan_with("eval.max_share=1000", "data.holdout=0").clips} == {TRAIN}
+
+
+@pytest.mark.parametrize(
+    ("num_clips", "budget", "plan"),
+    [
+        (10, 90, (9, 10)),
+        (10, 36, (9, 4)),
+        (10, 35.9, (5, 7)),  # 9 noise levels would be 3 clips
+        (10, 15, (3, 5)),  # 9 noise levels would be a single clip, without a confidence interval
+        (10, 3, (1, 3)),
+        (10, 0.5, (1, 1)),
+        (2, 17, (5, 2)),
+        (1, 9, (9, 1)),
+    ],
+)
+def test_enough_clips_come_before_noise_levels(num_clips: int, budget: float, plan: tuple[int, int]):
+    assert fit_plan([1.0] * num_clips, budget) == plan
 
 
 def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, tmp_path: Path):

@@ -32,8 +32,8 @@ How to add a kernel:
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
    CHANGELOG.md.
-3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml, and add the
-   package to `ONE_IMPORTER` in tests/unit/test_layering.py.
+3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml and to
+   the table of extras in docs/quickstart.md, and add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
    - A `FlashBackend`: add it to `CUDA_BACKENDS` of tests/support/plain.py (its name, and the module that it imports: the
      module of a package, `triton`, or `torch`). In tests/unit/attention/test_kernels.py, add the name to the tests of
@@ -74,11 +74,14 @@ What the two functions receive:
 - In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
   has a finite `lse`. +inf must work too: such a row adds nothing to any gradient, because exp(score - inf) is 0. No code of
   wands passes +inf yet; self_check.py tests it.
+- In cross-attention on a GPU, the segments of the backward pass differ from those of the forward pass: rows of q are cut
+  into pieces of at most 2,048, and each piece has its own copy of the keys (`_cut_queries` in varlen.py).
 - The functions run on PyTorch's current CUDA stream (`torch.cuda.current_stream()`), so launch kernels there. Autocast to
   bf16 can be on during the forward pass; turn it off around matmuls of PyTorch that need another dtype.
 - The functions must not wait for the GPU (no `.item()`, no copy to the host). tests/launch/test_fake_cuda.py tests this for
-  the kernels of PyTorch in its list `KERNELS`, on CUDA tensors without memory. Kernels in Triton and kernels of other
-  packages need memory. Only the tests marked `gpu` run these kernels, and no test checks that they do not wait.
+  the kernels of PyTorch in its list `KERNELS`, on CUDA tensors without memory. Kernels in Triton, CUDA kernels that wands
+  compiles, and kernels of other packages need memory. Only the tests marked `gpu` run these kernels, and no test checks that
+  they do not wait.
 
 What the two functions return:
 
