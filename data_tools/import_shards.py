@@ -41,10 +41,10 @@ from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 
 CONTRAST, JITTER = 0.4, 0.3
-"""Assumed variation of the standard deviation of normalized latents, in log units. `check_latents` uses both numbers to
-decide whether latents are normalized.
+"""Assumptions about normalized latents, with which `check_latents` decides whether latents are normalized.
 
-`CONTRAST` is the variation from clip to clip. `JITTER` is the variation between the channels of one clip.
+Let s be the standard deviation of one channel in one clip. log(s) varies with standard deviation `CONTRAST` from clip to clip,
+and with standard deviation `JITTER` between the channels of one clip.
 """
 
 
@@ -257,8 +257,8 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     if raw < normalized:
         raise DataError(
             "latents are not normalized: the channels have standard deviations from "
-            f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE (NVIDIA DFM writes such latents for "
-            "clips of low contrast); encode the clip with wands preprocess"
+            f"{spread.min():.2f} to {spread.max():.2f}, similar to latents_std of the VAE, instead of about 1 (NVIDIA DFM does "
+            "not normalize clips of low contrast); encode the clip with wands preprocess"
         )
 
 

@@ -63,7 +63,7 @@ class ClipOptions(Options):
     """Name of the column that contains the captions, in a table or dataset [default: the first column with a usual name
     such as caption or text]."""
     where: Annotated[str | None, Spelling(metavar="CONDITION")] = None
-    """Use only clips that meet this condition on the columns of a table, such as "motion > 0.2 and sharpness > 100". Other
+    """Use only clips whose row in the table of SOURCE meets this condition, such as "motion > 0.2 and sharpness > 100". Other
     clips are rejected with the reason. Valid comparisons are <, <=, >, >=, ==, !=, "in" and "is None". Join comparisons
     by "and" or "or", and negate them by "not"."""
     trigger: str | None = None

@@ -28,8 +28,8 @@ PLACE = re.compile(r"(?:@(\d+\.\d+)(?:-(\d+\.\d+))?)?(?:~[0-9a-f]{8})?(?:#(\d+))
 """End of a key, whose parts are all optional: start and end in seconds, hash of the caption, number of the window (one of
 several time ranges of a clip), frame size. The groups are start, end and number of the window."""
 TRAIN, HELD_OUT, GAP, DUPLICATE = range(4)
-"""Sides of a sample. GAP: too close in time to a held-out sample of the same film. DUPLICATE: nearly equal to a held-out
-sample. The samples of GAP and DUPLICATE are not used."""
+"""Results of the split of the data into training and held-out samples. Each sample gets one result. GAP: too close in time to a
+held-out sample of the same film. DUPLICATE: nearly equal to a held-out sample. GAP and DUPLICATE samples are not used."""
 Range = tuple[float, float]
 MIN_WINDOWS, FEW_FILMS, GAP_SECONDS, MAX_BITS = 8, 2.0, 2.0, 12
 """Limits for `choose_sides` and `drop_duplicates`. A film is a clip with at least `MIN_WINDOWS` windows (time ranges).

@@ -2,7 +2,8 @@
 
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
 the balance and the communicated bytes of a bin (the clips of one forward pass).
-The packer lets ranks wait for the slowest rank only up to a limit, `LEVEL`. The prediction assumes this limit.
+With several data-parallel ranks, the predicted compute time is divided by `LEVEL`, the smallest efficiency that the packer
+allows, because ranks wait for the slowest rank.
 
 - Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
   has 2 times the FLOPs of the forward pass, or 1 time if its weight is frozen. The backward pass of attention has 2.5 times

@@ -300,8 +300,8 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the checkpoint has other values of these keys than `layout`, and one of the states is a tensor
-            with several values.
+        CheckpointError: if the flat tensors of the checkpoint were divided in another way than those in `layout`, and a state
+            is a tensor with several values, which wands cannot divide again.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (

@@ -240,7 +240,9 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file to which a rank writes its stack traces. The file shows the other ranks that this rank responds."""
+    """Return the file to which a rank writes its stack traces. The other ranks know from this file that the rank still
+    responds.
+    """
     return folder / f"rank-{rank}.txt"
 
 

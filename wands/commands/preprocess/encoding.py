@@ -6,8 +6,8 @@ files of worker 0 are:
 
     text-0.journal       write-ahead log of text embeddings
     samples-0.journal    write-ahead log of samples that no shard contains yet
-    encoding-0           digests of the clips that are being encoded, one per line, otherwise empty; if the worker process
-                         is killed, the digests name the clips that the process was encoding
+    encoding-0           digests of the clips that are being encoded, one per line; if the worker process is killed, the
+                         digests name the clips that the process was encoding
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class IsolatedWorker:
         kind = ""
         try:
             if self.killed:
-                raise Crash("the process was killed")
+                raise Crash("the subprocess was killed")
             # If the subprocess died, `recv` below raises the error.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._pipe.send((function, arguments))

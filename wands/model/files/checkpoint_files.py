@@ -362,8 +362,8 @@ class FragmentFiles:
         """Read slices of stored tensors into given tensors. Only one file is open at a time.
 
         Args:
-            wanted: maps the name of a stored tensor to (start, flat tensor to fill). start is the index in the stored
-                tensor of the first value to read. The number of values to read is the length of the flat tensor.
+            wanted: maps the name of a stored tensor to (start, flat tensor to fill). The stored tensor is flattened, and
+                its values from index `start` on fill the flat tensor.
 
         Raises:
             CheckpointError: if a file cannot be read, or the files lack a requested value.
