@@ -40,16 +40,16 @@ How to add a kernel:
      `auto`, which list the order of all kernels. For a package, also add a fake module with the package's signatures, so
      that machines without a GPU test the two functions. Add the name to the order of `auto` in docs/performance.md and
      in the help text of `InferOptions.attention_backend`. In wands/planning/hardware.py, add the kernel's measured speeds
-     on the GPUs that run the kernel: TFLOP/s of the forward and the backward pass / `PEAK_TFLOPS`. For `auto`,
-     `wands plan` uses the fastest of all speeds there. If they change, also update the predictions in docs/performance.md
-     and docs/long-videos.md.
+     on the GPUs that run the kernel: TFLOP/s of the forward and the backward pass / `PEAK_TFLOPS`, for one clip of 32,760
+     tokens with 12 heads. For `auto`, `wands plan` uses the fastest of all speeds there. If they change, also update the
+     predictions in docs/performance.md and docs/long-videos.md.
    - A CPU kernel: add it to `CPU_DTYPES` of tests/support/plain.py, and its name to the tests of padding rows, autocast
      and self-check in test_kernels.py.
    - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the
      steps of `check_against_plain` and the kernel's own tolerance.
 
    Add every CUDA kernel to the table in docs/performance.md. `bash scripts/gpu.sh --only attention` measures the TFLOP/s
-   of all kernels that run on the GPU. Then run scripts/build_reference.py.
+   of all kernels that run on the GPU, for several numbers of heads and clips. Then run scripts/build_reference.py.
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128: if the kernel supports nothing
    else, skip its other cases in `test_cuda_backend_keeps_the_contract`. `bash scripts/gpu.sh --only step --set
