@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+RECOMPILE_LIMIT = 64
+"""Number of versions of one operator that torch.compile may compile.
+
+Each combination of absent arguments, dtypes and widths needs another version. From PyTorch's limit of 8 on, a combination that is
+new would run as plain PyTorch.
+"""
 
 
 def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,17 +25,27 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
-            no argument. The operator has the same arguments and results.
+            no argument. The operator has the same arguments and results. The size that differs between calls, such as the
+            number of tokens, must be the first dimension of each tensor. If other dimensions differ, the function is compiled
+            a second time.
     """
     compiled = torch.compile(function)
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        for x in tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor):
-                # One compiled version for all numbers of tokens, samples and timesteps; the width stays a constant.
-                for dim in range(max(1, x.dim() - 1)):
-                    torch._dynamo.maybe_mark_dynamic(x, dim)
-        return compiled(*args, **kwargs)
+    def generalize(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return tuple(map(generalize, x))
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach() if x.requires_grad else x  # for the same reason as no_grad below
+        # One compiled version for all numbers of tokens, samples and timesteps. The width, the number of heads and the head dim
+        # stay constants: a GPU would otherwise divide indices by variables, which needs more time than reading the memory.
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return x
+
+    def run(*args: Any) -> Any:
+        with torch.no_grad():  # the same mode in every call, or torch.compile would compile another version
+            return compiled(*map(generalize, args))
 
     schema = torch.library.infer_schema(function, mutates_args=())
     operator = torch.library.custom_op(f"wands::{function.__name__}", run, mutates_args=(), schema=schema)

@@ -124,7 +124,7 @@ class _VarlenAttention(torch.autograd.Function):
         out, lse = backend.forward(q, k, v, segments, scale)
         if pads:
             merge: Callable[..., Any] = _MERGE_PADS if compiled else merge_pads
-            out, lse = merge(out, lse, q, *pads, log_num_pads, scale)
+            out, lse = merge(out, lse.mT, q, *pads, log_num_pads, scale)
         ctx.save_for_backward(out, lse, *tensors)
         return out
 
@@ -145,7 +145,7 @@ class _VarlenAttention(torch.autograd.Function):
             ]
         if pads:
             merge: Callable[..., Any] = _MERGE_PADS_BACKWARD if compiled else merge_pads_backward
-            dq, *pad_grads = merge(dout, dq, q, *pads, out, lse, log_num_pads, scale)
+            dq, *pad_grads = merge(dout, dq, q, *pads, out, lse.mT, log_num_pads, scale)
             grads += pad_grads
         return None, dq, *grads
 
@@ -159,7 +159,7 @@ def merge_pads(
 
     Args:
         out: [T, H, D], attention output over the other keys.
-        lse: [H, T], log-sum-exp of the scores over the other keys.
+        lse: [T, H], log-sum-exp of the scores over the other keys. The tokens come first, as `compiled_op` requires.
         q: [T, H, D], T rows (tokens) of H heads of width D.
         pad_k: [H, D], the padding key.
         pad_v: [H, D], value of the padding key.
@@ -167,8 +167,9 @@ def merge_pads(
         scale: factor on the attention scores.
 
     Returns:
-        (out, lse), the attention output and the log-sum-exp of the scores over all keys, in the shapes of `out` and `lse`.
+        (out, lse), the attention output [T, H, D] and the log-sum-exp [H, T] of the scores over all keys.
     """
+    lse = lse.mT
     pad_lse = _scores(q.to(lse.dtype), pad_k.to(lse.dtype)) * scale + log_num_pads.to(lse.dtype)
     # Softmax weights of the padding keys and of the other keys, each computed by itself. For a short text with many padding
     # keys, 1 - pad_weight would be only rounding error.
@@ -191,10 +192,11 @@ def merge_pads_backward(
     """Return the gradients of (q, pad_k, pad_v) for `merge_pads`.
 
     `merge_pads` merges the attention to n copies of one padding key into the attention to all other keys. `log_num_pads`
-    contains ln(n) for each row of q. `out` and `lse` are the results of `merge_pads`, and `dout` is the gradient of `out`. The
-    argument `dq` is the gradient of q from the other keys. The returned gradient of q also includes the padding keys.
+    contains ln(n) for each row of q. `out` and `lse` are the results of `merge_pads`, with `lse` transposed to [T, H], and `dout`
+    is the gradient of `out`. The argument `dq` is the gradient of q from the other keys. The returned gradient of q also includes
+    the padding keys.
     """
-    dtype = q.dtype
+    dtype, lse = q.dtype, lse.mT
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
     # exp(score - (lse - log n)) is the probability of all n padding keys together.
     probs = (_scores(q, pad_k) * scale + log_num_pads.to(lse.dtype) - lse).exp()

@@ -54,7 +54,11 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         (tokens < ends[:, None]).float()[:, :, None],
         (timesteps[:, None] == owners).float()[:, :, None],
     )
-    return to_device(tables, device)
+    tables = to_device(tables, device)
+    torch._dynamo.maybe_mark_dynamic(
+        tables[3], 1
+    )  # the number of chunks; `compiled_op` marks only dimension 0
+    return tables
 
 
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:

@@ -92,7 +92,9 @@ def _record(trainer: Trainer, first: int, number: int) -> Iterator[None]:
         for engine in trainer.engines.values():
             _name_parts(engine, stack)
         if on_gpu:
-            memory._record_memory_history(max_entries=200_000)
+            # Not the stacks of frees: recording them breaks activation checkpointing with compiled operators in
+            # torch 2.11 (pytorch/pytorch issue 179536).
+            memory._record_memory_history(context="alloc", max_entries=200_000)
             stack.callback(memory._record_memory_history, enabled=None)
         with profile(activities=activities, record_shapes=True, with_flops=True) as recorded:
             started = time.perf_counter()

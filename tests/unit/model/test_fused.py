@@ -240,14 +240,11 @@ def test_compiled_code_computes_the_same(dtype: torch.dtype, tolerance: float, d
 def test_other_lengths_compile_nothing_new():
     from torch._dynamo.utils import counters
 
-    packs = [make_pack(num, seed=num) for num in range(1, 8)]
-    compiled = []
-    for _ in compiled_and_plain(torch.float32, packs[:3]):
-        compiled = [counters["stats"]["unique_graphs"]]
-    for _ in compiled_and_plain(torch.float32, packs[3:]):
-        compiled.append(counters["stats"]["unique_graphs"])
-    assert compiled[0] > 8
-    assert set(compiled) == {compiled[0]}
+    packs = [make_pack(num, seed=num) for num in (3, 5, 2, 7, 4)]  # PyTorch compiles sizes of 1 separately
+    before = counters["stats"]["unique_graphs"]
+    compiled = [counters["stats"]["unique_graphs"] for _ in compiled_and_plain(torch.float32, packs)]
+    assert compiled[0] > before
+    assert len(set(compiled)) == 1
 
 
 @pytest.mark.full
@@ -283,14 +280,14 @@ def test_compiled_kernels_read_and_write_little_more_than_arguments_and_results(
         "add and norm": (fused.add_norm_forward, hidden, update, None, *norm),
         "gate": (fused.gated_add_forward, hidden, update, table, rows[0]),
         "query": (fused.norm_rotate_forward, update, weight, rotation, 1e-6),
-        "pads": (varlen.merge_pads, heads, lse, heads, *pads, lse[0], 0.1),
+        "pads": (varlen.merge_pads, heads, lse.mT, heads, *pads, lse[0], 0.1),
         "norm, backward": (
             *(fused.add_norm_backward, hidden, update, hidden, column, column, update, table, table),
             *(rows, True, True),
         ),
         "gate, backward": (fused.gated_add_backward, hidden, update, table, rows, True),
         "query, backward": (fused.norm_rotate_backward, update, update, column, weight, rotation, True),
-        "pads, backward": (varlen.merge_pads_backward, *[heads] * 3, *pads, heads, lse, lse[0], 0.1),
+        "pads, backward": (varlen.merge_pads_backward, *[heads] * 3, *pads, heads, lse.mT, lse[0], 0.1),
     }
     for name, (function, *args) in calls.items():
         torch._dynamo.reset()

@@ -50,7 +50,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     made: list[tuple[str, Any]] = []
     memory = torch.cuda.memory
     monkeypatch.setattr(
-        memory, "_record_memory_history", lambda enabled="all", **_: made.append(("record", enabled))
+        memory,
+        "_record_memory_history",
+        lambda enabled="all", context="all", **_: made.append(("record", enabled and context)),
     )
     monkeypatch.setattr(memory, "_dump_snapshot", lambda path: made.append(("dump", Path(path).name)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append(("synchronize", None)))
@@ -97,7 +99,7 @@ def test_the_memory_of_profiled_steps_is_recorded(calls: list[tuple[str, Any]], 
     found = trainer(tmp_path, "cuda", ProfileConfig(start=2, steps=2))
     assert list(profiled_steps(found, batches(), 0)) == [1, 2, 3, 4, 5]
     steps = [("step", number) for number in range(1, 6)]
-    window = [("record", "all"), *steps[1:3], ("synchronize", None), ("dump", "rank0_step_000002.pickle")]
+    window = [("record", "alloc"), *steps[1:3], ("synchronize", None), ("dump", "rank0_step_000002.pickle")]
     assert calls == [steps[0], *window, ("record", None), *steps[3:]]
 
 
