@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -380,7 +381,7 @@ def run_wands(arguments: Sequence[str]) -> None:
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
     """Train six steps with `wands profile`. Return a row with measurements of steps 3 and 4, predicted time and memory.
 
-    The profiler does not record steps 3 and 4.
+    The profiler records only step 5. If the profiler fails, the error is printed, and the row has the measurements.
     """
     from wands.planning.hardware import MACHINES
     from wands.planning.memory import estimate_memory
@@ -398,7 +399,14 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
         run = load_run(None, None, overrides, ignore_output_dir=True, **options)
         out = Path(folder) / "profile"
         settings = [part for text in overrides for part in ("--set", text)]
-        run_wands(["profile", "--out", str(out), *settings])
+        failure = None
+        try:
+            run_wands(["profile", "--out", str(out), *settings])
+        except RuntimeError as error:
+            failure = str(error)
+            if not (out / "metrics.jsonl").is_file():
+                raise
+            print(failure, flush=True)
         lines = (out / "metrics.jsonl").read_text().splitlines()
         scopes = "\n".join(path.read_text() for path in sorted(out.glob("profile/*.txt")))
     print(scopes, flush=True)
@@ -419,6 +427,7 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
             "peak GiB": peak and peak / 2**30,
             "estimated GiB": estimated / 2**30,
             "peak / estimate": peak and peak / estimated,
+            "profile": "failed" if failure else "written",
         }
     ]
 
@@ -429,19 +438,23 @@ def step_stage(args: argparse.Namespace, results: Results) -> None:
         results.run(f"{VARIANT_NAMES[0]}, {name}", lambda s=shapes: step(args, s))
 
 
-def run_tests(args: argparse.Namespace, folder: str) -> Rows:
-    """Run the GPU tests in the folder tests/`folder`, and return a row with the numbers of tests.
+def run_tests(args: argparse.Namespace) -> Rows:
+    """Run the GPU tests, several at a time, and return a row with the numbers of tests.
+
+    The names of the finished tests are written to tests.log at once, so that a run that is ended early is not lost.
 
     Raises:
         RuntimeError: if pytest cannot run, or if tests fail. The message contains the names of the failed tests.
     """
-    report = args.out / "pytest.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", f"tests/{folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    with open(args.out / "tests.log", "a") as log:
-        log.write(done.stdout + done.stderr)
-    if done.returncode not in (0, 1) or not report.is_file():
-        raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    report, log = args.out / "pytest.xml", args.out / "tests.log"
+    workers = str(min(14, os.cpu_count() or 1))
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", "-n", workers, "-vv"]
+    with open(log, "w") as output:
+        code = subprocess.run(
+            [*command, *(f"tests/{folder}" for folder in TESTS)], cwd=ROOT, stdout=output, stderr=output
+        ).returncode
+    if code not in (0, 1) or not report.is_file():
+        raise RuntimeError(log.read_text()[-2000:])
     suite = ET.parse(report).getroot()[0]
     report.unlink()
     failed = [
@@ -455,14 +468,13 @@ def run_tests(args: argparse.Namespace, folder: str) -> Rows:
         "failed": len(failed),
     }
     if failed:
-        raise RuntimeError(f"{row}: {', '.join(map(str, failed))}; see {args.out / 'tests.log'}")
+        raise RuntimeError(f"{row}: {', '.join(map(str, failed))}; see {log}")
     return [row]
 
 
 def tests_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the GPU tests, with one part of the results for each test folder (stage `tests`)."""
-    for folder in TESTS:
-        results.run(folder, lambda f=folder: run_tests(args, f))
+    """Run the tests marked `gpu` (stage `tests`)."""
+    results.run(", ".join(TESTS), lambda: run_tests(args))
 
 
 def memory(args: argparse.Namespace, size: dict[str, Any]) -> Rows:

@@ -3,8 +3,8 @@
 # Then, on the GPU machine, in this checkout: WANDS_VENV=none WANDS_WHEELS=FOLDER bash scripts/gpu.sh
 # For Python 3.12 on x86-64 Linux, with torch >= 2.11, transformers 5, peft, accelerate, h5py, huggingface_hub, tensorboard, torchmetrics,
 # pyarrow, pandas, matplotlib, rich, psutil, pytest, hypothesis, sentencepiece, requests and safetensors installed there.
-# Sizes: 14 MB; --with av (36 MB) for the stage infer; --with bitsandbytes (43 MB) for the tests of 8-bit optimizers and quantized LoRAs.
-# This machine needs pip, and setuptools and torch in the Python of $PYTHON (default: python), because deepspeed is built from source.
+# Sizes: 14 MB; --with av (36 MB) for the stage infer; --with bitsandbytes (4 MB, CUDA 13.0 only) for the tests of 8-bit optimizers and quantized LoRAs.
+# This machine needs zip, pip, and setuptools and torch in the Python of $PYTHON (default: python), because deepspeed is built from source.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 folder="${1:?name the folder to fill}"; shift
@@ -25,7 +25,12 @@ cp -rL "$root"/{wands,data_tools,pyproject.toml,README.md,LICENSE} "$source_copy
 build "$source_copy"
 while [ $# -gt 0 ]; do
   case "$1 ${2:-}" in
-    "--with av" | "--with bitsandbytes") get "$2"; shift 2 ;;
+    "--with av") get av; shift 2 ;;
+    "--with bitsandbytes")
+      get bitsandbytes
+      # Of its kernels for a dozen versions of CUDA, ROCm and oneAPI, only those for CUDA 13.0.
+      zip --quiet --delete "$folder"/bitsandbytes-*.whl '*_rocm*.so' '*_xpu*.so' '*_cuda11*.so' '*_cuda12*.so' '*_cuda132.so'
+      shift 2 ;;
     *) echo "wheelhouse.sh: unknown option $*; use --with av or --with bitsandbytes" >&2; exit 2 ;;
   esac
 done

@@ -88,25 +88,43 @@ def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert counts["none"]["GB"] < counts["full"]["GB"]
 
 
-def test_the_tests_of_a_folder_become_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    xml = '<testsuites><testsuite tests="3" skipped="1"><testcase name="a"/>{}</testsuite></testsuites>'
-    case = ['<testcase name="b"><failure/></testcase>', '<testcase name="b"/>']
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_tests_become_a_row(fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    case = '<testcase name="b"><failure/></testcase>' if fails else '<testcase name="b"/>'
+    xml = f'<testsuites><testsuite tests="3" skipped="1"><testcase name="a"/>{case}</testsuite></testsuites>'
 
     def pytest_run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         assert command[2:5] == ["pytest", "-m", "gpu"]
-        text = case.pop()
-        Path(command[5].partition("=")[2]).write_text(xml.format(text))
-        return subprocess.CompletedProcess(command, int("failure" in text), "printed\n", "")
+        assert command[-2:] == ["tests/gpu", "tests/launch"]
+        Path(command[5].partition("=")[2]).write_text(xml)
+        options["stdout"].write("printed\n")
+        return subprocess.CompletedProcess(command, int(fails))
 
     args = gpu_stages.argparse.Namespace(device="cuda", out=tmp_path)
     monkeypatch.setattr(gpu_stages, "TESTS", ("gpu", "launch"))
     results = Results(tmp_path, "tests", "cpu")
     monkeypatch.setattr(gpu_stages.subprocess, "run", pytest_run)
     gpu_stages.tests_stage(args, results)
-    parts = json.loads((tmp_path / "tests.json").read_text())["parts"]
-    assert parts["gpu"]["rows"] == [{"tests": 3, "skipped": 1, "failed": 0}]
-    assert "b; see" in parts["launch"]["error"]
-    assert (tmp_path / "tests.log").read_text() == "printed\n" * 2
+    part = json.loads((tmp_path / "tests.json").read_text())["parts"]["gpu, launch"]
+    if fails:
+        assert "b; see" in part["error"]
+    else:
+        assert part["rows"] == [{"tests": 3, "skipped": 1, "failed": 0}]
+    assert (tmp_path / "tests.log").read_text() == "printed\n"
+
+
+def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def run_wands(arguments: Sequence[str]) -> None:
+        out = Path(arguments[arguments.index("--out") + 1])
+        out.mkdir()
+        row = {"seconds": 2.0, "tflops": 1.0, "data_wait": 0.0, "mfu": None, "device_peak": None}
+        (out / "metrics.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
+        raise RuntimeError("the profiler failed")
+
+    monkeypatch.setattr(gpu_stages, "run_wands", run_wands)
+    args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])
+    row = gpu_stages.step(args, ((1, 4, 4),))[0]
+    assert (row["s"], row["profile"]) == (2.0, "failed")
 
 
 @pytest.mark.slow
