@@ -196,7 +196,7 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     built for other strides of dout or out would give wrong results without an error.
 
     cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
-    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source. The kernel has not run on a GPU yet.
+    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.
 
     Args:
         min_rows: a segment is long if it has at least this number of rows of q and also of k.
