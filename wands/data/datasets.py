@@ -112,7 +112,7 @@ Data = LatentCache | MockDataset
 
 @dataclass(frozen=True)
 class SelectedSource:
-    """One source of data (a cache or mock data), and the samples of the source that a training run uses.
+    """One source of data (a cache or mock data), and the samples of the source that the recipe selects.
 
     Attributes:
         config: settings of the source, as in an item of `data.sources`. For mock data, the path is "mock".
@@ -120,9 +120,9 @@ class SelectedSource:
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: mean number of uses of each chosen sample in an epoch. 1.5 means one use in half of the epochs, and two uses in
             the other half.
-        num_left_out: maps each of three reasons to the number of samples that are not chosen for this reason.
-            "num_other_side" counts the held-out samples if the run uses the training samples, and the training samples if
-            the run uses the held-out samples. "num_gap" counts the samples close in time to a held-out sample.
+        num_left_out: maps each of three reasons to the number of samples that are left out because of it. "num_other_side"
+            counts the held-out samples if `data.split` selects the training samples, and the training samples if
+            `data.split` selects the held-out samples. "num_gap" counts the samples close in time to a held-out sample.
             "num_duplicates" counts the samples nearly equal to a held-out sample.
     """
 

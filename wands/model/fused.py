@@ -1,8 +1,8 @@
 """Pointwise parts of a transformer block in few passes over memory: add, normalize, modulate, rotate and cast.
 
-Each part is an autograd function with a hand-written backward pass. `compiled_op` of wands/compiled.py makes a custom
-operator of each forward pass and each backward pass, which torch.compile compiles. The plain PyTorch code that computes the
-same values stays the reference: `AddNorm` and `NormRotate` in transformer.py, and `gated_add` in modulation.py.
+Each part is an autograd function with a hand-written backward pass. `compiled_op` of wands/compiled.py compiles the function of
+each forward pass and of each backward pass, and registers the compiled function as a custom operator. The plain PyTorch code
+that computes the same values stays the reference: `AddNorm` and `NormRotate` in transformer.py, and `gated_add` in modulation.py.
 
 Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
 """

@@ -1,4 +1,4 @@
-"""Read a run folder into one dict, from which the page, the comparison of runs and the model card are made."""
+"""Read a run folder into one dict, from which report.html, the comparison of runs and the model card are made."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
-    With `weights_only`, the result has no states of the optimizer, such as its momentum. The JSON object has these keys:
+    With `weights_only`, the states of the optimizer, such as its momentum, are left out. The JSON object has these keys:
 
-    - "fragments": maps the name of each trained parameter to [start of this rank's range, shape of the whole parameter,
-      index of the tensor that the optimizer updates].
-    - "frozen": a dict like "fragments", for frozen parameters. The index is not used. Empty for a LoRA run.
+    - "fragments": maps the name of each trained parameter to [index, in the flattened parameter, of the first value that this
+      rank stores; shape of the whole parameter; number of the tensor that the optimizer updates].
+    - "frozen": a dict like "fragments", for frozen parameters. The number of the tensor is not used. Empty for a LoRA run.
     - "flat_sizes": number of values of each tensor that the optimizer updates.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.

@@ -89,7 +89,7 @@ def plan_videos(
     if len(experts) < len(variant.experts):
         raise ConfigError(
             f"sample: videos need both experts of {variant.name}, but model.experts={recipe.model.experts} loads only one. Train "
-            "both experts, or remove the section sample and sample the checkpoints with wands infer --checkpoint."
+            "both experts, or remove the section `sample` from the recipe and make videos with wands infer --checkpoint."
         )
     try:
         prompts = [*section.prompts, *(read_prompts(Path(file)) if (file := section.prompts_file) else ())]

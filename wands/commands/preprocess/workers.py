@@ -69,8 +69,8 @@ class WorkerPool:
         A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher. None chooses one worker per GPU. It chooses a single
-                worker if there is no GPU, or if `device` names the CPU or one GPU. Several workers on one device waste memory,
+            workers: number of worker processes if there is no launcher. None chooses one worker per GPU, or a single
+                worker if there is no GPU or `device` names the CPU or one GPU. Several workers on one device waste memory,
                 because each worker loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.

@@ -269,7 +269,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         DataError: if the path is a URL, or the file does not exist.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
-        raise DataError("video is a URL, not a file; download the clip and write the path of the file")
+        raise DataError("video is a URL, not a file; download the clip and set video to the path of the file")
     folder = folders[0]
     names = dict.fromkeys((video, *spellings(video[:MAX_PATH])))
     paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
