@@ -38,8 +38,8 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(x, Tensor):
             return x
         x = x.detach() if x.requires_grad else x  # for the same reason as no_grad below
-        # One compiled version for all numbers of tokens, samples and timesteps. The width, the number of heads and the head dim
-        # stay constants: a GPU would otherwise divide indices by variables, which needs more time than reading the memory.
+        # One compiled version for all numbers of tokens, samples and timesteps above 1. The width, the number of heads and the
+        # head dim stay constants: a GPU would otherwise divide indices by variables, which takes longer than reading the memory.
         torch._dynamo.maybe_mark_dynamic(x, 0)
         return x
 

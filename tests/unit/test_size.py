@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 
 WANDS = Path(__file__).resolve().parents[2] / "wands"
-TOTAL = 20_397
 CORE = 2_700
 CORE_FILES = (
     *("attention", "flow", "distributed"),
@@ -33,7 +32,8 @@ FOLDERS = {
     "sampling": 907,
     "train": 3864,
 }
-"""Folder of wands -> its budget; "." is the files next to the folders."""
+"""Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
+TOTAL = sum(FOLDERS.values())
 
 NO_CODE = {
     tokenize.COMMENT,

@@ -299,7 +299,7 @@ class PreprocessOptions(ClipOptions):
     standard deviation. The cache always stores latents in bf16, which changes them by only 0.2 %."""
     vae_batch: Annotated[int, Field(ge=1)] = 1
     """Number of samples that the VAE encodes together, if their sizes and lengths are equal. A larger number, such
-    as 8, is faster for small clips and images, but needs more memory. The latents change by rounding errors."""
+    as 8, should be faster for small clips and images, but needs more memory. The latents change by rounding errors."""
     vae_tiling: bool = False
     """Encode each frame in tiles of 256 x 256 pixels that overlap by 64 pixels. Use this option if the VAE runs out of
     memory. With tiles, the memory does not grow with the frame size, but encoding is slower. The latents change by about
