@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import logging
 import re
 import shutil
 import sys
@@ -17,6 +18,8 @@ import torch
 
 if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of a kernel that the demo does not use
 
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 500, 4  # number of steps that overfit these few clips
