@@ -187,7 +187,7 @@ def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> l
 
 
 def main() -> int:
-    """Run the command line, and print whether the tests find each bug. Return 0 if enough bugs are found (--at-least), or 1."""
+    """Run the command line, and print whether the tests find each bug. Return 0 if enough bugs are found (--at-least), else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--only", action="append", default=[], metavar="ID", help="judge this bug; repeatable"

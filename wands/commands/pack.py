@@ -23,8 +23,8 @@ def pack(options: PackOptions) -> str:
     - sources: the data sources (see `list_sources`).
     - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size` in the recipe.
     - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
-    - bins_per_step: number of bins in a step. max_tokens: most tokens in a bin.
-    - fill: tokens of the bins divided by the token capacity of the bins. An incomplete last step is left out, unless it is
+    - bins_per_step: number of bins in a step. max_tokens: capacity of a bin in tokens.
+    - fill: tokens in the bins divided by the capacity of the bins. An incomplete last step is left out, unless it is
       the only step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.

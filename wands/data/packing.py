@@ -61,8 +61,8 @@ class EpochPlan:
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
         planned_totals: (number of samples, number of tokens) of the epoch as it was first planned. Set only for a
-            plan that was read from a checkpoint, and whose `steps` may lack samples because the user removed them from the
-            data. None for other plans.
+            plan that was read from a checkpoint: if the user has removed samples from the data since then, `steps` lacks
+            them, but `planned_totals` still counts them. None for other plans.
     """
 
     steps: tuple[Step, ...]
@@ -202,7 +202,7 @@ def count_steps(
 
 
 def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.ndarray]:
-    """Divide the samples into windows. Each window is packed separately, and its samples are read one after the other.
+    """Divide the samples into windows. Each window is packed separately, and an epoch reads one window after the other.
 
     The shards are put in random order, and each shard is read in its stored order. Every `buffer_size` samples of this
     sequence form a window, so samples that are packed together are near each other on the disk. The windows are the same
@@ -430,16 +430,16 @@ def _choose_cuts(
     """Divide the bins, sorted by cost, into ranges. Each group (bins that the ranks process at the same time) is later
     formed from the bins of one range.
 
-    In large ranges, the samples of a group can have many lengths. In small ranges, the ranks wait less for the most expensive
-    bin. The time of a bin, including waiting, is estimated as the highest cost in the bin's range. A division is allowed if the
-    sum of all costs is at least `LEVEL` (smallest efficiency) times the sum of these times. Choose the allowed division whose
-    ranges have sample lengths most similar to the lengths in the whole data. If no division is allowed, choose the smallest
-    ranges.
+    Large ranges have the advantage that the samples of a group can have many lengths, as in the whole data. Small ranges
+    have the advantage that the ranks wait less for the most expensive bin. The time of a bin, including waiting, is
+    estimated as the highest cost in the bin's range. A division is allowed if the sum of all costs is at least `LEVEL`
+    (smallest efficiency) times the sum of these times. Choose the allowed division whose ranges have sample lengths most
+    similar to the lengths in the whole data. If no division is allowed, choose the smallest ranges.
 
     Args:
         bins: bins of all steps except a shorter last step, the most expensive bin first.
         costs: float64, cost of each bin.
-        level_bins: number of bins of a group. It divides the number of bins.
+        level_bins: number of bins in one group. `len(bins)` is a multiple of it.
         seq_lens: int64 [N], number of tokens of each sample.
 
     Returns:

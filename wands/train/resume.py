@@ -58,8 +58,8 @@ def find_resume(
         ConfigError: if the path does not exist, or is a step folder that was renamed to `*.abandoned` when the run resumed
             from an older step. The error is also raised if `resume` is None and the run folder already contains
             checkpoints.
-        CheckpointError: if there is no complete checkpoint, or the checkpoint contains pickles of an earlier version of
-            wands.
+        CheckpointError: if the folder that `resume` names has no complete checkpoint, or the checkpoint contains pickles
+            of an earlier version of wands. An empty run folder is no error with "auto".
     """
     folder = Path(output_dir) / "checkpoints"
     has_checkpoints = bool(list_steps(folder))

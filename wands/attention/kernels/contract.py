@@ -27,7 +27,7 @@ How to add a kernel:
    For any other kernel, such as a kernel for CPUs or an fp8 kernel whose errors exceed `TOLERANCE` and `LSE_TOLERANCE` of
    self_check.py, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to `_unmet_requirement`.
    Such a kernel is not checked at the start of a run, and runs only if the user sets `attention.backend` to its name.
-   `wands infer` and `wands selftest` use no kernel by name, so such a kernel never runs there.
+   `wands infer` and `wands selftest` cannot select a kernel by its name, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention`, perhaps `CORE` and `config`) will need new values, with a line in CHANGELOG.md.
@@ -57,7 +57,7 @@ How to add a kernel:
    call of the kernel, for every `FlashBackend` that runs there. Once per process, a training run checks each
    `FlashBackend` that it may use (self_check.py), and rejects a kernel whose results are wrong.
 
-What the two functions receive:
+What the two functions receive (`Backend.forward` and `Backend.backward` list all arguments and their shapes):
 
 - q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
 - Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are

@@ -197,7 +197,7 @@ class PreprocessRun:
         return sorted(caption for caption in captions if caption not in spool)
 
     def encode(self) -> None:
-        """Encode all captions and then all clips that the cache lacks.
+        """Encode the captions and the clips that the cache lacks: first these captions, then these clips.
 
         Raises:
             WandsError: if every worker failed, or workers died repeatedly without finishing a caption or clip.

@@ -85,7 +85,10 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Part of a clip's key after the path: the time range and, for each caption except the first, a hash of the caption."""
+        """Part of the key after the path: the time range, and a hash of the caption if the clip has an earlier caption.
+
+        Each caption of a clip has its own key.
+        """
         if not self.is_extra_caption:
             return self.range_suffix
         return f"{self.range_suffix}~{hashlib.sha256(self.caption.encode()).hexdigest()[:8]}"

@@ -35,8 +35,8 @@ MAX_BYTES = 1 << 16
 `tomllib` needs quadratic time for a key of many parts, such as a.b.c.
 """
 SECTION_LAYOUTS = (tar_archive, listed_file, listed_folder, folder_with_sidecars, saved_dataset, hub_dataset)
-"""Functions that read the clips of one section of another trainer's dataset configuration. Each function reads one layout,
-such as a tar archive. The functions are tried in the listed order."""
+"""Functions that read the clips of a source, or of a section of another trainer's dataset configuration. Each function reads one
+layout, such as a tar archive. The functions are tried in the listed order."""
 # Folders whose sub-folders the trainers do not read, then other sources.
 _FOLDERS = ("image_directory", "video_directory", "path")
 _CLIPS = (*_FOLDERS, "image_jsonl_file", "video_jsonl_file", "data_root", "dataset_file")
@@ -77,7 +77,9 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if parse is json.loads:  # a table
             return None
-        raise DataError(f"SOURCE={file} is not a dataset.toml ({one_line(error)}); fix the file") from None
+        raise DataError(
+            f"SOURCE={file} cannot be read as a dataset configuration ({one_line(error)}); fix the file"
+        ) from None
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
