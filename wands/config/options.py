@@ -45,7 +45,8 @@ class ClipOptions(Options):
     max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels, height x width [default: 399360, which is 832 x 480]. Clips with larger frames
     are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. If the cache
-    already exists, the first value must be the one with which the cache was made. The other values may differ."""
+    already exists, the first value must equal the first value of the command that made the cache. You may add or remove other
+    values."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. The number of frames is always a multiple of 4 plus 1, such as 49 or 81. If a
     clip is longer, --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to

@@ -1,13 +1,14 @@
 """State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
 
 Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights and
-its optimizer states, each [N]. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage the
+its optimizer states. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage the
 fragments of all ranks cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of
 ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
 A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
-partition of many parameters. A state that is not one value for each weight, such as a step count, belongs to a flat tensor.
-The scales of 8-bit AdamW belong to a fragment, so their names contain the parameter: "blocks.0.attn1.to_q.weight/absmax1".
+partition of many parameters. States with a value for each weight belong to fragments, and so do the scales of 8-bit AdamW, which
+have a value for each block of weights: "blocks.0.attn1.to_q.weight/absmax1". Other states, such as a step count, belong to flat
+tensors.
 """
 
 from __future__ import annotations
