@@ -239,9 +239,9 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Cut the shots of a film into windows of at most --max-seconds. Yield all parts of the film, each with a kind in `KINDS`.
+    """Cut each shot in `parts` into windows of at most --max-seconds. Yield the windows and the other parts, each with its kind.
 
-    If the row of the film selects a time range, parts outside the range are left out.
+    The kinds are in `KINDS`. If the film's row of the table selects a time range, parts outside the range are left out.
     """
     for part in parts:
         start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"

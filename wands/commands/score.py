@@ -25,12 +25,12 @@ from wands.train.append_log import to_line
 def score(options: ScoreOptions) -> str:
     """Compare each sampled video with its reference clip, and return a table as text.
 
-    The reference is the clip with the file name of the video (without extension), or else the clip whose caption is the video's
-    prompt. If `options.json_path` is set, write the rows of the table to this JSON file.
+    The reference clip is the clip with the file name of the video (without extension), or else the clip whose caption is the
+    video's prompt. If `options.json_path` is set, write the rows of the table to this JSON file.
 
     Raises:
         ConfigError: if no sample has a reference clip.
-        DataError: if a video cannot be decoded, or the reference contains no clip.
+        DataError: if a video cannot be decoded, or `options.reference` contains no clip.
     """
     records, rejections = load_source(options.reference)
     clips: dict[str | None, Any] = {}

@@ -77,9 +77,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if parse is json.loads:  # a table
             return None
-        raise DataError(
-            f"SOURCE={file} cannot be read as a dataset configuration ({one_line(error)}); fix the file"
-        ) from None
+        raise DataError(f"SOURCE={file} is no dataset config ({one_line(error)}); fix the file") from None
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
