@@ -208,8 +208,8 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 class Row:
     """Result of a packing scheme for one mix of clips and one capacity of the bins.
 
-    Efficiency and bias have a value for each (model, number of data-parallel ranks). The table never lists a row with `aside`
-    as better than another row.
+    Efficiency (see `efficiency`) and bias (see `bias_beyond_chance`) have a value for each (model, number of data-parallel
+    ranks). `aside` marks a row whose setting differs from the other rows, so that the table never lists it as better.
     """
 
     name: str

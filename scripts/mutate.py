@@ -146,7 +146,7 @@ def warm_up() -> None:
 
 
 def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
-    """Return the outcome of a bug: found, NOT FOUND or broken.
+    """Return whether tests found a bug: "found", "NOT FOUND", or "broken" if pytest could not run the tests.
 
     Args:
         tree: copy of the repository with the bug. The file `tree`.txt contains the output of pytest.

@@ -1,7 +1,7 @@
 """Checks of a DiT that compare two computations on the same samples.
 
 One kind of check compares a training step on a bin (packed sequence of samples) with stock diffusers, which runs the samples
-one by one. The second kind of check compares a bin that all ranks share with the whole bin on one process. The stock model is
+one by one. The second kind of check runs a bin twice, divided among all ranks and whole on one process. The stock model is
 deleted before wands' model (`PackedWanTransformer`) is loaded.
 
 The letter P in shapes is the number of channels of a token.

@@ -57,12 +57,12 @@ class TrainState:
             `TrainingRun.data_fingerprint`).
         data_summary: numbers about the training data for the model card (see `TrainingRun.data_summary`).
         recipe: the recipe of the run, with all defaults filled in.
-        base: `model.path` of the run. A folder is stored as an absolute path.
+        base: `model.path` of the run. A folder is stored as an absolute path, in older checkpoints as the user typed it.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in older checkpoints. There, a `base` that starts with "Wan-AI/" is a
-            Hub id or a folder. Any other `base` is a folder; if its path is relative, this class adds "./" at its start.
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not store it: a `base` that starts with
+            "Wan-AI/" is a Hub id or a folder, and any other `base` is a folder. This class puts "./" before a relative path.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
