@@ -11,7 +11,7 @@ from torch import Tensor
 RECOMPILE_LIMIT = 64
 """Number of versions of one operator that torch.compile may compile.
 
-Each combination of absent arguments and dtypes needs another version. Above the limit, a new combination runs as plain PyTorch.
+Each combination of absent arguments, dtypes and widths needs another version. Above the limit, a new combination runs as plain PyTorch.
 PyTorch's default limit, 8, is too low.
 """
 
@@ -26,10 +26,10 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
             no argument. The operator has the same arguments and results. A size that differs between calls, such as the
-            number of tokens, must be the first dimension of its tensors. If another dimension differs from the first call,
-            PyTorch compiles a second, slower version, in which this dimension can vary.
+            number of tokens, must be the first dimension of its tensors. If another dimension differs between calls,
+            PyTorch compiles another version.
     """
-    compiled = torch.compile(function)
+    compiled = torch.compile(function, dynamic=False)  # only marked dimensions vary
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
 
     def generalize(x: Any) -> Any:
