@@ -11,8 +11,8 @@ from torch import Tensor
 RECOMPILE_LIMIT = 64
 """Number of versions of one operator that torch.compile may compile.
 
-Each combination of absent arguments, dtypes and widths needs another version. Above the limit, a new combination runs as plain PyTorch.
-PyTorch's default limit, 8, is too low.
+Each combination of absent arguments, dtypes and widths needs another version. Above the limit, a new combination runs as plain
+PyTorch. PyTorch's default limit, 8, is too low.
 """
 
 
