@@ -241,6 +241,7 @@ def test_other_lengths_compile_nothing_new():
     from torch._dynamo.utils import counters
 
     packs = [make_pack(num, seed=num) for num in (3, 5, 2, 7, 4)]  # PyTorch compiles sizes of 1 separately
+    torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
     compiled = [counters["stats"]["unique_graphs"] for _ in compiled_and_plain(torch.float32, packs)]
     assert compiled[0] > before
