@@ -27,7 +27,8 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
             no argument. The operator has the same arguments and results. A size that differs between calls, such as the
             number of tokens, must be the first dimension of its tensors. If another dimension differs between calls,
-            PyTorch compiles another version.
+            PyTorch compiles another version. A weight [width] is allowed: its size must equal the constant width of the
+            tokens, so PyTorch makes it a constant, too.
     """
     compiled = torch.compile(function, dynamic=False)  # only marked dimensions vary
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
