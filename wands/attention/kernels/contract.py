@@ -15,8 +15,8 @@ Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring 
 
 How to add a kernel:
 
-1. Write the kernel's two functions (`run_forward`, `run_backward`) in flash.py. Put Triton code into a new file
-   next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at the first
+1. Write the kernel's two functions (`run_forward`, `run_backward`): in flash.py for a `FlashBackend`, otherwise in a new
+   file. Put Triton code into a new file next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at the first
    use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
    publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
