@@ -16,9 +16,9 @@ Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring 
 How to add a kernel:
 
 1. Write the kernel's two functions (`run_forward`, `run_backward`): in flash.py for a `FlashBackend`, otherwise in a new
-   file. Put Triton code into a new file next to flash.py, and import this file in the two functions. wands has no build step: compile CUDA code at the first
-   use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data` of pyproject.toml. Alternatively,
-   publish the kernel as a package (step 3).
+   file. Put Triton code into a new file next to flash.py, and import this file in the two functions. wands has no build
+   step: compile CUDA code at the first use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data`
+   of pyproject.toml. Alternatively, publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
    that pass this check, and uses the kernel with the smallest sum of times over several segment lengths. cuDNN can also be
