@@ -19,8 +19,6 @@ import torch
 if TYPE_CHECKING:
     from wands.data.cache.reader import LatentCache
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # warns of a kernel that the demo does not use
-
 DEFAULT_VARIANT = "wan2.1-t2v-1.3b"
 STEPS, FEW_CLIPS = 500, 4  # number of steps that overfit these few clips
 HEAVY_STEPS = 450  # two experts, which are both updated in every step, and the wider DiT of 48 channels
@@ -362,6 +360,8 @@ def video_frames(path: Path) -> np.ndarray:
 
 def main() -> int:
     """Run the helper that the command line names, and return the exit code."""
+    # As in the `wands` command: diffusers imports bitsandbytes if it is installed, which warns of a kernel that nothing uses.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     parser = argparse.ArgumentParser(description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
     clips = actions.add_parser("clips", help="the demo's clips with captions")

@@ -378,10 +378,10 @@ def run_wands(arguments: Sequence[str]) -> None:
         raise RuntimeError((done.stdout + done.stderr)[-2000:])
 
 
-def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
+def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Results) -> Rows:
     """Train six steps with `wands profile`. Return a row with measurements of steps 3 and 4, predicted time and memory.
 
-    The profiler records only step 5. If the profiler fails, the error is printed, and the row has the measurements.
+    The profiler records only step 5. If it fails, the error is printed and the stage fails, but the measurements are kept.
     """
     from wands.planning.hardware import MACHINES
     from wands.planning.memory import estimate_memory
@@ -399,14 +399,13 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
         run = load_run(None, None, overrides, ignore_output_dir=True, **options)
         out = Path(folder) / "profile"
         settings = [part for text in overrides for part in ("--set", text)]
-        failure = None
         try:
             run_wands(["profile", "--out", str(out), *settings])
         except RuntimeError as error:
-            failure = str(error)
             if not (out / "metrics.jsonl").is_file():
                 raise
-            print(failure, flush=True)
+            results.failed = True
+            print(error, flush=True)
         lines = (out / "metrics.jsonl").read_text().splitlines()
         scopes = "\n".join(path.read_text() for path in sorted(out.glob("profile/*.txt")))
     print(scopes, flush=True)
@@ -427,7 +426,7 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
             "peak GiB": peak and peak / 2**30,
             "estimated GiB": estimated / 2**30,
             "peak / estimate": peak and peak / estimated,
-            "profile": "failed" if failure else "written",
+            "profile": "written" if scopes else "failed",
         }
     ]
 
@@ -435,7 +434,7 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]]) -> Rows:
 def step_stage(args: argparse.Namespace, results: Results) -> None:
     """Run the stage `step`: measure training steps of 1.3B."""
     for name, shapes in STEP_PACKS[args.device].items():
-        results.run(f"{VARIANT_NAMES[0]}, {name}", lambda s=shapes: step(args, s))
+        results.run(f"{VARIANT_NAMES[0]}, {name}", lambda s=shapes: step(args, s, results))
 
 
 def run_tests(args: argparse.Namespace) -> Rows:

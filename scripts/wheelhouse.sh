@@ -2,7 +2,7 @@
 # Collect the packages that a GPU machine with PyTorch, but without a network, lacks: bash scripts/wheelhouse.sh FOLDER [--with av|bitsandbytes]
 # Then, on the GPU machine, in this checkout: WANDS_VENV=none WANDS_WHEELS=FOLDER bash scripts/gpu.sh
 # For Python 3.12 on x86-64 Linux, with torch >= 2.11, transformers 5, peft, accelerate, h5py, huggingface_hub, tensorboard, torchmetrics,
-# pyarrow, pandas, matplotlib, rich, psutil, pytest, hypothesis, sentencepiece, requests and safetensors installed there.
+# pyarrow, pandas, matplotlib, rich, psutil, pytest, pytest-xdist, hypothesis, sentencepiece, requests and safetensors installed there.
 # Sizes: 14 MB; --with av (36 MB) for the stage infer; --with bitsandbytes (4 MB, CUDA 13.0 only) for the tests of 8-bit optimizers and quantized LoRAs.
 # This machine needs zip, pip, and setuptools and torch in the Python of $PYTHON (default: python), because deepspeed is built from source.
 set -euo pipefail

@@ -353,8 +353,8 @@ def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
     """Set the initial weights of the encoder by a principal component analysis, and of the decoder by least squares.
 
     A VAE with random weights needs thousands of training steps until its latents contain information. After this function, the
-    latents are principal components of the pixels. Each layer of the decoder is fitted by
-    least squares to the features of the encoder at the same scale.
+    latents are principal components of the pixels. Each layer of the decoder is fitted by least squares to the features of the
+    encoder at the same scale.
 
     Args:
         vae: prepared by `for_whole_clips`, with three downsamplings. The last two downsamplings halve the number of frames.

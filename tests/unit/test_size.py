@@ -25,7 +25,7 @@ FOLDERS = {
     "encoders": 315,
     "export": 358,
     "flow": 203,
-    "model": 2325,
+    "model": 2323,
     "planning": 684,
     "recipes": 0,
     "report": 264,
@@ -33,7 +33,8 @@ FOLDERS = {
     "train": 3864,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = sum(FOLDERS.values())
+TOTAL = 20_395
+"""Sum of the folders."""
 
 NO_CODE = {
     tokenize.COMMENT,
@@ -83,6 +84,7 @@ def test_lines_of_code_are_within_their_budgets():
     ]
     assert not over, "\n".join(over)
     assert FOLDERS.keys() == folders.keys()
+    assert sum(FOLDERS.values()) == TOTAL
 
 
 def test_only_code_counts():

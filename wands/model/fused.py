@@ -55,9 +55,8 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
         (timesteps[:, None] == owners).float()[:, :, None],
     )
     tables = to_device(tables, device)
-    torch._dynamo.maybe_mark_dynamic(
-        tables[3], 1
-    )  # the number of chunks; `compiled_op` marks only dimension 0
+    # The number of chunks varies, too, and `compiled_op` marks only dimension 0.
+    torch._dynamo.maybe_mark_dynamic(tables[3], 1)
     return tables
 
 

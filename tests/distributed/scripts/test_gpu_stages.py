@@ -123,8 +123,11 @@ def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(gpu_stages, "run_wands", run_wands)
     args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])
-    row = gpu_stages.step(args, ((1, 4, 4),))[0]
+    results = Results(tmp_path, "step", "cpu")
+    gpu_stages.step_stage(args, results)
+    row = json.loads((tmp_path / "step.json").read_text())["parts"]["wan2.1-t2v-1.3b, 3 clips"]["rows"][0]
     assert (row["s"], row["profile"]) == (2.0, "failed")
+    assert results.failed
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.models.normalization import FP32LayerNorm
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from tests.support.packs import KINDS, build_pair, make_meta, make_pack, run_packed, run_stock
 from wands.attention import varlen
@@ -236,15 +237,17 @@ def test_compiled_code_computes_the_same(dtype: torch.dtype, tolerance: float, d
         assert (ours - plain).norm() <= tolerance * plain.norm().clamp(min=1e-3)
 
 
-@pytest.mark.full
-def test_other_lengths_compile_nothing_new():
-    from torch._dynamo.utils import counters
-
-    packs = [make_pack(num, seed=num) for num in (3, 5, 2, 7, 4)]  # PyTorch compiles sizes of 1 separately
+def test_other_lengths_compile_nothing_new(monkeypatch: pytest.MonkeyPatch):
+    """PyTorch traces each version of an operator, but the versions run as they are traced, which saves a minute."""
+    monkeypatch.setattr(
+        "torch._inductor.compile_fx.compile_fx", lambda graph, *args, **options: graph.forward
+    )
     torch._dynamo.reset()
-    before = counters["stats"]["unique_graphs"]
+    counters.clear()
+    packs = [make_pack(num, seed=num) for num in (3, 5, 2, 7, 4)]  # PyTorch compiles sizes of 1 separately
     compiled = [counters["stats"]["unique_graphs"] for _ in compiled_and_plain(torch.float32, packs)]
-    assert compiled[0] > before
+    torch._dynamo.reset()  # the versions of this test must not run in other tests
+    assert compiled[0] > 8
     assert len(set(compiled)) == 1
 
 

@@ -30,7 +30,8 @@ How to add a kernel:
    `wands infer` and `wands selftest` cannot select a kernel by its name, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
-   tests/unit/test_size.py (`attention`, perhaps `CORE` and `config`) will need new values, with a line in CHANGELOG.md.
+   tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
+   CHANGELOG.md.
 3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml and to
    the table of extras in docs/quickstart.md, and add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
