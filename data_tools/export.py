@@ -53,7 +53,7 @@ def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 <<
     Args:
         path: folder of the cache.
         out: folder to create.
-        format: one of `FORMATS`.
+        format: "safetensors" or "webdataset".
         max_bytes: limit for the size of a tar in bytes. A tar that has reached the limit gets no further sample, so a
             tar can exceed the limit by one sample.
 

@@ -43,8 +43,8 @@ from wands.variants import TEXT_LEN, Variant
 CONTRAST, JITTER = 0.4, 0.3
 """Assumptions about normalized latents, with which `check_latents` decides whether latents are normalized.
 
-Let s be the standard deviation of one channel in one clip. log(s) varies with standard deviation `CONTRAST` from clip to clip,
-and with standard deviation `JITTER` between the channels of one clip.
+Let s be the standard deviation of one channel in one clip. log(s) varies from clip to clip with standard deviation 0.4, and
+between the channels of one clip with standard deviation 0.3.
 """
 
 
@@ -74,7 +74,8 @@ def import_shards(
         model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name
             their encoders, so the import checks only the shapes of latents and text embeddings, and that the latents are
             normalized.
-        fps: frames per second of the clips, which shards do not contain. None means the variant's frame rate.
+        fps: frames per second of the clips, which shards do not contain. None means the frame rate of the model's
+            variant.
         device: device of the text encoder.
 
     Raises:
@@ -207,7 +208,7 @@ def _checked(
 
 
 def check_text_embeds(text: Tensor, variant: Variant) -> None:
-    """Check that text embeddings are finite and have the shape [1 to `TEXT_LEN` tokens, text width of the variant].
+    """Check that text embeddings are finite and have the shape [1 to 512 tokens, text width of the variant].
 
     Raises:
         DataError: if the shape is wrong, or a number is not finite.
@@ -265,9 +266,9 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 def _unlikelihood(spread: Tensor) -> float:
     """Return the negative log-likelihood of standard deviations of channels, if the latents are normalized.
 
-    In this model, the standard deviation of a channel is the product of two factors: one for the whole clip and one for the
-    channel. The logarithm of the clip's factor has mean 0 and standard deviation `CONTRAST`. The logarithm of the channel's
-    factor has mean 0 and standard deviation `JITTER`.
+    The assumed standard deviation of a channel is the product of two random factors: one for the whole clip and one for the
+    channel. The logarithm of the clip's factor has mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the
+    channel's factor has mean 0 and standard deviation `JITTER` (0.3).
 
     Args:
         spread: float [latent channels], standard deviation of each channel.
@@ -286,7 +287,7 @@ class ImportShardsArguments(Options):
     """
 
     shards: Annotated[Path, ARGUMENT]
-    """Tar or .tfrec file, or a folder of such files."""
+    """One shard (a tar or .tfrec file), or a folder with shards."""
     model: str
     """Pipeline folder or Hub id of the model that encoded the shards."""
     out: Path

@@ -144,7 +144,7 @@ def _check_alike(first: LatentCache, other: LatentCache) -> None:
     if to_bits(first.null_text_embeds).tobytes() != to_bits(other.null_text_embeds).tobytes():
         raise CacheError(
             f"CACHE={other.path} and CACHE={first.path} have different embeddings of the empty caption; one of the "
-            "two caches was changed. Check both with python -m data_tools.verify."
+            "two caches was changed. Check both caches with python -m data_tools.verify."
         )
 
 

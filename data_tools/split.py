@@ -40,7 +40,7 @@ def split(
         out_b: folder for the other samples.
         fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name selects the folder, so all
             samples of a clip go to one folder. If clips are added to the cache, a new split puts the old clips into the
-            same folders. A new split with a larger fraction puts these clips of `out_a` and further clips into `out_a`.
+            same folders. A new split with a larger fraction only adds clips to `out_a`.
         keys: keys of the samples for `out_a`.
 
     Returns:
@@ -115,7 +115,7 @@ def _run(options: SplitArguments) -> int:
         )
     if options.fraction is not None and options.keys_file is not None:
         raise ConfigError(
-            f"--fraction={options.fraction} and --keys-file={options.keys_file} cannot be combined; remove one of the two."
+            f"--fraction={options.fraction} and --keys-file={options.keys_file} cannot be combined; remove one of the options."
         )
     if options.keys_file is not None:
         try:

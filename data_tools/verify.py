@@ -244,7 +244,7 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
     """
     group = file[sample_path(row)]
     if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the sample has dtype {dtype}, but a cache stores bfloat16; encode the clip again")
+        raise ValueError(f"the sample has dtype {dtype}, but a cache stores bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]

@@ -50,11 +50,11 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Combine the rows of all ranks into whole tensors, in packed order and float64.
+        """Combine the rows of all ranks into float64 tensors with the tokens of the whole bin, in packed order.
 
         Args:
             pieces: tensors with the rows of this rank, such as the result of `run`.
-            num_tokens: number of tokens of the whole bin.
+            num_tokens: number of tokens of the whole bin (packed sequence).
         """
         held = self.rows >= 0
         wholes = []
@@ -83,7 +83,7 @@ class Variant:
 
 
 def make_inputs(lens: Sequence[int], heads: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-    """Return random q, k, v and output gradient of a whole bin. The tensors are equal on every rank."""
+    """Return random q, k, v and output gradient of a whole bin (packed sequence), equal on every rank: four [tokens, H, D]."""
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lens), heads, HEAD_DIM)
     return [torch.randn(shape, generator=generator).to(device, dtype) for _ in range(4)]
@@ -255,7 +255,7 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 
 
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
-    """Return the variants of self-attention that this number of ranks can run. The first variant is the single kernel."""
+    """Return the variants of self-attention that the ranks of this run can compute. The first variant is the single kernel."""
     device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     ring_degrees = (world,) if world > 1 else (2, 4, 8)

@@ -266,7 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--heads", type=int, help="a multiple of the world size; default: 4 on a CPU, 24 on CUDA"
+        "--heads", type=int, help="attention heads, a multiple of --world; default: 4 on a CPU, 24 on CUDA"
     )
     parser.add_argument("--lens", type=int, nargs="+", help="tokens of each sample; default: two bins")
     args = parser.parse_args()

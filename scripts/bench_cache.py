@@ -56,7 +56,9 @@ SCANNED = 6
 
 
 def make_samples(num_bytes: int, seed: int = 0) -> Iterator[Pair]:
-    """Yield random samples until they have `num_bytes` bytes in total: latents bf16 [16, f, h, w] and text bf16 [L, 4096]."""
+    """Yield random samples until they have `num_bytes` bytes in total: latents bf16 [16, f, h, w], and
+    text bf16 [L, 4096] for L text tokens.
+    """
     draw = np.random.default_rng(seed)
     while num_bytes > 0:
         frames = int(draw.integers(9, 22))
@@ -105,7 +107,7 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Do nothing. `Wands` opens its cache again here, before a measurement with an empty page cache."""
+        """Do nothing. The subclass `Wands` instead opens its cache again, so that the page cache of its files can be emptied."""
 
     def sequential(self) -> Iterator[Pair]:
         return self.random(range(len(self)))

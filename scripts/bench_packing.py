@@ -224,7 +224,10 @@ class Row:
         self.bias[case] = bias_beyond_chance(steps, lens)
 
     def beats(self, other: Row, case: tuple[str, int]) -> bool:
-        """Return whether this row is at least as good as `other` in fill, efficiency and bias, and better in at least one."""
+        """Return whether this row is at least as good as `other` in fill, efficiency and bias, and better in at least one.
+
+        `case` is the pair (model, number of data-parallel ranks) whose efficiency and bias are compared.
+        """
         mine = (self.fill, self.efficiency[case], -self.bias[case])
         theirs = (other.fill, other.efficiency[case], -other.bias[case])
         return mine != theirs and all(a >= b for a, b in zip(mine, theirs, strict=True))
@@ -310,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clips", type=int, default=20_000, help="of each mix [default: %(default)s]")
+    parser.add_argument("--clips", type=int, default=20_000, help="clips of each mix [default: %(default)s]")
     parser.add_argument(
         "--large", type=int, default=1_000_000, help="number of clips of the last timing; 0 skips the timing"
     )

@@ -183,10 +183,10 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         device: "cuda" or "cpu".
         kind: "full" trains all weights, "lora" trains a LoRA.
         overrides: recipe overrides for wands.
-        rounds: number of timed steps of each of the three programs.
+        rounds: number of timed steps of each of the three variants.
 
     Returns:
-        One row of the table for each of the three programs.
+        One row of the table for each of the three variants: wands, one clip at a time, and padded.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "transformer").mkdir()
@@ -237,7 +237,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--kind", choices=KINDS, action="append", help="default: both")
+    parser.add_argument("--kind", choices=KINDS, action="append", help="trained weights; default: both")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument(
         "--set",

@@ -94,7 +94,7 @@ def run_once(options: dict[str, object], cores: int) -> tuple[float, float, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("clips", type=Path)
-    parser.add_argument("--model", help="pipeline folder or Hub id [default: a tiny one]")
+    parser.add_argument("--model", help="pipeline folder or Hub id [default: a tiny pipeline]")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--vae-batch", type=int, nargs="+", default=[1])
     parser.add_argument("--copies", type=int, default=3)

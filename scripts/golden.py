@@ -292,7 +292,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--against", required=True, metavar="REF", help="commit to compare with")
-    parser.add_argument("--only", default="", metavar="PREFIX", help="only the cases whose name starts so")
+    parser.add_argument("--only", default="", metavar="PREFIX", help="run only cases with this name prefix")
     args = parser.parse_args()
     theirs = reference(git("rev-parse", f"{args.against}^{{commit}}").strip(), args.only)
     print("working tree:")

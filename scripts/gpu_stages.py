@@ -4,7 +4,7 @@
     python scripts/gpu_stages.py block --device cpu --out /tmp/out --set model.checkpointing=full    # a test run in seconds
 
 A stage has several parts. After each part, the script writes all results of the stage to STAGE.json and STAGE.txt in the folder
---out. --set changes a key of the recipe. Stages:
+--out. --set changes a key of the recipe. 1.3B and 14B are the text-to-video models of Wan 2.1. Stages:
 
 attention   copy and matmul speed, attention kernels forward and backward, cross-attention backward, copies to the device
 block       one transformer block of 1.3B and of 14B: time, operators, bytes and kernels, for one clip and for many clips

@@ -1,6 +1,6 @@
 """Train one recipe with two groups of settings, and compare the losses step by step, to check that they are equal.
 
-    python scripts/loss_compare.py tiny --both model.path=M --both data.cache=C --both train.max_steps=20 \
+    python scripts/loss_compare.py tiny --both model.path=M --both data.cache=C --both train.max_steps=20 \\
         --a packing.enabled=true --b packing.enabled=false --procs 2 --deepspeed ds_configs/zero3.json --out compare
 
 --both adds a recipe setting to both runs, --a only to the first run, and --b only to the second run.

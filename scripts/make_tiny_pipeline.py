@@ -338,7 +338,7 @@ def main() -> int:
     parser.add_argument(
         "--captions", type=Path, help="text file (one caption a line) or a source of captioned clips"
     )
-    parser.add_argument("--vae", default=None, help='folder of a VAE, or "random"; default: the shipped one')
+    parser.add_argument("--vae", default=None, help='VAE folder, or "random"; default: a VAE in scripts/')
     parser.add_argument("--size", choices=("demo", "test"), default="demo")
     args = parser.parse_args()
     try:

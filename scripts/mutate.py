@@ -53,7 +53,13 @@ PASSED, FAILED, NOTHING_SELECTED = 0, 1, 5  # exit codes of pytest
 
 
 class Outcome(NamedTuple):
-    """Outcome for one bug after its tests have run. The three fields are columns of the printed table."""
+    """Outcome for one bug after its tests have run.
+
+    Attributes:
+        word: "found", "NOT FOUND" or "broken".
+        seconds: duration of the tests.
+        reason: name of the first failed test, or the reason why the bug was not found.
+    """
 
     word: str
     seconds: float
@@ -190,12 +196,10 @@ def main() -> int:
     """Run the command line, and print whether the tests find each bug. Return 0 if enough bugs are found (--at-least), else 1."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--only", action="append", default=[], metavar="ID", help="judge this bug; repeatable"
+        "--only", action="append", default=[], metavar="ID", help="test only this bug; repeatable"
     )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="copies of the tree in which bugs are judged at once"
-    )
-    parser.add_argument("--marker", metavar="EXPR", help="pytest -m: judge by the tests that it selects")
+    parser.add_argument("--jobs", type=int, default=1, help="number of bugs to test at the same time")
+    parser.add_argument("--marker", metavar="EXPR", help="run only the tests that pytest -m EXPR selects")
     parser.add_argument("--at-least", type=int, metavar="N", help="bugs that must be found [default: all]")
     parser.add_argument("--no-check", action="store_true", help="do not run the tests without a bug first")
     parser.add_argument("--list", action="store_true", help="print the bugs and do nothing")

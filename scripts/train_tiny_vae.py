@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=sorted(VARIANTS), default="wan2.1-t2v-1.3b")
     parser.add_argument("--clips", type=Path, required=True, help="folder of training clips")
     parser.add_argument("--unseen", type=Path, help="folder of clips for the measurement only")
-    parser.add_argument("--skip", nargs="*", default=["carphone_distorted"], help="stems in --clips left out")
+    parser.add_argument("--skip", nargs="*", default=["carphone_distorted"], help="stems of clips to skip")
     parser.add_argument("--out", type=Path, required=True, help="folder for config.json and the weights")
     parser.add_argument(
         "--minutes", type=float, default=60, help="wall time of the training; 0 only measures --out"

@@ -301,7 +301,7 @@ def leading_first(channels: int, kept: int) -> list[int]:
 
     Args:
         channels: number of output channels of the encoder's time convolution.
-        kept: number of channels of the decoder at this level.
+        kept: number of decoder channels that are fitted to these output channels.
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4
     num_means = min(kept, channels) - num_differences

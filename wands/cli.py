@@ -186,9 +186,9 @@ def _exit_with_error(error: WandsError) -> None:
 def _exit_rank(code: int = 0) -> None:
     """End this process with an exit code. If the code is 0 and there is no process group with other ranks, return instead.
 
-    A process with a process group ends without a shutdown of the Python interpreter, because threads of the communication
-    library gloo can abort the process during the shutdown. The process group is not destroyed: that would wait for the other
-    ranks, and after an error they may be stuck in a collective.
+    A process with a process group ends without a shutdown of the Python interpreter. During the shutdown, threads of the
+    communication library gloo could abort the process. The process group is not destroyed, because this would wait for the
+    other ranks, which may be stuck in a collective after an error.
     """
     if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):
         logging.shutdown()

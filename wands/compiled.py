@@ -20,15 +20,15 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a custom operator that runs a function of tensors, compiled with torch.compile.
 
     The hooks of ZeRO-3 and the dispatch modes of activation checkpointing see a custom operator as one operation, and
-    never the compiled code inside. The operator has no gradient. Call it in an autograd function whose backward pass calls
-    another operator of this kind.
+    never the compiled code inside. The operator has no gradient. To get a gradient, call the operator in an autograd
+    function whose backward pass calls a second operator for the gradient.
 
     Args:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
-            no argument. The operator has the same arguments and results. A size that differs between calls, such as the
-            number of tokens, must be the first dimension of its tensors. If another dimension differs between calls,
+            no argument. The operator has the arguments and results of the function. A size that differs between calls, such as
+            the number of tokens, must be the first dimension of its tensors. If another dimension differs between calls,
             PyTorch compiles another version. A weight [width] is allowed: its size must equal the constant width of the
-            tokens, so PyTorch makes it a constant, too.
+            tokens, so PyTorch makes this size a constant, too.
     """
     compiled = torch.compile(function, dynamic=False)  # only marked dimensions vary
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)

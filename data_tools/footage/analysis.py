@@ -31,8 +31,8 @@ def analyse_clips(
     """Call a function on each clip whose result is not stored yet.
 
     Args:
-        function: function for `map_isolated`. It returns a dictionary of JSON values. The key `reason` says why a
-            clip cannot be used. A result with this key is not stored.
+        function: function that runs in a subprocess, and returns a dictionary of JSON values. For a clip that cannot be
+            used, the dictionary has the key `reason` with the reason, and is not stored.
         clips: maps the identity of each clip (`identify`) to the clip.
         store: .jsonl file with the results of earlier calls. Results of clips that are not in `clips` are removed.
         num_workers: number of subprocesses. None starts one per CPU core.

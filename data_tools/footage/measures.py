@@ -37,9 +37,11 @@ def measure_clip(clip: ClipRecord) -> dict[str, Any]:
     """Decode the first 10 seconds of a clip, and measure the frames.
 
     Returns:
-        A dictionary with hashes (64-bit perceptual hashes of three frames) and columns: motion (mean length of the optical
-        flow, in frame widths per second; None for an image), sharpness (mean variance of the Laplacian of the luma) and
-        brightness (mean luma, 0 to 1). For a clip that cannot be decoded, a dictionary with the key `reason`.
+        A dictionary with two keys. "hashes" is a list of 64-bit perceptual hashes of three frames. "columns" maps columns of
+        the table to their values: motion (mean length of the optical flow, in frame widths per second; None for an image),
+        sharpness (mean variance of the Laplacian of the luma) and brightness (mean luma, 0 to 1).
+
+        For a clip that cannot be decoded, the dictionary has only the key "reason".
 
     Raises:
         ConfigError: if OpenCV is missing.
@@ -73,10 +75,10 @@ def measure_clip(clip: ClipRecord) -> dict[str, Any]:
 
 
 def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[str, str]:
-    """Return a dictionary that maps the name of each near-duplicate clip to the name of the clip that it repeats.
+    """Return a dictionary that maps the name of each near-duplicate clip to the name of the similar earlier clip.
 
-    A clip is compared only with earlier clips that are not near-duplicates. If several clips are similar, the most similar clip
-    is returned.
+    A clip is compared only with earlier clips that are not near-duplicates. If several earlier clips are similar, the
+    dictionary contains the most similar earlier clip.
 
     Args:
         hashes: maps the name of each clip to its three hashes.

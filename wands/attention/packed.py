@@ -115,9 +115,9 @@ class PackedMeta:
             sample.
         text_lens: number of text tokens of each sample, without padding.
         timestep_lens: number of tokens on this rank for each timestep. In training, a sample with conditioning tokens has
-            two timesteps: 0 for these tokens, then the timestep of its other tokens. An empty tuple is short for one timestep
-            for each sample; the collator always fills the tuple.
-        timestep_samples: for each timestep, the index of the sample that has it. Empty if `timestep_lens` is empty.
+            two timesteps: 0 for these tokens, then the timestep of its other tokens. If the tuple is empty, each sample has
+            one timestep. The collator never leaves the tuple empty.
+        timestep_samples: for each timestep, the index of its sample. Empty if `timestep_lens` is empty.
         dropout_keys: 64 random bits for each sample, from which the sample's dropout masks are computed. Empty without
             dropout.
     """

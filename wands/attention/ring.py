@@ -4,8 +4,8 @@ The tokens of every sample are split over the ranks of a ring. A key block is th
 blocks travel around the ring, and every rank attends to each key block that the rank receives. With Ulysses, a rank of
 the ring has all tokens of its Ulysses group, for some of the heads. packed.py calls these tokens a ring row.
 
-The forward pass and the backward pass are custom operators, so activation checkpointing sees each pass as one
-operation, and can keep the result of the forward pass instead of running the ring again. The backward operator is
+The forward pass and the backward pass are custom operators. Activation checkpointing therefore sees each pass as one
+operation. It can keep the result of the forward pass instead of running the ring again. The backward operator is
 registered as the gradient of the forward operator, so autograd and torch.compile call it. A custom operator takes only
 tensors, numbers, strings and lists of numbers. The table of the numbers of tokens per rank and sample is therefore passed
 as one flat list, and process groups are passed by name.
@@ -139,9 +139,9 @@ def ring_backward(
     arguments of `ring_forward`.
 
     Each rank owns one key block: its keys and values. The blocks move around the ring, one rank per step. In each step, a rank
-    computes the part of the block's gradient that comes from the rank's own queries. The sum of these parts travels with the
-    block: the first rank after the owner starts the sum, and each later rank adds its part. When the sum returns to the owner,
-    the owner adds the part that it computed in the first step.
+    computes a part of the gradient of the block that it holds: the part that comes from the rank's own queries. The sum of
+    the parts travels with the block. The first rank after the owner starts the sum, and each later rank adds its part. When
+    the sum returns to the owner, the owner adds the part that it computed in the first step.
     """
     chunk_lens, kernel = _split_rows(tuple(lens), degree), get_backend(backend)
     if degree == 1:

@@ -1,6 +1,7 @@
-"""Variable-length attention on packed rows, with gradients. All keys of this rank's queries must be on this rank.
+"""Variable-length attention on packed rows (tokens), with gradients.
 
-The model uses these functions for cross-attention. Self-attention goes through ring.py, also on a single rank.
+All keys to which a rank's queries attend must be on this rank. The model uses these functions for cross-attention.
+Self-attention uses ring.py, even on a single rank.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -42,9 +43,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backen
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments that are padded to the same number of keys with copies of one key, the padding key.
+    """Attention segments whose keys are padded, with copies of one padding key, until all segments have equally many keys.
 
-    The copies are not stored, only the logarithm of their number.
+    Rows of q attend only to keys of their segment. The copies are not stored, only the logarithm of the number of copies.
 
     Attributes:
         segments: number of rows of q and of k in each segment, without the copies of the padding key.
@@ -83,11 +84,11 @@ def padded_attention(
     backend: Backend,
     compiled: bool = False,
 ) -> Tensor:
-    """Run attention inside segments that are padded to the same number of keys with copies of one key, `pad_k`.
+    """Run attention inside segments whose keys are padded with copies of the key `pad_k`. Padded segments have equally many keys.
 
     The copies cost almost nothing. In the softmax, n equal keys together have the weight n * exp(score). The function
-    therefore treats the n copies as one key with the score `score + log(n)`, and merges the attention to this key with the
-    attention to the keys in `k`.
+    therefore treats the n copies as one key with the score `score + log(n)`. The attention to this key is then merged with
+    the attention to the keys in `k`.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.
@@ -159,7 +160,7 @@ def merge_pads(
 
     Args:
         out: [T, H, D], attention output over the other keys.
-        lse: [T, H], log-sum-exp of the scores over the other keys. The tokens come first, as `compiled_op` requires.
+        lse: [T, H], log-sum-exp of the scores over the other keys. The axis T comes first, because `compiled_op` requires this.
         q: [T, H, D], T rows (tokens) of H heads of width D.
         pad_k: [H, D], the padding key.
         pad_v: [H, D], value of the padding key.
@@ -251,9 +252,9 @@ def _cut_queries(
 
 
 def _piece_len(dout: Tensor) -> int | None:
-    """Return the largest number of rows of q in a piece. The backward pass cuts longer segments into pieces. Return None if
-    `dout` is on a CPU, where segments are not cut.
+    """Return the number of rows of q (queries) above which the backward pass cuts a segment into pieces.
 
-    The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy.
+    The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy. If `dout` is on a CPU,
+    return None, because segments are not cut there.
     """
     return 2048 if dout.is_cuda else None

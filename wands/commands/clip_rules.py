@@ -82,7 +82,7 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 
     Args:
         options: options of the command.
-        variant: model variant, which sets the strides and the default frame rate.
+        variant: model variant, which determines the strides of the VAE and the default frame rate.
 
     Raises:
         ConfigError: if an option is invalid or options exclude each other.
@@ -95,8 +95,8 @@ def plan_samples(options: ClipOptions, variant: Variant) -> ClipSpec:
 def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -> Footage:
     """Return how much of a clip becomes samples, as three lengths in seconds.
 
-    The lengths are the part of the clip that its samples use, the whole clip, and the part that the samples would use with
-    --clip-mode slide, which divides the whole clip into samples.
+    The lengths are the part of the clip that its samples use, the whole clip, and the part that samples would use with
+    --clip-mode slide. This mode divides the whole clip into samples.
 
     Args:
         spec: rate, size and length of the samples.

@@ -55,7 +55,7 @@ def export(options: ExportOptions) -> Path:
     as_pipeline = options.merge or not is_lora
     if not as_pipeline and (options.base is not None or options.link):
         raise ConfigError(
-            f"--base and --link need a pipeline, but {options.checkpoint} is a LoRA run. Leave them out, or add --merge."
+            f"--base and --link are for pipelines, but {options.checkpoint} is a LoRA run. Remove these options, or add --merge."
         )
     if options.merge and not is_lora:
         raise ConfigError(

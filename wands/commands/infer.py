@@ -97,9 +97,9 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         One result per request, in order. Ranks other than the first return an empty list.
 
     Raises:
-        ConfigError: if the model cannot be used, an option is invalid, or an image cannot be read. The error is also raised
-            if the Ulysses degree or the ring degree does not fit the number of ranks, the folder is not writable, or the
-            ranks have different options. The error is raised before weights are read.
+        ConfigError: if the model cannot be used, an option is invalid, an image cannot be read, or the folder is not
+            writable. Under a launcher, also if the Ulysses degree or the ring degree does not fit the number of ranks, or
+            the ranks have different options. The error is raised before weights are read.
         CheckpointError: if the checkpoint is missing or incomplete, does not fit its config, or has no moving average
             of the weights although `options.ema` is set.
         WandsError: if a file cannot be written, or a sample has values that are not finite.

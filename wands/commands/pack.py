@@ -24,8 +24,8 @@ def pack(options: PackOptions) -> str:
     - split, holdout, buffer_size: values of `data.split`, `data.holdout` and `packing.buffer_size` in the recipe.
     - num_samples, num_tokens, num_bins, num_steps: numbers of samples, tokens, bins and optimizer steps in the epoch.
     - bins_per_step: number of bins in a step. max_tokens: capacity of a bin in tokens.
-    - fill: tokens in the bins divided by the capacity of the bins. An incomplete last step is left out, unless it is
-      the only step.
+    - fill: tokens in the bins divided by the capacity of the bins. The last step of the epoch is not counted, unless the
+      epoch has only one step.
     - efficiency: maps each possible dp_size (number of data-parallel ranks, at least 2) to an efficiency. The efficiency is
       the mean cost of a rank, divided by the cost of the slowest rank.
     - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
@@ -34,8 +34,9 @@ def pack(options: PackOptions) -> str:
     - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
-    bins. A bin has three lists with one entry per sample: `keys` (key of the sample), `indices` (its index in the data) and
-    `tokens` (its number of tokens). A bin also has a number `cost`: the FLOPs of the bin divided by the mean FLOPs of
+    bins. Here, `efficiency` is the mean cost of a bin, divided by the largest cost of a bin. A bin has three lists with
+    one entry per sample: `keys` (key of the sample), `indices` (index of the sample in the data) and `tokens` (number of
+    tokens of the sample). A bin also has a number `cost`: the FLOPs of the bin divided by the mean FLOPs of
     all bins of the epoch. (The `cost` of the first line is a pair.)
 
     Args:

@@ -95,7 +95,7 @@ def what_fits(
 ) -> str:
     """Return Markdown tables of the settings with which published models can be trained on common machines.
 
-    Each cell contains the fastest settings that fit for one model and one machine. The tables assume clips of 480p
+    Each cell contains the fastest settings with which one model fits one machine. The tables assume clips of 480p
     with 81 frames, and one clip in each bin (packed sequence).
 
     Args:

@@ -54,8 +54,8 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
-    If `options.directory` is a run folder or a checkpoint instead, it is first exported to a temporary folder next to the
-    checkpoints. The exported folder is then uploaded.
+    If `options.directory` is a run folder or a step folder, its checkpoint is first exported to a temporary folder next to
+    the step folder. The exported folder is then uploaded.
 
     The model card ``README.md`` and the plot ``loss.png`` are written into the folder before the upload. If the folder
     has a ``README.md`` that wands did not write, both files are left unchanged. A second push uploads only files that the
@@ -70,8 +70,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
     Raises:
         WandsError: if the folder contains neither a pipeline nor a LoRA, or if the upload fails. The error is also raised if
-            the repository's name, the token or the server cannot be used. A link out of the folder, and a file with a
-            secret, raise the error too.
+            the repository's name, the token or the server cannot be used. It is also raised if the folder contains a link
+            that leads out of the folder, or a file with a secret.
     """
     directory = options.directory
     exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
@@ -275,16 +275,15 @@ def _check_path(path: Path, directory: Path) -> None:
     """Check that a file or folder may be uploaded.
 
     Raises:
-        WandsError: if the path leads out of the folder to push, is a link to a folder that contains the link, cannot be
-            read, or is a text file that contains a secret.
+        WandsError: if the path leads out of the folder to push, or cannot be read. The error is also raised for a link to
+            a folder that contains the link, and for a text file that contains a secret.
     """
     real = Path(os.path.realpath(path))
     if path.is_symlink() and path.is_dir() and path.parent.resolve().is_relative_to(real):
         raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")
     if not any(real.is_relative_to(os.path.realpath(root)) for root in (directory, constants.HF_HUB_CACHE)):
         raise WandsError(
-            f"{path} leads to {real}. Only links to files in DIRECTORY or in the Hub cache are followed; replace the "
-            "link by a copy."
+            f"{path} leads to {real}, which is outside DIRECTORY and outside the Hub cache; replace the link by a copy."
         )
     if not (real.is_dir() or real.is_file()) or not os.access(real, os.R_OK):
         raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")
@@ -292,9 +291,7 @@ def _check_path(path: Path, directory: Path) -> None:
     if is_text and real.stat().st_size <= 1 << 20:  # larger text files are vocabularies
         text = path.read_text(encoding="utf-8", errors="replace")
         if hide_secrets(text) != text and path.name != model_card.RECORD_FILE:  # the record is cleaned
-            raise WandsError(
-                f"{path} contains a token, a password or a private key; remove it from the file."
-            )
+            raise WandsError(f"{path} contains a token, a password or a private key; remove this secret.")
 
 
 @contextmanager

@@ -44,9 +44,9 @@ def score(options: ScoreOptions) -> str:
     rows = [_compare(video, clip, encoder) for video, clip in pairs if clip]
     if not rows:
         raise ConfigError(
-            f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. The "
-            "reference clip of a video has the same file name, or its caption is the video's prompt in samples.jsonl; "
-            "rename the files of the videos or of the clips."
+            f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. A "
+            "video and its reference clip have the same file name without extension, or the clip's caption is the video's "
+            "prompt in samples.jsonl; rename the files of the videos or of the clips."
         )
     if options.json_path:
         write_text(options.json_path, json.dumps([json.loads(to_line(row)) for row in rows], indent=2))
@@ -71,7 +71,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 
 def _prompt(video: Path) -> str | None:
-    """Return the prompt of a sampled video from a file samples.jsonl; None if no such file names the video.
+    """Return the prompt of a sampled video from a file samples.jsonl; None if no file samples.jsonl names the video.
 
     `wands infer` writes samples.jsonl next to the video, and the file contains only the video's file name. Training writes
     samples.jsonl into the folder above the video, and the file contains the video's path relative to the run folder.

@@ -48,8 +48,8 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
     Args:
         options: options of the command.
         log: function that prints a text for the user. This command calls the function only on rank 0.
-        launcher: processes from the parent of this process up to its launcher, such as torchrun. If one of them ends,
-            the run stops.
+        launcher: processes from the parent of this process up to its launcher, such as torchrun. If one of these
+            processes ends, the run stops.
 
     Raises:
         WandsError: if the run cannot start or fails. One message lists all problems with recipe, model and data.

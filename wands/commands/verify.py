@@ -16,10 +16,13 @@ from wands.model.files.hashes import find_changed_files
 
 
 def verify(options: VerifyOptions) -> str:
-    """Read all files of a run, a cache or a model, and return a text with the number of intact files.
+    """Read all files of a run, a cache or a model, and compare them with their stored hashes.
 
     Args:
         options: options of the command.
+
+    Returns:
+        A text with the number of intact checkpoints of the run, samples of the cache, or files of the model.
 
     Raises:
         WandsError: with one line for each damaged checkpoint, sample or file.
@@ -42,12 +45,14 @@ def verify(options: VerifyOptions) -> str:
                 "export, by wands convert, and by a download from the Hub. Write or download the model again."
             )
     if problems:
-        raise WandsError([*problems, f"{len(problems)} of {number} {things} in {path} are damaged"])
+        raise WandsError(
+            [*problems, f"{len(problems)} of {number} {things} in {path} are damaged; restore them"]
+        )
     return f"{number} {things} in {path} are intact"
 
 
 def _check_all(items: Sequence[Any], read: Callable[[Any], object]) -> tuple[int, list[str]]:
-    """Read all items in threads. Return the number of items, and the message of each error that `read` raises."""
+    """Call `read` on each item, in several threads. Return the number of items, and the message of each WandsError."""
 
     def problem_of(item: Any) -> str | None:
         try:

@@ -32,7 +32,7 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     """Read a DeepSpeed JSON, and return it as a dict.
 
     Args:
-        path: a file, or the name of a file in ds_configs/ such as `zero3`. None means a config that only sets ZeRO-2.
+        path: a JSON file, or the name of a config that wands ships, such as "zero3". None means a config that only sets ZeRO-2.
 
     Raises:
         ConfigError: if the file is missing or is not a JSON object.
@@ -68,7 +68,7 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-        JSON has a scheduler. A resumed run with the same recipe and world size may pass this config as `user`.
+        JSON has a scheduler. A resumed run may pass this config as `user` if its recipe and its world size are unchanged.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
@@ -194,12 +194,14 @@ def _fill_optimizer(config: dict[str, Any], optim: OptimConfig, names: Names) ->
 
 
 def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer states are offloaded to the host or to NVMe. The host then runs the optimizer step."""
+    """Return whether a DeepSpeed config offloads the optimizer states to the host or to NVMe. The host runs the optimizer
+    step of offloaded states.
+    """
     return ds_rules.offload_device(config["zero_optimization"]) != "none"
 
 
 def uses_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer is Adam or AdamW, either from torch or from DeepSpeed."""
+    """Return whether the optimizer in a DeepSpeed config is Adam or AdamW. Both torch's and DeepSpeed's versions count."""
     return config["optimizer"]["type"].lower() in ds_rules.ADAM_TYPES
 
 
@@ -223,9 +225,9 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
     """Return the peak learning rate of a run.
 
-    It is the learning rate in the optimizer section of `config`, multiplied by a factor that depends on `optim.scale_lr` and
-    on the batch size (see `optim.scale_lr_base`). If `config` has a scheduler section, the factor is 1, because the
-    scheduler defines the learning rates.
+    It is the learning rate in the optimizer section of `config`, multiplied by a factor. The factor depends on the recipe key
+    `optim.scale_lr` and on the batch size (see `optim.scale_lr_base`). If `config` has a scheduler section,
+    the factor is 1, because the scheduler defines the learning rates.
 
     Args:
         config: result of `build_ds_config`.

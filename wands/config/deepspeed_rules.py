@@ -77,13 +77,13 @@ def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> s
 
 
 def check_json(config: dict[str, Any], name: str) -> list[str]:
-    """Return the problems of a DeepSpeed JSON that do not depend on the recipe.
+    """Check a DeepSpeed JSON without the recipe, and return one error message for each problem.
 
     Invalid keys, and keys with the value "auto", are removed from `config`, so that later checks can continue.
 
     Args:
         config: the JSON; changed in place.
-        name: name of the file in messages.
+        name: name of the JSON, for the error messages.
     """
     problems = []
     for key, value in list(config.items()):
@@ -166,15 +166,15 @@ def _check_zero(config: dict[str, Any], name: str) -> list[str]:
 
 
 def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return the requirements of the optimizer `optim.name` for other recipe keys and for the DeepSpeed config.
+    """Return the rules that the optimizer in `optim.name` imposes on other recipe keys and on the DeepSpeed config.
 
     Args:
         recipe: the resolved recipe.
         config: the DeepSpeed config. It must already contain the optimizer and gradient clipping.
 
     Returns:
-        A dict with one item for each requirement. The key is the error message. The value is true if the requirement is
-        not met (see `failed_rules`).
+        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
+        `failed_rules`).
     """
     name, reduce, clip = recipe.optim.name, recipe.precision.reduce, config["gradient_clipping"]
     package, zero = KINDS[name].package, config.get("zero_optimization", {})
@@ -205,15 +205,15 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
 
 
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
-    """Return the requirements of the recipe keys `precision.weights` and `lora.quantize` for other settings.
+    """Return the rules that the recipe keys `precision.weights` and `lora.quantize` impose on other settings.
 
     Args:
         recipe: the resolved recipe.
         zero: section `zero_optimization` of the DeepSpeed JSON.
 
     Returns:
-        A dict with one item for each requirement. The key is the error message. The value is true if the requirement is
-        not met (see `failed_rules`).
+        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
+        `failed_rules`).
     """
     bf16, quantize = recipe.precision.weights == "bf16", recipe.lora.quantize if recipe.lora else "none"
     stage, key = int(zero.get("stage", 0)), "precision.weights=bf16"

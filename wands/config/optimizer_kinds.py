@@ -1,4 +1,4 @@
-"""Optimizers that `optim.name` can select: their DeepSpeed types, their settings and the memory of their states."""
+"""Optimizers that the recipe key `optim.name` can select: their DeepSpeed types, settings, and memory for their states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_8BIT, MIN_8BIT = 256, 4096
 
 
 class OptimizerKind(NamedTuple):
-    """Optimizer that a value of `optim.name` selects.
+    """Optimizer that one value of the recipe key `optim.name` selects.
 
     Attributes:
         type: name of the optimizer in a DeepSpeed JSON.
@@ -63,7 +63,7 @@ def state_bytes(name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero
     The states are, for example, the two moments of AdamW. Master weights are not included.
 
     Args:
-        name: `optim.name`.
+        name: value of the recipe key `optim.name`, such as "adamw8bit".
         parameters: (name, shape) of each trained parameter.
         zero_stage: ZeRO stage from 0 to 3. From stage 1, the ranks partition the states.
     """

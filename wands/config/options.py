@@ -30,9 +30,10 @@ class ClipOptions(Options):
     """Options that choose the clips of a source, and the size and length of the samples that are made from the clips."""
 
     source: Annotated[str, ARGUMENT]
-    """Clips and images with captions, in one of four forms. (1) A folder: each clip has its caption in a .txt or
+    """Clips and images with captions, in one of five forms. (1) A folder: each clip has its caption in a .txt or
     .json file of the same name. (2) A table of clips and captions (metadata.csv, metadata.jsonl, metadata.json or
-    captions.json), or the folder of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder."""
+    captions.json), or the folder of the table. (3) Tar archives. (4) A Hugging Face dataset: its name or its folder. (5) A
+    dataset configuration of musubi-tuner, diffusion-pipe or finetrainers (.toml or .json)."""
     height: int | None = None
     """Exact height of every sample in pixels: a multiple of 16, or of 32 for Wan 2.2 5B. Set --height together with
     --width. Without --height and --width, clips keep their aspect ratio."""
@@ -44,9 +45,8 @@ class ClipOptions(Options):
     clips are stretched to this size."""
     max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels, height x width [default: 399360, which is 832 x 480]. Clips with larger frames
-    are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. If the cache
-    already exists, the first value must equal the first value of the command that made the cache. You may add or remove other
-    values."""
+    are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. The
+    first value of an existing latent cache cannot change. Further values may be added or removed."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. The number of frames is always a multiple of 4 plus 1, such as 49 or 81. If a
     clip is longer, --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to
@@ -76,7 +76,7 @@ class ClipOptions(Options):
 
 
 class RecipesOptions(Options):
-    """List the recipes that wands ships, or print one of them.
+    """List the recipes that wands ships, or print a shipped recipe.
 
     Examples:
         wands recipes
@@ -166,7 +166,7 @@ class CaptionOptions(Options):
     """Write captions for clips with an image-text-to-text model.
 
     Captions that SOURCE or the table at --out already contains are kept. If the command was interrupted, or some clips
-    still have no caption, run the same command again. It captions only these clips.
+    still have no caption, run the same command again. It then captions only the clips without a caption.
 
     Examples:
         wands caption shots.csv --model Qwen/Qwen2.5-VL-7B-Instruct --out captioned.csv
@@ -196,8 +196,8 @@ class CaptionOptions(Options):
     frames: Annotated[int, Field(ge=1)] = 8
     """Number of frames that the model sees of each clip, at equal distances over the clip's time range."""
     max_side: Annotated[int, Field(ge=16)] = 448
-    """Limit for the area of a frame: the square of this number, in pixels. Larger frames are scaled down to this area
-    before the model sees them."""
+    """Limit for the area of a frame, as the side of a square in pixels: 448 means an area of 448 x 448 pixels. Larger frames
+    are scaled down to this area before the model sees them."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Largest number of tokens in the model's answer, which becomes the caption. If the answer is cut off at this limit,
     its unfinished last sentence is removed."""
@@ -291,8 +291,8 @@ class PreprocessOptions(ClipOptions):
     """Device that runs the encoders, such as cuda:0. With --text-device, the text encoder runs on another device
     [default: cuda if available, else cpu]."""
     text_device: str | None = None
-    """Device that runs the text encoder. With cpu, the encoder needs no GPU memory, but is slower. It is removed before the
-    VAE is loaded [default: the value of --device]."""
+    """Device that runs the text encoder. With cpu, the text encoder needs no GPU memory, but is slower. The text encoder is
+    deleted from memory before the VAE is loaded [default: the value of --device]."""
     text_dtype: Literal["bf16", "fp32"] = "bf16"
     """Dtype in which the text encoder runs. fp32 needs twice the memory of bf16."""
     vae_dtype: Literal["bf16", "fp32"] = "fp32"
@@ -313,9 +313,10 @@ class PreprocessOptions(ClipOptions):
     """Largest number of clips to encode: the first clips of SOURCE in the order of their names. Run the command again
     without --limit to add the other clips to the cache."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
-    """Encode only part I of N of the clips, such as 3/16, into the folder part-I-of-N inside --out. Use this option on
-    a cluster if no launcher starts processes on all nodes. Run one part on each node. Then join the parts into the
-    folder CACHE with `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is the value of --out."""
+    """Divide the clips into N parts, and encode only part I, such as 3/16, into the folder part-I-of-N inside --out. The
+    first part is 1/N. Use this option on a cluster if no launcher starts processes on all nodes. Run one part on each
+    node. Then join the parts into the folder CACHE with `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is
+    the value of --out."""
 
 
 class PackOptions(RecipeOptions):
@@ -397,8 +398,8 @@ class PlanOptions(RecipeOptions):
     """Plan for this number of clips of equal size, and do not read the cache of RECIPE [default: the clips in the cache of
     RECIPE, or 1,000 clips if RECIPE names no data]."""
     deepspeed: Path | None = None
-    """Plan with only this DeepSpeed config: a JSON file, or a name in ds_configs/ such as zero3. Without --deepspeed, all
-    shipped configs are tried."""
+    """Plan with only this DeepSpeed config: a JSON file, or the name of a config that wands ships, such as zero3. Without
+    --deepspeed, all shipped configs are tried."""
     out: Path | None = None
     """Write the fastest settings to the files recipe.yaml and deepspeed.json in this folder."""
     table: bool = False
@@ -406,10 +407,11 @@ class PlanOptions(RecipeOptions):
 
 
 class LauncherOptions(RecipeOptions):
-    """Options of commands that train."""
+    """Options that `wands train` and `wands profile` share."""
 
     deepspeed: Path | None = None
-    """DeepSpeed config to use: a JSON file, or a name in ds_configs/ such as zero3 [default: a config with ZeRO-2]."""
+    """DeepSpeed config to use: a JSON file, or the name of a config that wands ships, such as zero3 [default: a config
+    with ZeRO-2]."""
     force: bool = False
     """Start training even if wands predicts that the run needs more memory than is available."""
 
@@ -426,8 +428,8 @@ class TrainOptions(LauncherOptions):
     """
 
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
-    """Resume from the newest checkpoint in the recipe's output_dir. If output_dir has no checkpoint, a new run starts.
-    With PATH, resume from PATH, which is a run folder or one of its step folders."""
+    """Without PATH, resume from the newest checkpoint in the recipe's output_dir, or start a new run if output_dir has no
+    checkpoint. With PATH, resume from this run folder, or from this step folder, such as RUN/checkpoints/step_00001000."""
     dry_run: bool = False
     """Run all checks, print the settings of the run, and exit without training. If a published model is not on this
     machine yet, its files are neither downloaded nor checked."""
@@ -510,27 +512,27 @@ class InferOptions(Options):
     a prompt and its options."""
     height: tuple[int, ...] = ()
     """Height of the video in pixels. Give the option several times to set one value per prompt [default: the official
-    value in the table below]."""
+    value of the model]."""
     width: tuple[int, ...] = ()
     """Width of the video in pixels. Give the option several times to set one value per prompt [default: the official
-    value in the table below]."""
+    value of the model]."""
     num_frames: Annotated[tuple[int, ...], Spelling("--frames")] = ()
     """Number of frames: a multiple of 4 plus 1, such as 49 or 81. Give the option several times to set one value per
-    prompt [default: the official value in the table below]."""
+    prompt [default: the official value of the model]."""
     num_inference_steps: Annotated[tuple[int, ...], Spelling("--steps")] = ()
     """Number of denoising steps. Give the option several times to set one value per prompt [default: the official value
-    in the table below]."""
+    of the model]."""
     guidance_scale: Annotated[tuple[float, ...], Spelling("--guidance")] = ()
     """Scale of classifier-free guidance. With larger values, the video follows the prompt more strongly. Values up to 1
-    turn guidance off. Give the option several times to set one value per prompt [default: the official value in the
-    table below]."""
+    turn guidance off. Give the option several times to set one value per prompt [default: the official value of the
+    model]."""
     guidance_scale_2: Annotated[tuple[float, ...], Spelling("--guidance-2")] = ()
     """Guidance scale of the low-noise expert, in a model with two experts. Give the option several times to set one
-    value per prompt [default: the value of --guidance if you set it, else the official value in the table below]."""
+    value per prompt [default: the value of --guidance if you set it, else the official value of the model]."""
     flow_shift: Annotated[tuple[float, ...], Spelling("--shift")] = ()
     """Flow shift of the noise schedule. Larger values spend more steps at high noise. Give the option several times to
-    set one value per prompt [default: the official value in the table below; for models that are not in the table, the
-    flow shift of the model's scheduler]."""
+    set one value per prompt [default: the official value for published model sizes, else the flow shift of the
+    model's scheduler]."""
     seed: tuple[int, ...] = ()
     """Seed of the noise. If there is one seed and several prompts, the seed increases by 1 from prompt to prompt. Give
     the option several times to set one value per prompt [default: 0]."""
@@ -552,8 +554,9 @@ class InferOptions(Options):
     """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
     pipeline with two experts, whose low-noise expert is then used."""
     checkpoint: Path | None = None
-    """Run folder or step folder of `wands train`. Trained weights in this folder replace the weights of --model. A
-    LoRA in this folder is added to the weights of --model."""
+    """Checkpoint to sample with: a step folder of `wands train`, such as RUN/checkpoints/step_00001000, or a run folder,
+    whose newest checkpoint is used. Trained weights replace the weights of --model. A trained LoRA is added to the
+    weights of --model."""
     ema: bool = False
     """Use the moving average of the weights in --checkpoint instead of the weights themselves. The recipe of the training
     must have an ema section."""
@@ -690,8 +693,8 @@ class PushOptions(Options):
     endpoint: str | None = None
     """URL of the Hub server [default: the value of the environment variable HF_ENDPOINT, else https://huggingface.co]."""
     training: Path | None = None
-    """Run folder or step folder of the training that produced DIRECTORY. If DIRECTORY lacks facts for the model
-    card, such as the training step, wands reads these facts from the run folder or step folder."""
+    """Run folder of the training that produced DIRECTORY, or a step folder such as RUN/checkpoints/step_00001000. If
+    DIRECTORY lacks facts for the model card, such as the training step, wands reads these facts from this folder."""
     dry_run: bool = False
     """List the files that would be uploaded and the files that are left out, and stop. Nothing is written or sent."""
 

@@ -402,7 +402,9 @@ class FlowConfig(StrictModel):
     @model_validator(mode="after")
     def _check_timesteps(self) -> FlowConfig:
         if self.min_timestep >= self.max_timestep:
-            raise ValueError(f"min_timestep={self.min_timestep} must be < max_timestep={self.max_timestep}")
+            raise ValueError(
+                f"flow.min_timestep={self.min_timestep} must be < max_timestep={self.max_timestep}; change one of the two keys"
+            )
         return self
 
     @property
@@ -559,8 +561,9 @@ class EvalConfig(StrictModel):
     every: int = Field(default=500, gt=0)
     """Number of optimizer steps between two evaluations."""
     max_share: float = Field(default=0.02, gt=0)
-    """Largest compute of all evaluations together, as a fraction of the compute of the training. This key decides how many
-    clips and noise levels are evaluated. At least one clip is evaluated. With 0.02, evaluations take about 2 % of the time."""
+    """Limit for the compute of all evaluations together, as a fraction of the compute of the training. The limit decides how
+    many clips and noise levels are evaluated, but at least one clip is evaluated. With 0.02, evaluations take about 2 % of
+    the time."""
     max_clips: int = Field(default=64, gt=0)
     """Largest number of held-out clips to evaluate. A hash of the clip names chooses the clips, so that all
     evaluations use the same clips. The same number of training clips is evaluated, for comparison."""
@@ -575,7 +578,7 @@ class EvalConfig(StrictModel):
 
 
 class LoggingConfig(StrictModel):
-    """Experiment trackers, and the metrics that take extra time. metrics.jsonl is always written."""
+    """Experiment trackers, and metrics that take extra time. The run always writes its metrics to the file metrics.jsonl."""
 
     trackers: list[Tracker] = Field(default=["tensorboard"])
     """List of the experiment trackers that get the metrics, samples and recipe of the run. wands uses the trackers of

@@ -128,9 +128,7 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
 def _apply_override(values: dict[str, Any], item: str) -> str | None:
     name, equals, text = item.partition("=")
     if not equals or not name.strip():
-        return (
-            f"--set {item} must have the form section.key=value; write for example --set train.max_steps=100."
-        )
+        return f"--set {item} must have the form section.key=value, for example --set train.max_steps=100."
     try:
         value = yaml.load(text, _RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):

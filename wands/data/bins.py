@@ -2,8 +2,8 @@
 
 A bin holds the clips of one forward pass, at most `max_tokens` tokens. The length of a clip is its number of tokens.
 
-Three simple packers compete, and the packing with the fewest bins wins. The number of bins depends on the lengths
-alone. Then pairs of bins exchange clips until the costs of the bins are balanced. The exchanges differ in every epoch.
+Three simple packing algorithms run, and the result with the fewest bins is used. The number of bins depends on the
+lengths alone. Then pairs of bins exchange clips to balance the costs of the bins. The exchanges differ in every epoch.
 
 Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of length squared:
 
@@ -28,8 +28,8 @@ from wands.flow.rng import permutation, philox
 Bin = tuple[int, ...]
 """Sample indices of one forward pass. Empty bins, written as `()`, complete the last step of an epoch."""
 Contents = list[list[int]]
-"""Bins that contain lengths instead of samples. Each item of a bin is an index into the ascending array of distinct
-lengths."""
+"""Bins that contain lengths instead of samples. Each item of a bin is an index into an array of lengths in tokens. Most
+functions use the ascending array of distinct lengths."""
 Key = tuple[int | str, ...]
 """First arguments of `philox` (random number generator), such as seed and epoch. Equal keys give equal random choices."""
 
@@ -39,8 +39,8 @@ are rounded up to multiples of 1 / `ROUNDED` of a bin's capacity. Packing is fas
 ROUNDED = 4096
 """Number of equal units into which the capacity of a bin (`max_tokens`) is divided if lengths are rounded up to whole units."""
 PART = 20_000
-"""Number of clips that are packed at once, to save time. A larger data set is divided into parts with the same numbers of
-clips of each length. One part is packed, and the other parts get bins with the same lengths."""
+"""Typical number of clips in a part of a large data set. To save time, a data set of at least 2 * `PART` clips is divided into
+parts with the same numbers of clips of each length. One part is packed, and the other parts get bins with the same lengths."""
 ROUNDS = 30
 """Number of rounds in which pairs of bins exchange samples to balance the costs of the bins. More rounds improve the balance
 only a little."""
@@ -113,17 +113,17 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into equal parts of about `PART` samples, and a remainder.
+    """Divide the samples into equal parts and a remainder. An equal part has about `PART` to 2 * `PART` samples.
 
-    Every equal part has the same number of samples of each length: if one part has three samples of 80 tokens, every
-    equal part has three.
+    Every equal part has the same number of samples of each length: if one part has three samples of 80 tokens, each
+    equal part has three samples of 80 tokens. Fewer than 2 * `PART` samples form one equal part.
 
     Args:
         counts: int64 [D], number of samples of each length.
 
     Returns:
-        Two pairs (number of samples of each length in the part, number of such parts). The first pair is for the equal
-        parts. The second pair is for the remainder, and its number of parts is 1.
+        Two pairs (array, number of parts). The array contains the number of samples of each length in one part. The first
+        pair describes the equal parts. The second pair describes the remainder, which is 1 part.
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)
@@ -154,10 +154,10 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
     """Pack samples of the given lengths into bins (packed sequences) in three ways, and return the packing with the
     fewest bins.
 
-    1. `best_fit` (best-fit decreasing) suits data whose short clips fill the gaps that long clips leave.
-    2. `fill_exactly` suits data where a few clips fill a bin. It makes one bin after another as full as possible. If
-       samples of several lengths can fill the bin equally well, it takes the longest.
-    3. `fill_exactly`, but it chooses randomly between such samples.
+    1. `best_fit` (best-fit decreasing) suits data whose short samples fill the gaps that long samples leave.
+    2. `fill_exactly` makes one bin after another as full as possible. This suits data where a few samples fill a bin. If
+       samples of several lengths can fill the bin equally well, the longest sample is chosen.
+    3. `fill_exactly` runs again. If samples of several lengths can fill the bin equally well, the choice is random.
 
     Args:
         lengths: int64 [D], distinct lengths, ascending.
@@ -173,7 +173,7 @@ def fewest_bins(lengths: np.ndarray, counts: np.ndarray, max_tokens: int) -> Con
         """Return a random item of `candidates` (indices of lengths). Frequent and short lengths are preferred.
 
         The probability of a length is proportional to r * n^2. r is the number of remaining samples of this length, from
-        the array `left`, and n is the number of samples of this length that fit into an empty bin.
+        the array `left`. n is the number of samples of this length that fit into an empty bin.
         """
         reached = (left[candidates] * (max_tokens // lengths[candidates]) ** 2).cumsum()
         return int(candidates[np.searchsorted(reached, next(random) % int(reached[-1]), side="right")])
@@ -230,9 +230,10 @@ def fill_exactly(
         lengths: int64 [D], distinct lengths, ascending.
         counts: int64 [D], number of samples of each length.
         max_tokens: capacity of a bin in tokens.
-        choose: function that chooses the length of a bin's next sample. The first argument is a sorted array of candidates,
-            as indices in `lengths`: after each candidate, the bin can still become as full as possible. The second
-            argument is the number of remaining samples of every length. The function returns one candidate.
+        choose: function that chooses the length of a bin's next sample from candidates. A candidate is a length with which
+            the bin can still become as full as possible. The first argument is the ascending array of the candidates'
+            indices in `lengths`. The second argument is the array of the number of remaining samples of each length. The
+            function returns the index of one candidate.
 
     Returns:
         Bins as lists. A sample is represented by the index of its length in `lengths`.
@@ -299,10 +300,10 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
 
     Args:
-        bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Equal
-            samples may share an entry.
-        lengths: int64 [D], number of tokens of a sample, for each of D entries.
-        costs: int64 [D], cost of a sample, for each entry.
+        bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Samples
+            of equal length may share an entry.
+        lengths: int64 [D], number of tokens of the samples of each entry.
+        costs: int64 [D], cost of a sample of each entry.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
 

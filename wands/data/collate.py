@@ -69,7 +69,7 @@ class BinSamples:
         text_embeds: [sum of text lengths, D], without padding. For a sample with caption dropout, it contains the embedding of
             the empty caption. Every rank of a context-parallel group attends to all text.
         keys: key of each sample, from which noise and sigma are drawn.
-        weights: fp32 [S], 0 for the placeholder sample of an empty bin, otherwise the `loss_weight` of the source.
+        weights: fp32 [S], factor of each sample's loss (`Sample.loss_weight`). 0 for the placeholder sample of an empty bin.
         num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
             (TI2V). Otherwise 0. The tokens are counted over all ranks.
         image_embeds: [S, I, E], CLIP hidden states of the conditioning frames. None for models without CLIP.
@@ -173,7 +173,8 @@ class PackedBatch(BinSamples):
     def trained_lens(self) -> tuple[float, ...]:
         """For each sample, sum of the token weights of all tokens that have a loss. Conditioning tokens have no loss.
 
-        If all weights are 0, the sum is a small positive number, so that a division by the sum gives 0.
+        If all these weights of a sample are 0, the number for this sample is 1e-30. The weighted loss divided by this number
+        is then 0, not NaN.
         """
         pairs = zip(self.token_weights.double().split(self.seq_lens), self.num_cond_tokens, strict=True)
         return tuple(max(float(rows[num_cond:].sum()), 1e-30) for rows, num_cond in pairs)
@@ -259,8 +260,8 @@ class PackingCollator:
         """Concatenate `samples` into a packed batch, in the given order.
 
         Args:
-            samples: samples of one bin (packed sequence). If the list is empty, the batch is one zero token with weight 0, so
-                that all ranks run the same number of forward passes.
+            samples: samples of one bin (packed sequence). If the list is empty, the batch contains one sample of one zero token,
+                with weight 0. So all ranks run the same number of forward passes.
             repeat_indices: for each sample, 0 for the first occurrence of its sample id in the data, 1 for the second, and so
                 on. Occurrences of the same sample get different noise.
             epoch: number of the pass over the data.

@@ -1,6 +1,6 @@
 """Open the data of a training run: mock data, or at least one cache.
 
-An epoch can use a cache several times, and clips can be held out of training.
+An epoch can use the samples of a cache several times, and clips can be held out of training.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class SelectedSource:
         chosen: int64, positions in `data` of the samples that the recipe key `data.split` selects.
         repeat: mean number of uses of each chosen sample in an epoch. 1.5 means one use in half of the epochs, and two uses in
             the other half.
-        num_left_out: maps each of three reasons to the number of samples that are left out because of it. "num_other_side"
+        num_left_out: maps each of three reasons to the number of samples that are left out for this reason. "num_other_side"
             counts the held-out samples if `data.split` selects the training samples, and the training samples if
             `data.split` selects the held-out samples. "num_gap" counts the samples close in time to a held-out sample.
             "num_duplicates" counts the samples nearly equal to a held-out sample.
@@ -136,8 +136,8 @@ class SelectedSource:
 class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
-    A row stands for one use of a sample in an epoch. For example, if the `repeat` of a source is 2.5, each of its samples
-    has three rows, and an epoch uses two or three of these rows (`wands.data.sampler.RepeatSchedule`).
+    A row stands for one use of a sample in an epoch. If the `repeat` of a source is 2.5, each of its samples has three
+    rows. An epoch uses two or three rows of each sample (`wands.data.sampler.RepeatSchedule`).
 
     The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
 
@@ -211,8 +211,8 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     """Open the data of a recipe, check that the data fits the model, and remove the samples that `data.split` does not
     select.
 
-    The result is a `LatentCache` or a `MockDataset` if there is only one source, no sample is removed, an epoch uses each
-    sample once, and the recipe sets no `loss_weight` and no `caption_dropout`. Otherwise it is a `CombinedDataset`.
+    The result is a `CombinedDataset` if there are several sources, the recipe repeats samples, `data.split` removes samples, or
+    the recipe sets `loss_weight` or `caption_dropout`. Otherwise the result is a `LatentCache` or a `MockDataset`.
 
     If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
     fraction, an epoch uses some samples once more than the others, and these samples differ from epoch to epoch
@@ -220,7 +220,7 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     sources together. The share of a source in the epoch is then proportional to its weight.
 
     Args:
-        section: `data` of the recipe.
+        section: section `data` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
         fingerprint: function that returns digests of the model's encoders, which are compared with the digests in a cache.
@@ -254,14 +254,14 @@ def open_held_out(
     """Open the clips for evaluation: a separate cache, or the clips that `data.holdout` leaves out of training.
 
     Args:
-        section: `data` of the recipe.
+        section: section `data` of the recipe.
         cache: `eval.cache` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
         fingerprint: function that returns the fingerprint of the model's encoders.
 
     Returns:
-        The clips. None if `eval.cache` is not set and the run holds out no clip.
+        The clips. None if `eval.cache` is not set, and either `data.holdout` is 0 or `data.split` is not "train".
     """
     if cache is not None:
         return open_data(DataConfig(cache=cache, verify=section.verify), variant, seed, fingerprint)
@@ -291,7 +291,7 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
     """Return the sources of the data, each with the samples that the run uses.
 
     Args:
-        section: `data` of the recipe.
+        section: section `data` of the recipe.
         data: result of `open_data`.
     """
     if isinstance(data, CombinedDataset):
@@ -304,11 +304,14 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
     """Describe each source of data (a cache, or mock data) by a dictionary.
 
     The keys are "path", "num_samples" (samples that the run uses) and "repeat" (how often an epoch uses each sample). Three
-    keys count samples that are left out: "num_other_side" (held-out samples, or training samples if `data` is held out),
-    "num_gap" (samples close in time to a held-out sample) and "num_duplicates" (samples nearly equal to a held-out sample).
+    keys count the samples that are left out:
+
+    - "num_other_side": held-out samples. If `data` is the held-out data itself, this is the number of training samples.
+    - "num_gap": samples close in time to a held-out sample.
+    - "num_duplicates": samples nearly equal to a held-out sample.
 
     Args:
-        section: `data` of the recipe.
+        section: section `data` of the recipe.
         data: result of `open_data`.
     """
     return [
@@ -319,7 +322,11 @@ def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
 
 
 def describe_data(section: DataConfig, data: Dataset) -> list[str]:
-    """Describe the data in lines of text: one line per source, and one line for the split if there is a split."""
+    """Describe the data in lines of text, with one line per source.
+
+    If `data.holdout` is set, another line describes the split into training and held-out clips. If `data.exclude` names
+    samples, another line contains their number.
+    """
     listed = list_sources(section, data)
     lines = [
         f"{item['path']}: {item['num_samples']:,} clips"
@@ -374,8 +381,8 @@ def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint:
         if difference := first_difference(_encoders(caches[0], variant), _encoders(cache, variant)):
             key, first, this = difference
             raise CacheError(
-                f"{name}={source.path} was encoded with {key}={this}, but {caches[0].path} with {key}={first}; run wands "
-                "preprocess again for both, with --model set to the model that you train."
+                f"{name}={source.path} was encoded with {key}={this}, but {caches[0].path} with {key}={first}. All caches of "
+                "a run need the same encoders; run wands preprocess again for both, with --model set to the model that you train."
             )
     return [*caches]
 

@@ -1,4 +1,4 @@
-"""Choose the samples that are held out of training, and exclude training samples that are too similar to them.
+"""Choose the samples that are held out of training, and exclude training samples that are too similar to held-out samples.
 
 A hash of the clip's name decides whether the clip is held out. Adding new clips therefore does not change the decision for
 old clips. If the data has only a few long films, a span of time of each film is held out instead of whole films.
@@ -117,9 +117,9 @@ def signature(latents: Tensor) -> np.ndarray:
     The first 64 bits describe the mean frame of the video. In each of 16 latent channels, each of four bits compares two
     neighboring quadrants of this frame. The bit is 1 if the left (or upper) quadrant has the larger mean.
 
-    The other 64 bits make the same comparisons for the change from the first half of the video to the second, so that two
-    takes of one scene differ. For a sample of one latent frame, the other 64 bits are a checksum of the latents, so that
-    two images with the same composition are not duplicates.
+    The other 64 bits compare the quadrants of another image: the mean frame of the second half of the video, minus the mean
+    frame of the first half. So two takes of one scene differ in these bits. For a sample of one latent frame, the other 64
+    bits are a checksum of the latents. So two images with the same composition are not duplicates.
 
     Args:
         latents: [C, f, h, w] (latent channels, frames, rows, columns).
@@ -144,8 +144,8 @@ def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndar
     Args:
         sides: int8 [N], TRAIN, HELD_OUT or GAP (unused) for each sample, from `choose_sides`. It is changed in place.
         contents: int64 [N]. Samples with the same number have the same content.
-        signatures: uint64 [N, 2], see `signature`. Two samples are nearly equal if at most `MAX_BITS` of their 128 bits
-            differ, and their first numbers agree in at least one of the four 16-bit parts. A signature is not compared if
+        signatures: uint64 [N, 2], see `signature`. Two samples are nearly equal if at most `MAX_BITS` of their 128 bits differ.
+            At least one of the four 16-bit parts of their first numbers must also be equal. A signature is not compared if
             one of its two numbers is 0, because caches of earlier versions contain zeros.
     """
     duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
@@ -172,15 +172,16 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    If the key has a time range with an end, but no number of a window (range of frames), return the whole time range: the key
-    does not say whether the sample is from its start or from its middle (`--clip-mode middle`).
+    If the key has a time range with an end, but no number of a window (range of frames), return the whole time range. Such a
+    key does not say whether the sample is from the start or from the middle of the range (`--clip-mode middle`).
 
     Args:
-        key: key of the sample, such as "a@2.0-9.5#3" for window number 3 in the time range from 2.0 to 9.5 seconds.
+        key: key of the sample. For example, "a@2.000-9.500#0003" is window number 3, counted from 0, in the time range from 2
+            to 9.5 seconds.
         length: length of the sample in seconds.
-        longest: length of the longest sample of the same source in seconds, which is the length of a full window. Windows
-            follow each other without gaps, so window number n starts n * `longest` seconds after the start of the time
-            range, or after the start of the file if the key has no time range.
+        longest: length of the longest sample of the source in seconds, which is the length of a full window. Windows follow
+            each other without gaps: window number n starts n * `longest` seconds after the start of the time range. Without
+            a time range in the key, the first window starts at 0.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

@@ -38,8 +38,8 @@ the cost a * sum(L) + b * sum(L^2).
 LEVEL = 0.987
 """Smallest allowed efficiency of the full steps of an epoch: the sum of the costs of all bins / the sum of their times.
 
-The time of a bin, including the time in which its rank waits, is estimated as the highest cost in a range of bins with similar
-costs. Longer ranges make the sample lengths in a step more similar to the whole data, but lower the efficiency.
+The bins are sorted by cost and divided into ranges. The time of a bin, including waiting, is estimated as the highest cost in
+its range. Longer ranges make the sample lengths in a step more similar to the whole data, but lower the efficiency.
 """
 
 MAX_CUTS = 96
@@ -134,8 +134,8 @@ def plan_epoch(
     The gradient over an epoch is unbiased: every sample is in one step, and all steps divide their loss by the same number.
 
     With `windows` (groups of samples that are read together), each window is packed separately. Bins that do not fill a
-    step wait for bins of the next windows, so that only the last step of the epoch can have empty bins. The number of
-    steps is the same in every epoch if the sample lengths in each window are the same (see `count_steps`).
+    step are combined with bins of the next windows. So only the last step of the epoch can have empty bins. The number
+    of steps is the same in every epoch if the sample lengths in each window are the same (see `count_steps`).
 
     Args:
         seq_lens: int [N], number of tokens of each sample.
@@ -224,8 +224,8 @@ def storage_windows(places: np.ndarray, buffer_size: int, seed: int) -> list[np.
 
 
 def _check_whole(plan: EpochPlan, windows: Sequence[np.ndarray], bins_per_step: int) -> None:
-    """Assert that the plan contains every sample of the windows (arrays of sample indices) once, that no bin exceeds
-    its capacity, and that every step has `bins_per_step` bins.
+    """Assert that the plan contains every sample of the windows (arrays of sample indices) once. Also assert that no bin
+    exceeds its capacity, and that every step has `bins_per_step` bins.
     """
     bins = [bin for step in plan.steps for bin in step]
     sizes = np.fromiter(map(len, bins), np.int64, len(bins))
@@ -244,9 +244,9 @@ def assign_bins(bins: Sequence[Bin], dp_size: int, bin_cost: Callable[[Bin], flo
     """Assign the bins (packed sequences) of an optimizer step to data-parallel ranks. In each micro step, the ranks get
     bins of similar cost.
 
-    In even micro steps, the ranks 0, 1, 2, ... get bins of decreasing cost. In odd micro steps, the ranks get bins of
-    increasing cost. This makes the ranks' total costs of a step similar, too, which matters for ZeRO 1 and 2, where ranks
-    wait for each other only at the end of the step.
+    In the micro steps 0, 2, 4, ..., the ranks 0, 1, 2, ... get bins of decreasing cost. In the other micro steps, the ranks
+    get bins of increasing cost. This also makes the ranks' total costs of a step similar. With ZeRO 1 and 2, only these
+    total costs matter, because ranks wait for each other only at the end of the step.
 
     Args:
         bins: bins of one step.
@@ -318,10 +318,10 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. All
-    ranks would wait for an expensive sample, which costs more than the expected mean of these smaller bins. Bins without
-    expensive samples are chosen first, and then the bins whose most expensive sample costs least. `costs` is the cost of
-    each sample.
+    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. An
+    expensive sample costs more than the expected mean of these smaller bins, so the other ranks would wait for it. Bins
+    without expensive samples are chosen first, and then the bins whose most expensive sample costs least. `costs`
+    contains the cost of each sample.
 
     Returns:
         The chosen bins, and the bins of all other steps.
@@ -379,8 +379,8 @@ def group_into_steps(
     costs. Different ranks process the bins of a group at the same time.
 
     1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
-    2. Divide each range into groups: sort its bins by their longest samples, and deal the bins out to the groups in turn, so
-       that these groups get equally many bins with long samples.
+    2. Divide each range into groups: sort its bins by their longest samples, and deal the bins out to the groups in turn. So
+       these groups get equally many bins with long samples.
     3. If a step has k groups, sort all groups by cost, and cut the sorted list into k equal parts. Each step gets one random
        group of each part.
 

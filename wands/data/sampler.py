@@ -166,8 +166,8 @@ class StepPlan:
         """Mean number of samples, and of tokens, in a step of the epoch. The keys are the values of `loss.reduction`: "sample"
         and "token".
 
-        `TrainingRun.denominator` computes the divisor of a step's summed loss from one of these numbers, so that every sample
-        (or token) of the epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss
+        `TrainingRun.denominator` computes the divisor of a step's summed loss from one of these numbers. So every sample (or
+        token) of the epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss
         of a step were divided by the step's own number of samples, long clips would have a larger weight.
         """
         num_samples, num_tokens = self.epoch_plan.totals
@@ -206,14 +206,14 @@ class PlanSampler:
         schedule: rows of each epoch. None means all rows.
         buffer_size: number of rows that are packed together (`packing.buffer_size`). None means all rows of an epoch.
         places: int64 [N, 2], (shard, position in the shard) of every row. Required with `buffer_size`.
-        excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded, so
-            that the other samples stay in their steps, and the divisor of the loss does not change.
+        excluded: ids of samples that training skips (`data.exclude`). An epoch is planned as if no sample were excluded. So
+            the other samples stay in their steps, and the divisor of the loss does not change.
         start: (epoch, global step) from which the epochs are planned with the current data. It is later than (0, 0) if the
             data or the packing changed during the run.
-        given: maps an epoch to a plan that replaces the computed plan. The file that the recipe key `packing.plan` names has
-            the plan of one epoch.
-            If the data or the packing changed during the run, the checkpoint gives the plan of the epoch in which it was
-            saved, so that the run finishes this epoch as planned. All plans contain row numbers of the current data.
+        given: maps an epoch to a plan that replaces the computed plan. A plan comes from one of two files. The file that the
+            recipe key `packing.plan` names contains the plan of one epoch. A checkpoint contains the plan of the epoch in
+            which it was saved. If the data or the packing changed, the resumed run finishes this epoch as planned. All
+            plans contain row numbers of the current data.
         steps_per_epoch: number of steps of the epoch in `start`. Without a schedule, all later epochs have the same number.
         total_steps: number of optimizer steps of the whole run.
         bin_cost: function that returns the `cost` of a bin, given the row numbers of the bin.

@@ -104,9 +104,9 @@ def start_together() -> Iterator[None]:
     there is no exchange.
 
     Raises:
-        WandsError: on every rank, if the block failed on some rank. The message is from the lowest rank that failed. If
-            that rank's exception is not a WandsError, the other ranks raise a RankError that names the exception.
-        Exception: on a rank whose block raised an exception that is not a WandsError. This rank raises its own exception.
+        Exception: on a rank whose block raised an exception other than a WandsError. The rank raises this exception again.
+        WandsError: on all other ranks, if the block failed on any rank. The message is from the lowest rank that failed. If
+            the exception of the lowest rank is not a WandsError, the error is a RankError that names the exception.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield

@@ -69,7 +69,9 @@ def check_agreement(
 
 
 def _describe(name: str, consequences: Sequence[str], texts: Sequence[str | None]) -> str:
-    """Return a sentence about a value that differs between ranks. Values are compared as texts.
+    """Return a clause about a value that differs between ranks. Values are compared as texts.
+
+    Example: "the recipe of rank 3 (train.seed=3, not 0) differs from the recipe of ranks 0-2, and so does the data".
 
     Args:
         name: name of the value.

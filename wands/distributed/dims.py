@@ -98,9 +98,9 @@ def choose_degrees(
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
     If the recipe sets a degree, this degree is used. If the recipe sets only `cp_size`, the Ulysses degree is the largest
-    number that divides the number of heads, `cp_size` and the number of ranks per node. A large Ulysses degree is best,
-    because an all-to-all always sends less than a ring of the same degree. The ring degree is `cp_size` divided by the
-    Ulysses degree.
+    number that divides `cp_size`, the number of heads and `ranks_per_node`. A large Ulysses degree is best, because
+    an all-to-all always sends less than a ring of the same degree. The ring degree is `cp_size` divided by the Ulysses
+    degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.

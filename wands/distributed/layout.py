@@ -79,7 +79,7 @@ class ContextPlan:
         return self.ring_degree * self.row_len - sum(self.seq_lens)
 
     def cost_balance(self) -> float:
-        """Return the attention time of the ring divided by the time with an even split of the (query, key) pairs.
+        """Predict the attention time of the ring, divided by the time if all ranks had equally many (query, key) pairs.
 
         The best result is 1. In each round of the ring, all ranks wait for the rank with the most pairs.
         """

@@ -20,7 +20,7 @@ from wands.variants import Variant, variant_of
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
 WEIGHT_STEMS = {"vae": DIT_STEM, "text_encoder": "model", "image_encoder": "model"}
-"""Maps a frozen component to the name of its weight files without suffix."""
+"""Maps a frozen component to the name of its weight files without suffix, such as "model" for model.safetensors."""
 
 
 def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES) -> Path:
@@ -96,11 +96,11 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide notices of diffusers and transformers inside a `with` block. Without a terminal, hide progress bars, too.
+    """Hide notices of diffusers and transformers inside a `with` block. If stderr is not a terminal, also hide progress bars.
 
     The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of
-    missing tensors are still shown. `wands --verbose` shows all notices. Progress bars are hidden in log files because
-    they would write one line per step.
+    missing tensors are still shown. `wands --verbose` shows all notices. In a log file, a progress bar would write a new
+    line for each of its updates.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""Fingerprint of the frozen encoders of a pipeline. Encoders with equal fingerprints make equal caches."""
+"""Fingerprint of the frozen encoders of a pipeline. Encoders with equal fingerprints make equal latent caches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _CONFIG_KEYS = {
 # fmt: on
 """Maps a component to the config keys that change its results without changing the name or shape of a tensor.
 
-The lists contain the keys to use, not the keys to ignore, because every release of diffusers and transformers adds keys.
+The fingerprint contains these keys. All other keys are ignored, because new releases of diffusers and transformers add keys.
 """
 _CONFIG_CLASSES = {"text_encoder": transformers.UMT5Config, "image_encoder": transformers.CLIPVisionConfig}
 PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly; ÄÖÜß naïve"
@@ -81,7 +81,8 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
     """Return the digests of a component: "config_sha256" and, if the component has weights, "weights_sha256".
 
-    The tokenizer has only "vocabulary_sha256". A missing config key gives the same digest as the key with its default value.
+    The tokenizer has only "vocabulary_sha256". A config key that is missing counts as the key with its default value. In
+    the config of the image processor, a missing key counts as null.
 
     Args:
         model: pipeline folder or Hub id. For a Hub id, the Hub gives the digests of weight files that are not in `folder`.

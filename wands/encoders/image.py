@@ -55,8 +55,8 @@ class ImageEncoder:
     def load(cls, model: str | Path, device: torch.device | str = "cpu") -> ImageEncoder:
         """Load CLIP and its image processor from a pipeline folder or Hub id, in float32 as published.
 
-        model_index.json names the class of the image processor. Another class would resize images to slightly different
-        pixels.
+        The class of the image processor is read from model_index.json, because another class would resize images to
+        slightly different pixels.
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.

@@ -1,4 +1,4 @@
-"""Encode captions in the same way as official Wan, and look up stored embeddings of captions.
+"""Encode captions in the same way as the official code of Wan, and look up stored embeddings of captions.
 
 Letters: L text tokens, D width of the encoder.
 """
@@ -115,7 +115,7 @@ class TextSpool:
         """Return the stored embedding of a caption, bf16 [text tokens, width of the text encoder].
 
         Raises:
-            CacheError: if a file of stored embeddings is damaged.
-            KeyError: if no file contains the embedding of the caption. The operator `in` checks this beforehand.
+            CacheError: if the stored embedding is damaged.
+            KeyError: if no log contains the embedding of the caption. Check this first with `caption in spool`.
         """
         return from_bits(self._records[caption_name(caption)].read()[0])

@@ -58,7 +58,7 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
     """Copy a base pipeline into the folder of an export.
 
     Hidden files and the DiTs that the export replaces are not copied. Files that describe the base are not copied, either:
-    README.md, `RECORD_FILE`, `LOSS_FILE` and the folder `samples`.
+    README.md, wands_export.json, loss.png and the folder `samples`.
 
     Args:
         base_dir: folder of the base pipeline.
@@ -80,8 +80,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 def carry_over(earlier: Path, out: Path) -> None:
     """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. A README.md with the line `MARKER` was written by wands, and is not copied. A README.md
-    without this line is copied. The loss plot is then copied, too, because this README.md may show it.
+    The folder `samples` is copied. A README.md that the user wrote is copied together with the loss plot loss.png, because
+    README.md may show this plot. A README.md that wands wrote is not copied. It contains the line `MARKER`.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

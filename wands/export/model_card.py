@@ -68,8 +68,8 @@ class FolderContents:
 
 
 def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
-    """Return the (step, loss) pairs of an export record (the contents of `RECORD_FILE`). Pairs without a finite loss are
-    left out. Return [] if fewer than two pairs remain.
+    """Return the (step, loss) pairs of an export record (the contents of wands_export.json). Pairs without a finite loss
+    are left out. Return [] if fewer than two pairs remain.
     """
     points = [(int(step), float(loss)) for step, loss in record.get("loss") or [] if math.isfinite(loss)]
     return points if len(points) > 1 else []
@@ -98,13 +98,12 @@ def build_card(
     Args:
         directory: folder that is pushed. The card shows the samples in its subfolder ``samples``.
         repo_id: repository as ``owner/name``, for the title and the loading example.
-        record: contents of `RECORD_FILE`, which `wands export` wrote. The card leaves out what the record does not contain.
+        record: contents of wands_export.json, which `wands export` wrote. The card leaves out what the record does not contain.
         contents: pipeline or LoRA files in the folder.
         license_id: the Hub's identifier of the license.
 
     Returns:
-        Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file
-        `LOSS_FILE`.
+        Markdown that starts with a YAML block. If the record has a loss curve, the card shows the image file loss.png.
     """
     variant, parts = _variant_of(record), record.get("parts") or ()
     loras, base, name = contents.loras, str(record.get("base", "")), str(record.get("variant") or "")
@@ -160,7 +159,7 @@ def _escape(text: str) -> str:
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant:
-    """Return the model variant that an export record (the contents of `RECORD_FILE`) names.
+    """Return the model variant that an export record (the contents of wands_export.json) names.
 
     If the name is not a published variant, return the first published variant of its family. The family is the name without
     its last part: "wan2.1-t2v" for "wan2.1-t2v-14b". If the family has no published variant, return a text-to-video variant

@@ -80,7 +80,10 @@ class Hub:
         return self.call(action, request, waits[1:])
 
     def _text(self, error: BaseException, status: int | None) -> str:
-        """Return an error, with its HTTP status if it has one, as one short line. Stars replace the Hub's access token."""
+        """Return the message of an error as one short line, after the HTTP status or, without a status, the error's class.
+
+        Stars replace the Hub's access token in the message.
+        """
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)
         return f"HTTP {status}: {line}" if status else f"{type(error).__name__}: {line}"

@@ -35,9 +35,9 @@ def flow_matching_loss(
 
     Returns:
         (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient: for
-        each sample, the sum over its local tokens of squared error * token weight. `sample_weights` are not applied. To
-        get the mean squared error of a sample, sum its sample_errors over all ranks, and divide by the sum of its token
-        weights over all ranks.
+        each sample, the sum over its local tokens of squared error * token weight. `sample_weights` are not applied.
+        The mean squared error of a sample is a quotient of two sums over all ranks: the sum of its sample_errors, divided
+        by the sum of its token weights.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1) * token_weights.to(dtype)

@@ -25,8 +25,8 @@ _GOLDEN_RATIO = (math.sqrt(5.0) - 1.0) / 2.0
 class NoisyBatch:
     """Noisy tokens and their targets, in host memory.
 
-    L is the number of tokens on this rank, padding included, P the number of channels of a token, S the number of samples,
-    and x0 are the clean tokens.
+    L is the number of tokens on this rank, padding included. P is the number of channels of a token. S is the number of
+    samples. x0 are the clean tokens.
 
     Attributes:
         tokens: fp32 [L, P], (1 - sigma) * x0 + sigma * noise. Conditioning tokens are x0 without noise.
@@ -58,9 +58,9 @@ def add_noise(
 ) -> NoisyBatch:
     """Add noise to this rank's tokens, with one noise level (sigma) per sample.
 
-    Noise and sigma depend only on the seed and the key of the sample, and not on the bin (the packed samples), the order
-    of the samples, the rank or the device. All tensors are in host memory, so that a thread can draw the noise of the next
-    steps while the device computes.
+    The random numbers depend only on the seed and the key of the sample. The bin (the packed samples), the order of the
+    samples, the rank and the device do not change the random numbers. All tensors are in host memory, so that a thread can
+    draw the noise of the next steps while the device computes.
 
     Args:
         tokens: [L, P], clean tokens of this rank, with L tokens of P channels. Padding must be zero and stays zero.
@@ -98,8 +98,8 @@ def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[f
     """Draw the noise level for one use of a sample.
 
     With `flow.stratified`, the noise level is computed from a number from 0 to 1 (argument `stratum` of `sample_sigma`). In
-    epoch 0, this number is random. In every further epoch, the golden ratio is added to it, modulo 1. The numbers of
-    consecutive epochs then cover the range from 0 to 1 evenly.
+    epoch 0, this number is random. In every further epoch, the golden ratio (0.618) is added to the number, modulo 1. The numbers
+    of consecutive epochs then cover the range from 0 to 1 evenly.
 
     Args:
         seed: `train.seed`.
@@ -126,8 +126,8 @@ def draw_noise(layout: ContextLayout, keys: Sequence[SampleKey], seed: int, chan
     """Return standard normal noise for the L tokens of this rank, fp32 [L, channels] on the host, with zeros for padding.
 
     The noise is drawn for all tokens of a sample, and then the tokens of this rank are selected. Ranks that share a sample
-    therefore use parts of one draw. Item i of `keys` is the key of the random numbers of sample i. A host generator gives
-    the same bits on every machine; a GPU generator does not.
+    therefore draw the same noise for the sample, and keep different parts of this noise. Item i of `keys` is the key of the
+    random numbers of sample i. A host generator gives the same bits on every machine; a GPU generator does not.
     """
     whole = torch.empty(sum(layout.seq_lens), channels, dtype=torch.float32, device="cpu")
     for key, rows in zip(keys, whole.split(layout.seq_lens), strict=True):

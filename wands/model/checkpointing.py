@@ -62,8 +62,8 @@ class SelectiveCheckpoint:
             share one offloader, if the backward pass of one model ends before the forward pass of another model starts.
 
     Attributes:
-        offloader: host memory for offloaded tensors. If no offloader was given, this is None before the first forward
-            pass.
+        offloader: host memory for offloaded tensors. If no offloader was given, this attribute is None before the
+            first forward pass.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ConfigError(
-                    f"{key}={pattern} matches none of {len(names)} parameters such as {names[0]}. Example: blocks.*.attn1.*."
+                    f"{key}={pattern} matches none of the parameters ({names[0]}, ...). Use a pattern such as blocks.*.attn1.*."
                 )
 
     for name, parameter in model.named_parameters():

@@ -90,7 +90,8 @@ def estimate_memory(workload: Workload) -> Memory:
 def checkpoint_bytes(workload: Workload) -> int:
     """Return the bytes of a checkpoint of a run, summed over all ranks.
 
-    A checkpoint contains weights, their moving average and optimizer states. A LoRA run saves no frozen weights.
+    A checkpoint contains the weights. Depending on the recipe, it also contains their moving average and the optimizer
+    states. A LoRA run saves no frozen weights.
     """
     recipe, num_trained = workload.recipe, workload.trained
     trained = [(weight.name, weight.shape) for weight in workload.weights if weight.trained]

@@ -117,7 +117,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP/s utilization: FLOP/s of the model without recomputation, divided by the machine's peak."""
+        """Model FLOP/s utilization: FLOP/s of one rank without recomputation, divided by the peak FLOP/s of one GPU."""
         return self.flops * self.micro_steps / self.seconds / self.machine.peak
 
 

@@ -1,7 +1,7 @@
 """HTML page of one or several training runs.
 
-The page is one file that needs no network access. Charts are inline SVG. Videos are part of the file up to a limit. The
-template `page.html` chooses the values of a run (see `read_run`) that each chart shows.
+The page is one file that needs no network access. Charts are inline SVG. Videos are embedded up to a total of 20 MB. The
+template `page.html` decides which values of a run (see `read_run`) each chart shows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_POINTS = 600
 MAX_VIDEO_BYTES = 20_000_000
 """Largest total size of the videos that are embedded in the page as base64, in bytes. The page links to the other videos."""
 MAX_COLUMNS = 8
-"""Largest number of training steps in the table of samples, which has one column per step."""
+"""Largest number of training steps in the table of sample videos. The table has one column per step."""
 
 
 def report(options: ReportOptions) -> Path:
@@ -71,7 +71,7 @@ def write_report(run_folder: Path) -> None:
 
 
 def render(folder: Path, template: str, **values: Any) -> str:
-    """Render a template to an HTML page, and return its text. Values are HTML-escaped; secrets and user names are removed.
+    """Render a Jinja template, and return the HTML text. Values are HTML-escaped; secrets and user names are removed.
 
     Args:
         folder: folder of the template. The template may include template files of this module's folder.
@@ -94,8 +94,8 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Return the HTML text of the page of one run, or of a page that compares runs.
 
     Args:
-        runs: results of `read_run`. Each result may also have the key `thumbnails`, which maps the key of a training sample to
-            an image (WebP in base64).
+        runs: results of `read_run`. Each result may also have the key `thumbnails`, which maps the sample id of a training clip
+            to an image (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """
     return render(
@@ -115,7 +115,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 
 def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
-    """Compute an SVG chart of 1000 x 300 units, for the page's template.
+    """Compute the coordinates and labels of an SVG chart of 1000 x 300 units, for the template of the page.
 
     Args:
         curves: (name, CSS classes, x, y) of each curve, or (name, CSS classes, x, y, low, high) for a curve with a band from
@@ -200,7 +200,9 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
 
 
 def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
-    """Return the first frame of at most 24 clips: the clips of the latest steps with a loss spike or a skipped update.
+    """Return the first frame of at most 24 clips: the clips of the latest bad updates and spikes in `events.jsonl`.
+
+    A bad update or a spike is a step with an unusual loss or gradient norm (see `train.on_bad_step`).
 
     A clip is left out if its video file, or the cache that contains the clip, is not on this machine or cannot be read. A
     damaged file may crash or hang the decoder, so the files are decoded in a subprocess.

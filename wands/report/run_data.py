@@ -42,7 +42,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         `loss_by_sigma`: mean loss of each step in ten intervals of the noise level sigma, float64 [N, 10]. The intervals are 0
             to 0.1, 0.1 to 0.2 and so on. NaN if a step has no noise level in an interval.
         `evaluations`: maps "raw" (the trained weights) and "ema" (their moving average) to their rows of evaluations.jsonl.
-        `start`: last event "start" or "restart" of the run; {"step": 0} if there is no such event.
+        `start`: last row of `events` whose event is "start" or "restart"; {"step": 0} without such a row.
         `state`: running, finished, stopped, failed, or silent (no step for a long time).
         `step`: number of training steps that the run has made.
         `total_steps`: number of steps of the whole run; None if it is unknown.
@@ -94,7 +94,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` file that have a step and the needed keys. Keys whose value is null are left out."""
+    """Yield the rows of a `.jsonl` file that have a step and all keys in `needed`. Keys whose value is null are left out."""
     for row in iter_rows(path):
         if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
             yield {key: value for key, value in row.items() if value is not None}
@@ -127,7 +127,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(num_values: int) -> int:
-    """Return the number of values to average in a loss curve: a twentieth of `num_values`, but at least 1 and at most 200."""
+    """Return the window for `smooth` on a curve of `num_values` values: a twentieth of the values, at least 1, at most 200."""
     return max(1, min(200, num_values // 20))
 
 
@@ -161,7 +161,7 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
     Args:
         run: result of `read_run`.
         weights: "raw" for videos of the trained weights, "ema" for videos of their moving average. The videos of step 0 are
-            included for both.
+            always included.
         last_step: videos of later steps are left out.
 
     Returns:

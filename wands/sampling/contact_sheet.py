@@ -139,7 +139,7 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
 
 
 def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a text at spaces into at most LABEL_LINES lines, each at most `width` pixels wide.
+    """Break a text at spaces into at most `LABEL_LINES` (2) lines, each at most `width` pixels wide.
 
     A text that does not fit is cut and gets an ellipsis.
     """

@@ -112,8 +112,8 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     if flag == "--lora-2":
         if subfolder not in experts:
             raise ConfigError(
-                f"{flag}={path} contains no LoRA of the low-noise expert. Set --lora-2 to such a LoRA, and pass LoRAs of the "
-                "high-noise expert with --lora."
+                f"{flag}={path} contains no LoRA of the low-noise expert. --lora-2 accepts only LoRAs of the low-noise expert. "
+                "Pass LoRAs of the high-noise expert with --lora."
             )
         experts = [subfolder]
     files = {expert: find_lora_file(root, flag, expert) for expert in experts}

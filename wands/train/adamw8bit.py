@@ -1,4 +1,4 @@
-"""8-bit AdamW of bitsandbytes with the same states at every ZeRO stage.
+"""8-bit AdamW of bitsandbytes, whose moments do not depend on how ZeRO flattens the parameters.
 
 bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 256 values. DeepSpeed flattens many parameters
 into one flat tensor. If bitsandbytes updated this flat tensor, a block could contain values of several parameters, and
@@ -27,8 +27,8 @@ States = Mapping[str, Tensor]
 """Adam's two moments of N consecutive values of a flattened parameter: the keys "state1" and "state2", each [N].
 
 The moments are fp32 values, or uint8 codes. Codes have one fp32 scale for each block of 256 values, under the keys "absmax1"
-and "absmax2". Blocks start at multiples of 256 in the flattened parameter. Of the N values, the first and the last block
-may therefore contain fewer than 256.
+and "absmax2". Blocks start at multiples of 256 in the flattened parameter. Therefore the first and the last block may
+contain fewer than 256 of the N values.
 """
 
 _STATES = ("state1", "state2", "absmax1", "absmax2")
@@ -37,9 +37,9 @@ _STATES = ("state1", "state2", "absmax1", "absmax2")
 class FragmentAdamW8bit(AdamW8bit):
     """8-bit AdamW that updates each fragment of its flat tensors separately.
 
-    A flat tensor contains many flattened parameters. A fragment is the part of one parameter in a flat tensor. The optimizer
-    state of a flat tensor is a dict: "step" maps to the step count, and the name of each fragment's parameter maps to the
-    `States` of the fragment (Adam's two moments, with the scales of 8-bit moments).
+    A flat tensor contains one or more flattened parameters. A fragment is the part of one parameter in a flat tensor. The
+    optimizer state of a flat tensor is a dict: "step" maps to the step count, and the name of each fragment's parameter maps
+    to the `States` of the fragment (Adam's two moments, with the scales of 8-bit moments).
 
     Attributes:
         fragments: maps each flat tensor to its fragments.
@@ -49,7 +49,7 @@ class FragmentAdamW8bit(AdamW8bit):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Update all flat tensors (many flattened parameters each) that have a gradient. `closure` is ignored."""
+        """Update each flat tensor (one or more flattened parameters) that has a gradient. `closure` is ignored."""
         for group_number, group in enumerate(self.param_groups):
             for number, flat in enumerate(group["params"]):
                 if flat.grad is None:
@@ -77,11 +77,11 @@ class FragmentAdamW8bit(AdamW8bit):
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
         """Return the optimizer states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
 
-        If a stored range equals the fragment, the states of this range are returned unchanged. Otherwise the moments in the
+        If a stored range equals the fragment's range, the stored states are returned unchanged. Otherwise the moments in the
         result are fp32.
 
         Args:
-            fragment: a fragment of this rank.
+            fragment: range of a flattened parameter that this rank owns.
             stored: (start, states) of each stored range that overlaps with the fragment, in ascending order. `start` is the
                 index of the range's first value in the flattened parameter.
         """

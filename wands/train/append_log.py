@@ -48,7 +48,7 @@ class AppendLog:
         self._num_lost, self._failed = 0, False
 
     def append(self, *records: bytes) -> None:
-        """Append records (lines) to the file. If the write fails, no error is raised, and the next call writes them first."""
+        """Append records (lines) to the file. A failed write raises no error; the next call writes these records first."""
         self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
         self._waiting.extend(records)
         try:

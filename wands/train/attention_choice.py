@@ -73,8 +73,9 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
     contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
     rank 0 measures the kernels.
 
-    Nothing is measured with another value of `attention.backend`, in fp32, on a CPU, or if no kernel except cuDNN runs on
-    all ranks. Then the result is from `attention_backend`: the kernel of the recipe, or the first usable kernel of a fixed list.
+    Nothing is measured if `attention.backend` is not `auto`, in fp32, on a CPU, or if no kernel except cuDNN runs on all
+    ranks. In these cases, the function `attention_backend` chooses the kernel: the kernel that the recipe names, or with
+    `auto` the first usable kernel of a fixed list.
 
     Args:
         run: the checked training run.

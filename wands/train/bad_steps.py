@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 WINDOW = 128
 """Number of past updates with which an update is compared."""
 MIN_UPDATES = 20
-"""Number of past updates from which a spike in the loss or in the gradient norm can be recognized."""
+"""Smallest number of past updates that is needed to recognize a spike in the loss or in the gradient norm."""
 
 
 class BadSteps:
@@ -56,8 +56,8 @@ class BadSteps:
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
         """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
 
-        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update. The
-        result is the same on all ranks. There are three cases:
+        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update. Its
+        result is equal on all ranks. There are three cases:
 
         - The plan contains no samples, because `data.exclude` names them all: every function returns True.
         - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
@@ -126,8 +126,8 @@ class BadSteps:
         fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"
         of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
         raise DataError(
-            f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {norm} (clips without a finite loss: {names}); "
-            f"{fix}, or lower optim.lr. Then continue from the last checkpoint with --resume.",
+            f"step {step}: bad update (train.on_bad_step): the loss{of_expert} is {loss} and the gradient norm is {norm} (clips "
+            f"without a finite loss: {names}); {fix}, or lower optim.lr. Then continue from the last checkpoint with --resume.",
             agreed=True,
         )
 

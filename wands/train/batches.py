@@ -24,7 +24,8 @@ from wands.train.run import TrainingRun
 from wands.transfer import map_tensors
 
 MicroBatch = tuple[RankSlice, NoisyBatch]
-"""Data of one micro step, as a pair: the rank slice without its clean tokens, and the noisy tokens with their targets."""
+"""Data of one micro step on one rank, as a pair. The first item is the rank slice (the rank's part of a packed batch) without
+its clean tokens. The second item contains the noisy tokens and their targets."""
 
 
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
@@ -62,8 +63,8 @@ def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[
     `grid` contains the rank's index in each parallel dimension. The result contains one list for each trained DiT, with the
     data of each micro step.
 
-    The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and the number of earlier uses of
-    the sample in the epoch. They do not depend on the rank, or on the other samples in the same packed sequence.
+    The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and how often the epoch has used
+    the sample before. They do not depend on the rank, or on the other samples in the packed sequence.
     """
     flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
     without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]

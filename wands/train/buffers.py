@@ -42,7 +42,7 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy_files(self, files: Sequence[TensorFile]) -> list[TensorFile]:
-        """Copy to host memory the tensors of files that will be written, and return the file contents with these copies.
+        """Copy the tensors of `files` to host memory. Return `files` with these copies in place of the tensors.
 
         The copies of an earlier call are overwritten.
 

@@ -2,7 +2,7 @@
 
 A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with a
 temporary name, with a subfolder for each DiT. A thread writes these files. If the training continues during the save, the
-thread writes them from a copy of the state. Then rank 0 writes `wands_state.json`, which contains the size and the hash of
+thread writes a copy of the state. Then rank 0 writes `wands_state.json`, which contains the size and the hash of
 every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at any moment,
 the previous checkpoint stays valid.
 """
@@ -42,7 +42,7 @@ from wands.train.trainer import Trainer
 _log = logging.getLogger(__name__)
 
 PUSH_MARK = "push_is_pending"
-"""Name of the empty file that marks the folder of a checkpoint that must be pushed."""
+"""Name of an empty file. It marks the folder of a checkpoint that must be pushed to the Hub."""
 # The command is not a rank of the run, and must not slow down the run.
 _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 
@@ -50,7 +50,7 @@ _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executa
 def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
     """Build the training state for a checkpoint.
 
-    The fields `bad_steps`, `attention`, `files` and `hashes` are filled later.
+    The training loop sets the fields `bad_steps` and `attention` later. `TrainState.write` adds `files` and `hashes`.
 
     Args:
         run: the checked training run.
@@ -94,7 +94,7 @@ class CheckpointSaver:
         trainer: engines and moving averages to save.
 
     Attributes:
-        saved: folder of the last complete checkpoint; None if there is none.
+        saved: folder of the last complete checkpoint; None if there is no complete checkpoint.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -108,7 +108,7 @@ class CheckpointSaver:
 
     @property
     def is_pending(self) -> bool:
-        """Whether a checkpoint was started and not finished. The value is equal on all ranks."""
+        """Whether `save` has started a checkpoint that `finish` has not completed. The value is equal on all ranks."""
         return self._pending is not None
 
     @property
@@ -296,10 +296,11 @@ def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
 
 
 class BackgroundPush:
-    """Pushes the checkpoints that the recipe's section `hub` selects, one at a time, while the training continues.
+    """Pushes checkpoints to the Hub, one at a time, while the training continues.
 
-    On rank 0, a thread runs `wands push` in a subprocess with low priority. While a checkpoint waits for its push or is being
-    pushed, its folder contains the file `PUSH_MARK`, so that the run does not delete the checkpoint.
+    The recipe's section `hub` selects the checkpoints. On rank 0, a thread runs `wands push` in a subprocess with low
+    priority. While a checkpoint waits for its push or is being pushed, its folder contains the file `PUSH_MARK`, so that the
+    run does not delete the checkpoint.
 
     A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
     and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
@@ -312,7 +313,7 @@ class BackgroundPush:
             self.add(mark.parent)
 
     def add(self, step: Path | None) -> None:
-        """Start to push a checkpoint, if its training step is a multiple of `hub.every` or the last step of the run.
+        """Start to push a checkpoint to the Hub, if its training step is a multiple of `hub.every` or the last step of the run.
 
         Args:
             step: folder of the complete checkpoint. If it is None, nothing is pushed.
@@ -342,7 +343,7 @@ class BackgroundPush:
             mark.unlink(missing_ok=True)
 
     def close(self, wait: float) -> None:
-        """Wait at most `wait` seconds for the push of the newest checkpoint. A resumed run repeats an unfinished push."""
+        """Wait at most `wait` seconds for the upload of the newest checkpoint. A resumed run repeats an unfinished upload."""
         if wait and self._thread.is_alive():
             self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

@@ -23,9 +23,9 @@ from wands.train.run import Log, TrainingRun
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
-    """Return the decay of the moving average, `num_steps` optimizer steps after the average started.
+    """Return the decay for an update of the moving average, `num_steps` optimizer steps after the average started.
 
-    With `ema.warmup` in the recipe, the decay is below `ema.decay` in the first steps.
+    With `ema.warmup=true` in the recipe, the decay is below `ema.decay` in the first steps.
 
     Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
     """

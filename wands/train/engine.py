@@ -89,7 +89,7 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
 def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
     """Return the attention kernel that the recipe selects for a device, without measuring any kernel.
 
-    With `auto`, this is the first usable kernel in the fixed order of `choose_backend`.
+    With `attention.backend=auto`, the result is the first usable kernel in the fixed order of `choose_backend`.
     """
     dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
     return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)

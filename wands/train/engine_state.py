@@ -1,13 +1,15 @@
 """State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
 
 Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights and
-its optimizer states. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage the
-fragments of all ranks cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of
+its optimizer states. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage, the
+stored fragments cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of
 ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
 
 A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
-partition of many parameters. States with a value for each weight belong to fragments, and so do the scales of 8-bit AdamW, which
-have a value for each block of weights: "blocks.0.attn1.to_q.weight/absmax1". Other states, such as a step count, belong to flat
+partition of many parameters.
+
+Optimizer states with a value for each weight belong to fragments. The scales of 8-bit AdamW, which have a value for each block
+of weights, also belong to fragments: "blocks.0.attn1.to_q.weight/absmax1". Other states, such as a step count, belong to flat
 tensors.
 """
 
@@ -41,7 +43,7 @@ class Fragment(NamedTuple):
         start: index of the first value of the range in the flattened parameter.
         numel: number of values of the range.
         shape: shape of the whole parameter.
-        tensor: tensor that contains the range: a flat tensor, or for a frozen parameter its values on this rank.
+        tensor: tensor that contains the range: a flat tensor, or for a frozen parameter the parameter's values on this rank.
         offset: index of the first value of the range in `tensor`.
         flat: index of the flat tensor in the order of the optimizer's parameters. A frozen parameter has no flat tensor, and
             the index 0.
@@ -296,13 +298,13 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
     states come from that run's flat tensor that contains the start of `fragment`.
 
     Args:
-        fragment: a fragment of this rank.
+        fragment: range of a flattened parameter that this rank owns.
         layout: values of the keys ("fragments", "flat_sizes") that `engine_tensors` returns for this rank now.
         files: files of the checkpoint.
 
     Raises:
-        CheckpointError: if the flat tensors of the checkpoint were divided in another way than those in `layout`, and a state
-            is a tensor with several values, which wands cannot divide again.
+        CheckpointError: if the checkpoint's flat tensors differ from `layout`, and a state is a tensor with several values.
+            wands cannot divide such a tensor again.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
@@ -316,7 +318,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
         fixed = [key for key, value in tensors.items() if value.numel() > 1]
         if fixed:
             raise CheckpointError(
-                f"checkpoint={path.parents[1]}: the optimizer's {', '.join(fixed)} cannot be divided differently among the "
+                f"--resume {path.parents[1]}: the optimizer's {', '.join(fixed)} cannot be divided differently among the "
                 "ranks; use the number of processes and the ZeRO stage of the run that wrote the checkpoint.",
                 agreed=True,
             )
@@ -325,7 +327,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
 @contextmanager
 def _base_optimizer(engine: Any) -> Iterator[Any]:
-    """Context manager that returns the torch optimizer inside the engine's ZeRO optimizer.
+    """Context manager that yields the torch optimizer inside the engine's ZeRO optimizer.
 
     At ZeRO-3, the torch optimizer has parameters only in the `with` block.
     """
@@ -365,7 +367,10 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return the values of a fragment in `flat`: its flat tensor, or a tensor of the same shape, such as the flat gradient."""
+    """Return a view of the values of `flat` that belong to a fragment, the range of one flattened parameter.
+
+    `flat` is the flat tensor that contains the fragment, or a tensor of this shape, such as the flat tensor's gradient.
+    """
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 
 

@@ -1,4 +1,4 @@
-"""Read the plan of an epoch (the samples of each step and bin) from a file, instead of planning the epoch.
+"""Read the plan of an epoch (the samples of each step and packed sequence) from a file, instead of planning the epoch.
 
 `wands pack` writes a plan file for `packing.plan`. Every new checkpoint contains the plan of its epoch in `epoch.json`.
 A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
@@ -26,7 +26,7 @@ FORMAT = "wands-plan-1"
 
 
 def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
-    """Return a run that takes the bins of one epoch from a plan file. A bin is the list of samples of one forward pass.
+    """Return a run that takes the bins of one epoch from a plan file. A bin is a list of samples that form one sequence.
 
     The file contains the number of the epoch. The other epochs are planned without the file. A user may edit the key
     `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number of steps, and the
@@ -39,7 +39,7 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
     Raises:
         ConfigError: if the file cannot be read, or does not fit the data or the recipe.
     """
-    sampler, fix = run.sampler, "write it again with wands pack --out and this recipe"
+    sampler, fix = run.sampler, "write the file again with wands pack --out and this recipe"
     try:
         header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         epoch, known = header["epoch"], (header["format"], header["data_fingerprint"])

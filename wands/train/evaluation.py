@@ -310,7 +310,8 @@ def summarize(
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return a dict with the mean losses "held_out" and "train"; a mean is None if no loss belongs to it.
+    """Return the mean loss of each side as a dict with the keys "held_out" and "train". The mean of a side without losses is
+    None.
 
     Args:
         plan: clips, each with its side ("held_out" or "train").

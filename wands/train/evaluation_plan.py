@@ -133,9 +133,9 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    The number of noise levels (9, 5, 3 or 1) is chosen first, as large as the budget allows for `USUAL_CLIPS` clips, or for all
-    clips if there are fewer. If the budget does not allow that many clips at one noise level, it is divided among fewer
-    clips. Then as many clips are chosen as the budget allows.
+    First, the largest number of noise levels (9, 5, 3 or 1) is chosen at which the budget allows `USUAL_CLIPS` clips, or all
+    clips if there are fewer. If the budget does not allow so many clips even at one noise level, the choice is repeated with
+    fewer clips. Last, as many clips are chosen as the budget allows at this number of noise levels.
 
     Args:
         costs: FLOPs of each clip at a single noise level, summed over all evaluations of the run. If the run has held-out

@@ -1,6 +1,6 @@
 """Find the launcher that started this process, such as deepspeed or torchrun, and check that the launcher still runs.
 
-A worker whose launcher was killed is an orphan: the worker trains on, and nobody sees or stops the worker.
+A worker whose launcher was killed is an orphan: the worker continues to train, and nobody sees or stops the worker.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LAUNCHERS = {
 
 
 class Ancestor(NamedTuple):
-    """Parent process of this process, or an ancestor further up.
+    """Ancestor of this process: its parent, the parent of its parent, and so on.
 
     Attributes:
         process: the ancestor; None if the ancestor ended before `find_launcher` was called.
-        name: name of the program.
+        name: name of the program, or of the script or module that Python runs, such as "torchrun".
     """
 
     process: psutil.Process | None

@@ -69,8 +69,8 @@ def load_run(
         ignore_output_dir: whether to skip the search for checkpoints in the run folder.
         claim: function that locks the run folder. It is called before the search for checkpoints, so that no other process
             adds a checkpoint after the search. None does not lock the run folder.
-        damaged: error messages of checkpoints that are known to be damaged, by checkpoint folder. The run does not
-            resume from these checkpoints.
+        damaged: maps the folder of each known damaged checkpoint to an error message. The run does not resume from these
+            checkpoints.
         options: arguments of `prepare_run`: `device_type`, `encoders` and `is_dry_run`.
 
     Raises:

@@ -47,7 +47,8 @@ MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> Iterator[T]:
     """Yield the batch of each step, and profile the steps that the recipe's section `profile` selects.
 
-    If a run resumes after the first selected step, the same number of steps is profiled from the first resumed step on.
+    If a run resumes after the first selected step, the same number of steps is profiled from the first resumed step on. With
+    `profile.stop`, the iterator ends after the profiled steps, so that the run ends.
 
     Args:
         trainer: objects of the training process.

@@ -72,7 +72,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
 
 
 def bins_digest(steps: Sequence[Step]) -> str:
-    """Return a digest of a packing plan. The digest changes if a sample moves to a different bin, position or step.
+    """Return a digest of a packing plan. The digest changes if a sample moves to a different step, bin or position.
 
     Args:
         steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one

@@ -46,9 +46,9 @@ _GIVE_UP = (
 class RestartingAgent(LocalElasticAgent):
     """torchrun's agent on a node, which restarts the workers of the node after a crash.
 
-    The agent does not restart the workers after an error that only the user can fix, after a stop that a signal requested, or
-    after `MAX_RESTARTS` restarts without a new checkpoint. The option `--resume` is given to
-    restarted workers, and to workers on a node that joins the run after a restart.
+    The agent does not restart the workers in three cases: after an error that only the user can fix, after a stop that a
+    signal requested, and after `MAX_RESTARTS` restarts without a new checkpoint. The option `--resume` is given to restarted
+    workers, and to workers on a node that joins the run after a restart.
     """
 
     def __init__(self, spec: Any, **options: Any) -> None:
@@ -101,7 +101,7 @@ class RestartingAgent(LocalElasticAgent):
 
 
 def main() -> None:
-    """Run torchrun with `RestartingAgent`.
+    """Run torchrun with `RestartingAgent`, which restarts the workers after a crash.
 
     The exit code is 2 if the workers fail and are not restarted, and 1 if the nodes do not find each other.
     """

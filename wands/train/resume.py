@@ -48,16 +48,16 @@ def find_resume(
         output_dir: the run folder.
         resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
             folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
-        damaged: error messages of checkpoints that are known to be damaged, by checkpoint folder. With "auto" or a run
-            folder, these checkpoints are skipped.
+        damaged: maps the folder of each known damaged checkpoint to an error message. With "auto" or a run folder, these
+            checkpoints are skipped.
 
     Returns:
         The checkpoint, or None for a new run.
 
     Raises:
         ConfigError: if the path does not exist, or is a step folder that was renamed to `*.abandoned` when the run resumed
-            from an older step. The error is also raised if `resume` is None and the run folder already contains
-            checkpoints.
+            from an older step. Also if the run folder contains checkpoints, and `resume` is None or names a checkpoint of
+            another run folder.
         CheckpointError: if the folder that `resume` names has no complete checkpoint, or the checkpoint contains pickles
             of an earlier version of wands. An empty run folder is no error with "auto".
     """
@@ -92,7 +92,7 @@ def find_resume(
 
 
 def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
-    """Check that a run can continue exactly where a checkpoint stopped.
+    """Check that a run can resume from a checkpoint.
 
     Args:
         saved: state of the checkpoint.
@@ -100,8 +100,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         label: start of each error message, such as "--resume runs/default".
 
     Raises:
-        CheckpointError: if a difference between the two states would change the training. The message lists every such
-            difference.
+        CheckpointError: if the checkpoint has no optimizer states, or if the two states differ in a setting that a resumed run
+            must not change. The message lists every such difference.
     """
     new_run = "export the checkpoint and start a new run from it"
     changed = differing_keys(saved.transformer_config, current.transformer_config)

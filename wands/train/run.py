@@ -52,7 +52,7 @@ class TrainingRun:
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
         samples: requests for the sample videos that the run generates during the training.
         has_model_files: False for a dry run of a model that is not downloaded, because there were no files to check.
-        data_change: text about clips that were added or removed since the checkpoint; None without a change.
+        data_change: text about clips that were added or removed, or another packing, since the checkpoint; None without a change.
     """
 
     recipe: Recipe

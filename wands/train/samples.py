@@ -1,6 +1,8 @@
-"""Sample videos while a run trains, with the weights in its engines. A failure is reported, and the training continues.
+"""Generate sample videos while a run trains, with the weights in its DeepSpeed engines.
 
-During training, the DiT takes packed sequences and may be divided among ranks, so no rank has a transformer of diffusers.
+If a video cannot be generated, the failure is reported, and the training continues.
+
+During training, the DiT takes packed sequences and may be divided among ranks, so no rank has diffusers' transformer.
 `DiTAdapter` gives the packed DiT the interface of diffusers' transformer. The pipelines and schedulers of diffusers then
 sample as for `wands infer`.
 """
@@ -223,7 +225,7 @@ class DiTAdapter(nn.Module):
 
 
 class _StoredVae(nn.Module):
-    """Replacement for the VAE of a diffusers pipeline. `encode` returns `latents`, which were made before from the images."""
+    """Replacement for the VAE of a diffusers pipeline. `encode` ignores its input and returns `latents`, encoded earlier."""
 
     def __init__(self, config: Any, device: torch.device, latents: Tensor | None = None) -> None:
         super().__init__()
@@ -280,7 +282,7 @@ class RunSamples:
     def write(self, step: int) -> None:
         """Generate all sample videos with the current weights and with their moving average. Every rank must call this method.
 
-        If a video fails, print a warning and write the event "sample failed". The training continues.
+        If a video cannot be generated, print a warning and write the event "sample failed". The training continues.
 
         Args:
             step: number of optimizer steps that the run has made.

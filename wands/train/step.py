@@ -35,7 +35,8 @@ class StepResult:
             all ranks, divided by the number of samples or tokens of the step (`TrainingRun.count`).
         clips: (key, noise level, weight) of each sample that this rank trains on. The key consists of the sample id, the
             epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's
-            data source, or 0 for a padding sample, which keeps a rank without data in step with the other ranks.
+            data source, or 0 for a padding sample. A padding sample lets a rank without data make as many forward passes as
+            the other ranks.
         errors: mean squared error over the trained tokens of each item of `clips`, fp64.
         norm: norm of the whole gradient before clipping, which is equal on every rank.
         skipped: whether the update was discarded, so that weights and optimizer states did not change.

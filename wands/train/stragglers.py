@@ -45,7 +45,7 @@ class ComputeTimes:
                     layer.register_forward_hook(self._mark, prepend=True)
 
     def _mark(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *output: torch.Tensor) -> None:
-        """Record the time before or after a forward pass of a layer. This method is the hook for both.
+        """Record the time before or after a forward pass of a layer. This method is a hook for both moments.
 
         PyTorch passes `output` only after the forward pass.
         """
@@ -100,7 +100,7 @@ class ComputeTimes:
 def slow_ranks(table: np.ndarray) -> dict[int, float]:
     """Find the ranks that are slower than the other ranks.
 
-    Each rank has two ratios, one for each column of `table`: the rank's number / the median of the other ranks. A rank is
+    Each rank has two ratios, one for each column of `table`: the rank's value / the median value of the other ranks. A rank is
     slow if both ratios are at least `SLOW`. If only the seconds were compared, a rank with more tokens than the other ranks
     would also be reported. If only the seconds per input value were compared, a rank with fewer tokens would also be
     reported, because each layer has a constant cost.

@@ -120,8 +120,8 @@ def _trained(run: TrainingRun) -> list[str]:
 
 
 def _storage(recipe: Recipe) -> list[str]:
-    """Return lines that state the dtypes of the weights and the gradients, whether there are fp32 master weights, and how the
-    base model of a LoRA is quantized.
+    """Return lines about the storage of the model: dtypes of weights and gradients, fp32 master weights, and the quantization
+    of a LoRA's base model.
     """
     weights, compute = recipe.precision.weights, recipe.precision.compute
     lines = [f"weights {weights}"]

@@ -130,7 +130,7 @@ def _build(name: str, run: TrainingRun, step: int) -> Any:
     """Return a tracker that is not started yet.
 
     Args:
-        name: name of the tracker.
+        name: name of the tracker, such as "wandb".
         run: the checked training run.
         step: first step of this process. TensorBoard hides the values that an earlier process wrote for this step and later
             steps.

@@ -1,8 +1,8 @@
 """Watch a training process: its launcher, its signals and its progress in a thread, and the user's requests after each step.
 
-If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder, and waits for the
-files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This works even if the
-network is down or a process is suspended, and costs no time in a normal step.
+If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder. The rank then
+waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This check works
+even if the network is down or a process is suspended, and costs no time in a normal step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REQUESTS = ("save", "save_quit", "check")
 """Names of the request files in a run folder."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
-"""Seconds in which several signals count as one, because a worker receives Ctrl-C from the terminal and from the launcher."""
+"""Seconds in which several signals count as one request. A worker receives Ctrl-C from the terminal and from the launcher."""
 
 STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
 """If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest of
@@ -58,8 +58,8 @@ class Watchdog:
     nothing to save, and the process exits at once. Signals within `ONE_REQUEST` seconds of the first signal count as one
     request. A later SIGINT ends the process at once. A signal that was ignored at the start of the process stays ignored.
 
-    If a step does not end in time, or the connection to another rank breaks, the ranks write their stacks and the process
-    ends with one message that names the ranks that do not answer.
+    If a step does not end in time, or the connection to another rank breaks, all ranks write their Python stacks to files. Each
+    process then ends. The error message names the ranks that do not answer.
 
     Args:
         launcher: ancestors of this process, from its parent up to the launcher of the training. See `find_launcher`.
@@ -153,7 +153,7 @@ class Watchdog:
         self.begin_work(f"the work after step {step}")
 
     def begin_work(self, work: str, limit: float | None = None) -> None:
-        """Begin work other than a step, such as saving a checkpoint, and limit its time.
+        """Limit the time of work that begins now, such as saving a checkpoint. The limit of the previous work ends.
 
         Args:
             work: name of the work, for messages.

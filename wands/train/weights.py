@@ -30,8 +30,8 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
         are the DiTs to train. Their `sigma_range` is the range of noise levels to train.
 
     Raises:
-        ConfigError: if the model does not exist, is not a Wan model, has no experts although the recipe names one, or has
-            experts with different configs. The error is also raised if an expert has no timestep to train.
+        ConfigError: if the model does not exist, is not a Wan model, or has experts with different configs. Also if
+            `model.experts` is set for a model with one DiT, or the recipe's timesteps do not overlap with an expert's timesteps.
     """
     path, flow, chosen = name or recipe.model.path, recipe.flow, recipe.model.experts
     if not path:

@@ -600,7 +600,7 @@ def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_p
     write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
     with pytest.raises(
         CheckpointError,
-        match=r"contains a LoRA for transformer_2, but the name of its file or folder names transformer\.",
+        match=r"contains a LoRA for transformer_2, but the name of its file or folder indicates transformer\.",
     ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])

@@ -141,7 +141,7 @@ def test_a_file_that_does_not_fit_is_refused(tiny_pipeline: Path, tmp_path: Path
         with pytest.raises(ConfigError) as caught:
             make_run(tiny_pipeline, tmp_path / "run", (f"packing.plan={plan}", *overrides))
         text = str(caught.value)
-        assert text.endswith("write it again with wands pack --out and this recipe.")
+        assert text.endswith("write the file again with wands pack --out and this recipe.")
         return text
 
     other = "has other samples, steps or bins than epoch 0 of this run"

@@ -209,7 +209,7 @@ def test_what_would_leak_is_on_neither_side(tmp_path: Path):
         ([("a", {}), ("nowhere", {})], CacheError, r"data\.sources\.1\.path: cache=.*nowhere is not a folder; use the --out"),
         ([("a", {}), ("empty", {})], CacheError, r"data\.sources\.1\.path=.*empty contains no sample; run"),
         ([("alien", {})], CacheError, r"data\.sources\.0\.path: cache=.*alien was .* vae\.weights=bb but the model"),
-        ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .*={'w.*}, but .*a with text_encoder=None; run"),
+        ([("a", {}), ("text", {})], CacheError, r"sources\.1\.path=.*text was .*={'w.*}, but .*a with text_encoder=None\. All"),
         ([("c", {"repeat": 0.5})], ConfigError, r"less than one sample per epoch \(samples x repeat: 1 x 0\.5\); increase"),
     ],
 )  # fmt: skip

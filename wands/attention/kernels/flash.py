@@ -62,7 +62,8 @@ class FlashBackend(Backend):
         min_major: smallest major compute capability that runs the kernel's forward pass and backward pass.
         max_major: largest major compute capability that runs the kernel. None means that all newer GPUs run the kernel.
         package: pip package that must be installed for the kernel. None if PyTorch or wands contains the kernel.
-        install: sentence for error messages that explains how to install the package, with the kernel's name as {name}.
+        install: sentence for error messages that explains how to install the package. "{name}" in the sentence is replaced by
+            the kernel's name.
     """
 
     min_major: int

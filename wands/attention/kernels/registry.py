@@ -3,8 +3,8 @@
 For training in bf16 on a GPU, `auto` selects the fastest kernel instead (wands/train/attention_choice.py).
 
 A `FlashBackend` is used only after a check of its results (self_check.py), once per process. The check
-compares the kernel's output, log-sum-exp and gradients with exact values. It also tests several blocks of keys, as in
-ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
+compares the kernel's output, log-sum-exp and gradients with exact values. The check also tests several blocks of keys, as
+in ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def get_backend(name: str) -> Backend:
 def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, head_dim: int = 128) -> Backend:
     """Return the attention kernel for a value of `attention.backend`, and log the kernel's name once.
 
-    On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order, and returns the first kernel that is
+    On a GPU, `auto` tries flash3, flash4, cudnn, flash2 and torch, in this order. `auto` returns the first kernel that is
     installed, supports the GPU, and passes `check_backend`. `auto` logs a warning for each kernel that fails
     `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
 

@@ -114,7 +114,7 @@ def check_backend(
 
 
 class _Comparer:
-    """Callable that compares a kernel's result with the exact result. It raises KernelError if the error is larger than allowed.
+    """Callable that compares a kernel's result with the exact result. A call raises KernelError if the error is too large.
 
     The attribute `worst` is the largest error of the comparisons so far.
     """

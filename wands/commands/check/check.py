@@ -58,16 +58,19 @@ SHOWN_CAPTION = 4000
 THUMBNAIL = (176, 120)  # largest width and largest height in pixels
 KEPT_THUMBNAILS = 20_000  # 100 MB; an HTML page shows fewer
 CUT_CHANGE, CUT_RATIO, CUT_DRIFT = 20.0, 2.0, 0.25
-"""Limits for a hard cut between two images. The difference of two images is the mean difference of their pixels, from 0 to 255.
+"""Limits for a hard cut between two images. The distance of two images is the mean difference of their pixels, from 0 to 255.
+A hard cut meets three rules:
 
-The difference at the cut is at least CUT_CHANGE. It is also at least CUT_RATIO times the mean of the two differences before the
-cut and the two differences after the cut. These five differences need six images. The difference of the first and the last of
-these images is between 1 - CUT_DRIFT and 1 + CUT_DRIFT times the difference at the cut. After a flash, it is smaller, and in
-fast motion it is larger.
+1. The distance at the cut is at least CUT_CHANGE.
+2. The distance at the cut is at least CUT_RATIO times the mean of the two distances before the cut and the two distances after
+   the cut.
+3. The distance between the third image before the cut and the third image after the cut differs by at most the fraction
+   CUT_DRIFT from the distance at the cut. A flash gives a smaller distance, and fast motion gives a larger distance.
 """
 SAME_IMAGE, NEW_SHARE = 3, 0.25
-"""Limits for near-frozen samples. A frame is new if the mean of any block of 16 x 16 pixels differs by more than SAME_IMAGE (of
-255) from the mean of this block in the last new frame. A sample is near-frozen if the share of new frames is below NEW_SHARE.
+"""Limits for near-frozen samples. Each frame is compared with the last new frame, in blocks of 16 x 16 pixels. The frame is new
+if the mean of any block differs by more than SAME_IMAGE (of 255). A sample is near-frozen if the share of new frames is below
+NEW_SHARE.
 """
 BORDER_VALUE, BORDER_SHARE = 32, 0.02
 """Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
@@ -172,8 +175,8 @@ _Task = tuple[Path, *tuple[Any, ...]]
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
     """Decode a clip, and return its samples and warnings. The result of a rejected clip contains the reason.
 
-    `check` completes the result: it sets the empty fields `key` and `caption`, and puts the clip's key in front of each
-    `CheckedSample.key`, which is only a suffix such as "#0001" here.
+    `check` completes the result. It sets the empty fields `key` and `caption`. The `key` of a sample is only a suffix here, such
+    as "#0001"; `check` puts the clip's key in front of the suffix.
 
     Args:
         spec: frame rate, size and length of the samples.

@@ -57,8 +57,8 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
     """Write a model or a LoRA in the file layout of diffusers, official Wan, ComfyUI or, for a LoRA, musubi-tuner.
 
     Tensors are converted one at a time. The result is read back and compared with the source bit for bit. With
-    `options.forward`, diffusers then runs a forward pass with the source's DiT and one with the result's DiT. The two
-    outputs must be equal.
+    `options.forward`, diffusers then runs a forward pass with the source's DiT, and a forward pass with the result's DiT.
+    The two outputs must be equal.
 
     With `options.trust_pickle`, convert the checkpoints of an earlier version of wands instead (see `convert_run`).
 
@@ -69,8 +69,8 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
 
     Raises:
-        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the model in `--base`, from which
-            missing files are copied, is not the model of the source.
+        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base` are
+            different models. The error is also raised if options are missing or exclude each other.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
@@ -79,7 +79,7 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         return convert_run(options.source)
     if options.to is None or options.out is None:
         raise ConfigError(
-            "--to and --out are missing: wands convert needs the layout and the folder to write. Add both."
+            "--to or --out is missing: wands convert needs a file layout (--to) and a folder to write (--out). Set both options."
         )
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
@@ -156,9 +156,9 @@ def _convert_lora(
         expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan, contains no LoRA of `expert`, or contains full (not
-            low-rank) changes of parameters, which the layout `to` cannot store. The error is also raised if values read
-            back from a written file differ from the values in `source`.
+        CheckpointError: if `source` is not a LoRA of Wan, or contains no LoRA of `expert`. The error is also raised if
+            `source` contains full (not low-rank) changes of parameters that the layout `to` cannot store, or if values
+            read back from a written file differ from the values in `source`.
     """
     files = TensorFiles([source], f"SOURCE {source}")
     loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
@@ -166,8 +166,8 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder names {expert}. "
-                "Rename the file or folder, or set SOURCE to this file, whose name is then ignored."
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder indicates {expert}. "
+                "Rename the file or folder, or set SOURCE to this single file, because the name of a single file is ignored."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -325,8 +325,8 @@ class ModelConversion:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
         With --base (attribute `rest`), the parts are copied from this pipeline folder. Without --base, the parts are copied from
-        the source if the source is a diffusers pipeline. For other sources, new files are written. If such a source lacks
-        a model or the tokenizer, nothing is written, and a note is added to the result.
+        the source if the source is a diffusers pipeline. For other sources, new files are written, unless a model or
+        the tokenizer is missing in the source. In this case, only a note is added to the result.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

@@ -1,4 +1,4 @@
-"""Result of a conversion: the comparison of the DiT's outputs before and after it, and the summary for the console."""
+"""Check a converted DiT by comparing its outputs with the outputs of the source's DiT, and summarize the conversion."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     first, second = forward(before), forward(after)
     if not torch.equal(as_bytes(first), as_bytes(second)):
         raise CheckpointError(
-            "convert: the output of the converted DiT differs from the output of SOURCE's DiT. Report this error with the "
-            "model's name."
+            "convert: the output of the converted DiT differs from the output of SOURCE's DiT. Report this error and the "
+            "model's name to the authors of wands."
         )
     if not torch.isfinite(first).all():
         return "the DiT's output in a forward pass is unchanged, but not finite: the model has diverged"

@@ -1,7 +1,7 @@
 """Convert checkpoints of earlier versions of wands, which contain DeepSpeed's pickles, to the format without pickles.
 
-Opening a pickle can run any code. `wands convert RUN --trust-pickle` therefore runs this file in a subprocess, and nothing
-else in wands opens these files.
+Opening a pickle can run any code. `wands convert RUN --trust-pickle` therefore runs this module in a subprocess, and no
+other module of wands opens pickles of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -42,15 +42,23 @@ def convert_run(run: str) -> str:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason"])[-1]
         raise CheckpointError(
-            f"SOURCE={run} cannot be converted: {reason.rstrip('.')}. The pickled checkpoints did not change."
+            f"SOURCE={run} cannot be converted: {reason.rstrip('.')}. No pickle was changed. "
+            "Fix the cause, and run the command again."
         )
     return done.stdout.strip()
 
 
 def main(run: Path) -> None:
-    """Convert the pickled checkpoints of a run, and write one line about each of them to stdout.
+    """Convert the pickled checkpoints of a run, and write one line about each converted checkpoint to stdout.
 
-    A converted checkpoint replaces its step folder. The pickles are kept in a folder `step_*.pickles` next to it.
+    A converted checkpoint gets the name of its step folder, `step_*`. The old step folder with the pickles is renamed to
+    `step_*.pickles`.
+
+    Args:
+        run: run folder, checkpoints folder or step folder.
+
+    Raises:
+        CheckpointError: if there is no pickled checkpoint, or a checkpoint lacks files.
     """
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     for old in folder.glob("step_*.pickles"):
@@ -156,7 +164,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} needs one file {pattern}, but has {len(paths)}; restore the folder")
+        raise CheckpointError(f"{folder} must have one file {pattern}, not {len(paths)}; restore the folder")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 

@@ -32,8 +32,8 @@ class ComponentKind:
             all tensors, and a text that names the files in error messages.
         config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
             the official config, and a text that names the files in error messages.
-        official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if they
-            contain a folder for the model instead of a single file.
+        official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if the
+            repositories contain a folder for the model instead of a single file.
         unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
     """
 

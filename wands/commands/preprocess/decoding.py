@@ -175,7 +175,7 @@ def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]
     window are held back until the next window or the end of the file, because the flag is known only then.
 
     Raises:
-        DataError: if `clips` raises it. The windows that were decoded before the error are yielded first.
+        DataError: if `clips` raises a DataError. The windows that were decoded before the error are yielded first.
     """
     window: list[DecodedClip] = []
     try:

@@ -42,10 +42,10 @@ from wands.variants import TEXT_LEN, Variant
 
 QUARANTINE_NAME = "quarantine.jsonl"
 ROUNDS = 3
-"""Number of consecutive rounds after which the run ends with an error, if workers end early in each round and no caption or
-clip is finished.
+"""Number of rounds in a row without progress after which the run ends with an error.
 
-A round runs a task on all remaining captions or clips.
+A round gives all unfinished captions or clips to the workers. A round makes no progress if workers end early and no caption or
+clip is finished.
 """
 SUSPECT_SECONDS = 1800.0
 """Time limit in seconds for the second attempt to encode a clip, if a worker process died in the first attempt."""
@@ -241,8 +241,8 @@ class PreprocessRun:
                 raise next(loss.error for loss in losses if loss.error)
             if items and not rounds:
                 raise WandsError(
-                    f"cache={self.writer.path} is unfinished: {'; '.join(loss.reason for loss in losses)}. Run the "
-                    "same command again to continue."
+                    f"the cache {self.writer.path} is unfinished: {'; '.join(loss.reason for loss in losses)}. Run wands "
+                    "preprocess again with equal options to continue."
                 )
 
     def _encode_suspects(self, clips: Sequence[Clip]) -> bool:

@@ -240,8 +240,8 @@ def _wait_for_shared_disk(rank: int, settings: Any) -> None:
 
 
 def pick_device(option: str, name: str, number: int = 0) -> torch.device:
-    """Return the device of a worker. If the name is "cuda" without an index, the GPUs of the node are assigned to the
-    workers in turn.
+    """Return the device `name` for a worker. If the name is "cuda" without an index, the GPUs of the node are assigned to
+    the workers in turn.
 
     Args:
         option: command-line option that sets the device, for the error message.

@@ -308,8 +308,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
 
-    On a GPU, the attention kernel is the first of `FLASH_BACKENDS` whose results are right on this machine. Training in bf16
-    may use another kernel, because training chooses the fastest.
+    In bf16 on a GPU, the attention kernel is the first usable kernel in the list `FLASH_BACKENDS`: a kernel that is installed
+    and passes a test of its results. A training run may use another kernel, because it chooses the fastest kernel.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)

@@ -100,9 +100,9 @@ def check_latents(part: VaePart) -> Result:
 def check_statistics(part: VaePart) -> Result:
     """Check the statistics in the VAE's config: the mean and the standard deviation that normalize the latents.
 
-    If the model has the shape of a published Wan model, compare the config with the published statistics. If the user
-    gives a clip, check that the mean and the standard deviation of its normalized latents are within `MEAN_BAND` and
-    `STD_BAND`.
+    If the model has the layer sizes of a published Wan model, compare the config with the published statistics. If the
+    user gives a clip, check that the mean and the standard deviation of the clip's normalized latents are in the usual
+    ranges (`MEAN_BAND` and `STD_BAND`). In all other cases, only measure the values.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
@@ -284,7 +284,7 @@ def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens.
 
     The check encodes two long captions with `wands preprocess` and with diffusers' stock pipeline, and compares the embeddings.
-    It sets the limit of diffusers' `encode_prompt` to 512 tokens, too. The default of this limit is 226.
+    The check also sets the limit of diffusers' `encode_prompt` to 512 tokens, because the default of this limit is 226.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

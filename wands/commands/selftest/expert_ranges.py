@@ -24,7 +24,7 @@ NUM_DRAWS = 1000
 
 
 def check_boundary(setup: Setup) -> Result:
-    """Check at three timesteps that wands trains the same expert (DiT) that the stock pipeline uses.
+    """Check at three timesteps that the expert (DiT) that wands trains is the expert that diffusers' stock pipeline uses.
 
     The timesteps are above, at and below the boundary between the two experts.
     """

@@ -28,7 +28,7 @@ down to at most 2.25 * `HEIGHT` * `WIDTH` pixels.
 
 
 class Skipped(Exception):
-    """Exception that a check raises if it does not apply to the model. The text is the reason."""
+    """Exception that a check of `wands selftest` raises if the check cannot be applied to the model. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Result:
         """Return the result of a check, without the name of the check.
 
         Args:
-            passed: whether the measured value is within its bound; None if the value has no bound.
+            passed: whether the measured value is within its bound. None if the value has no bound; the status of the result
+                is then "skipped".
             measured: measured value as text.
             bound: bound of the measured value as text, in some cases with the reason for this bound.
         """
@@ -86,8 +87,8 @@ class Setup:
 
     @property
     def is_published(self) -> bool:
-        """Whether the model has the shape of a published Wan model. The published mean and standard deviation of the
-        latents apply only to such a model.
+        """Whether the model has the layer sizes of a published Wan model. The published mean and standard deviation of the
+        latents apply only to models with these sizes.
         """
         return self.variant.name in VARIANTS
 

@@ -1,9 +1,9 @@
 """File format of a latent cache: the stored bits, checksums, the manifest, and functions that write complete files.
 
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
-    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta;
-                       image_latents for models with conditioning frames, image_embeds for models with CLIP,
-                       token_weights and the attribute mask_sums for samples with a mask
+    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta.
+                       Also image_latents for models with conditioning frames, and image_embeds for models with CLIP.
+                       Also token_weights, and the attribute mask_sums, for samples with a loss mask.
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
 A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards and contains the index.

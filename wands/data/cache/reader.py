@@ -126,8 +126,9 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: latents, text embeddings without padding, the mask if the sample has one, and the arrays for
-        the names in `conditions` (inputs of the model), such as "image". `Sample` describes the arrays and their shapes.
+        """Read a sample in bf16: its latents, its text embeddings without padding, and its loss mask if it has a mask. The result
+        also contains the image arrays that the attribute `conditions` (inputs of the model, such as "image") requires. `Sample`
+        describes the arrays and their shapes.
 
         Args:
             i: number of the sample: its position in the reader's attribute `keys`.
@@ -158,7 +159,7 @@ class LatentCache(SampleFacts):
         return Sample(sample_id=self.index.keys[i], **tensors)
 
     def serve(self, variant: Variant) -> None:
-        """Make `read` return the arrays that this model variant needs. The cache may store more arrays."""
+        """Make `read` return only the arrays that this model variant needs. The cache may store more arrays."""
         assert set(array_names(variant.conditions)) <= set(self._names), variant.name
         self.conditions = variant.conditions
 

@@ -1,7 +1,7 @@
 """Write-ahead log of samples and text embeddings. A killed process loses at most the record that it was writing.
 
 An HDF5 file is unreadable if the process that writes the file is killed. So samples are first appended to a log. Later,
-all records of a log are written to a shard.
+all records of the log are copied to a shard (HDF5 file) of the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read`.
+    """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read` is called.
 
     Attributes:
         name: for a text embedding, the digest of the caption. For the samples of one window (range of frames), the digest of
@@ -164,7 +164,7 @@ class WriteAheadLog:
         self.num_records += 1
 
     def clear(self) -> None:
-        """Remove all records from the file. Call this method after the records have been written to a shard."""
+        """Remove all records from the file. Call this method after the records have been copied to a shard of the cache."""
         self._file.truncate(0)
         self.num_bytes = self.num_records = 0
 

@@ -117,8 +117,8 @@ class ShardWriter:
             text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source` (path of the file), `start_seconds`, `video`
-                (digest of what the latents were made from) and `last` (whether the sample is the last range of frames of
-                its clip).
+                (digest of everything that the latents were made from) and `last`. `last` tells whether the sample is the last
+                range of frames of its clip.
             others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. At
                 least one token weight must not be 0. None for an array that the sample does not have.
 
@@ -303,7 +303,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         Args:
             path: cache folder.
             variant: variant (kind of Wan model) for which the samples are made, or the dict that `variant_contract` returns
-                for this variant, for example from the manifest of another cache.
+                for this variant. The manifest of a cache contains such a dict.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
             limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
 

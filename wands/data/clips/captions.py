@@ -1,4 +1,4 @@
-"""Captions: checks, the cleaned text for the text encoder, and an estimate of the number of tokens."""
+"""Captions: check and clean the text for the text encoder, and estimate the number of tokens."""
 
 from __future__ import annotations
 

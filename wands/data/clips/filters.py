@@ -20,7 +20,7 @@ from wands.errors import ConfigError, suggest
 from wands.texts import printable
 
 MAX_LENGTH = 1000
-"""Largest number of characters of a condition. It also limits how deeply a condition can be nested."""
+"""Largest number of characters of a condition. The limit also bounds how deeply a condition can be nested."""
 MAX_COLUMNS = 16
 """Largest number of columns that `numeric_columns` returns."""
 _UNKNOWN = 0.5
@@ -102,8 +102,9 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row meets the part `node` of the condition, 0 if it does not meet the part, and 0.5 (unknown) if a
-        compared cell is empty. The result is also 0.5 if the comparison needs a number and a cell is not a number.
+        """Return 1 if a row meets the part `node` of the condition, and 0 if the row does not meet this part.
+
+        Return 0.5 (unknown) if a compared cell is empty, or if the comparison needs a number and a cell is not a number.
 
         With these values, `x and y` is the minimum, `x or y` is the maximum, and `not x` is 1 - x.
         """

@@ -225,7 +225,7 @@ def map_isolated(
         function: function or generator function that can be imported by name. Items and results are pickled. The result of a
             generator function is its last value.
         items: arguments of the calls, one item for each call.
-        num_workers: number of subprocesses. Default: one per available core.
+        num_workers: number of subprocesses. Default: one subprocess per available core.
         limit_seconds: longest time in seconds for one call, or for one value of a generator function. When the time is
             exceeded, the subprocess is killed.
         preload: modules to import once for all subprocesses.

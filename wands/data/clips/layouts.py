@@ -1,18 +1,20 @@
 """Dataset layouts: list the clips of a source with their captions. Nothing is decoded here.
 
 A layout is a function of a `Source`. It returns None if the source does not have the layout. Otherwise it returns an
-iterator of clip records and rejections. `load_source` tries the layouts in the order of `LAYOUTS`; the first match counts.
+iterator of clip records and rejections. `load_source` calls the layouts in the order of `LAYOUTS`, and uses the first result
+that is not None.
 
 To add a layout:
 
 1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Detect
    the layout cheaply, from names of files.
    The function itself must not contain `yield`: a generator function never returns None. It returns a generator.
-2. In the generator, for each clip yield from `records.records_of_clip`, with captions from `source.check_captions`, which
-   allows a clip without a caption where the command needs none. Both raise DataError: catch it around each clip and yield
-   `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never take a file name for a caption.
-3. Add the function before every layout that would also match: to `SECTION_LAYOUTS` in trainer_configs.py, or to `LAYOUTS` if
-   no configuration of another trainer can name such a source.
+2. In the generator, get the captions of each clip from `source.check_captions`. It allows a clip without a caption if the
+   command needs no captions. Then yield from `records.records_of_clip`. Both functions raise DataError: catch the error for
+   each clip, and yield `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never use a file name as
+   a caption.
+3. Add the function to `SECTION_LAYOUTS` in trainer_configs.py, or to `LAYOUTS` if no configuration of another trainer can name
+   such a source. Put the function before every layout that would also match.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
    test_listings.py, whose `LISTINGS` are also read after random damage.
 
@@ -44,9 +46,8 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
     that exists on disk is never searched on the Hub.
 
     Args:
-        source: folder, table (.csv, .jsonl, .json, videos.txt, merge.txt), dataset configuration of another trainer
-            (.toml, or .json with the settings of such a trainer), tar archive, or name of a Hugging Face dataset
-            (owner/name).
+        source: folder, tar archive, table (.csv, .jsonl, .json, videos.txt, merge.txt), or name of a Hugging Face dataset
+            (owner/name). A dataset configuration of another trainer (.toml or .json) is also allowed.
         options: attributes of `Source`, such as ``split``, ``caption_column`` and ``log`` (function that receives messages).
 
     Returns:

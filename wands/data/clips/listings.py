@@ -157,9 +157,8 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are rejected only if the listing names at least one image. If a folder has more unlisted than listed
-    clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips, one rejection of the folder replaces the rejections of these
-    unlisted clips.
+    Unlisted images are rejected only if the listing names at least one image. A folder gets one rejection for all its
+    unlisted clips if it has more unlisted than listed clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -216,7 +215,8 @@ def _scan_rows(
             paths of the clips to `listing.clips`, and the paths of other files in the rows to `listing.other_files`.
         table: file of the table, for error messages.
         rows: rows of the table.
-        folder: folder to which paths in the rows are relative.
+        folder: folder to which paths in the rows are relative. Paths may also be relative to its sub-folders "videos" and
+            "train".
     """
     source = listing.source
     if not rows:

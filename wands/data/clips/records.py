@@ -1,4 +1,4 @@
-"""Clip records, which describe the clips of a source until they are in the latent cache, and rules for clip keys."""
+"""Clip records and clip keys. A clip record describes a clip until the clip is encoded. A clip key is a unique name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class ClipRecord:
         name: path relative to the source, including the extension.
         license: license that the source states for the clip (`wands.data.clips.rows.pick_license`), or "".
         is_extra_caption: whether an earlier record has the same clip and time range with a different caption.
-        row: table row or JSON object that describes the clip. Column names and keys are in lower case. {} if there is none.
+        row: table row or JSON object that describes the clip. Column names and keys are in lower case. {} for a clip without a
+            row and without a JSON object.
         crop: part of the frames to use. None is the whole frame.
         unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`). "" if the clip
             meets the condition.
@@ -78,14 +79,17 @@ class ClipRecord:
 
     @property
     def range_suffix(self) -> str:
-        """Part of the clip key for the time range: "@start-end", "@start", or "" without a time range."""
+        """Part of the clip key for the time range in seconds, such as "@2.000-9.500", or "@2.000" without an end. "" without a
+        time range.
+        """
         if self.start is None and self.end is None:
             return ""
         return f"@{self.start or 0.0:.3f}" + ("" if self.end is None else f"-{self.end:.3f}")
 
     @property
     def suffix(self) -> str:
-        """Part of the key after the path: the time range, and a hash of the caption if the clip has an earlier caption.
+        """Part of the key after the path: the time range and, if an earlier record has the same clip with another caption, a hash
+        of the caption.
 
         Each caption of a clip has its own key.
         """
@@ -193,8 +197,8 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
     """Drop duplicate clip records, set the keys of the records, and sort records and rejections by key. A key is a unique
     name that begins with the clip's path.
 
-    Records with the same clip and time range, but different captions, are kept. `is_extra_caption` is set in all of them
-    except the first.
+    Several records of one clip and time range are kept if their captions differ. `is_extra_caption` is True in each of these
+    records, except in the first.
 
     Returns:
         (records with their keys, rejections). The rejections include new rejections for duplicate records, and for clips
@@ -222,7 +226,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
         if short_keys[key] > 1 or key in full_keys:
             key = full_key
         if key == full_key and full_keys[full_key] > 1:
-            reason = "another clip has the same name, if # is written as %23; rename one of the two clips"
+            reason = "another clip has the same name after # is replaced by %23; rename one of the two clips"
             rejections.append(reject(key, record.path, reason))
         else:
             records.append(replace(record, key=key))
@@ -237,7 +241,7 @@ def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecor
 def safe_name(name: str) -> str:
     """Return a name that can be part of a key: "#" becomes "%23".
 
-    In keys of samples, "#" starts the suffix for window and size (see `wands.data.clips.clip`).
+    In keys of samples, "#" starts the suffix for window (range of frames) and frame size (see `wands.data.clips.clip`).
     """
     return name.replace("#", "%23")
 
@@ -283,7 +287,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     if index is None:
         if odd := next(filter(os.path.lexists, paths), None):
             raise DataError(f"video={odd} {explain_no_file(odd)}")
-        raise DataError(f"no such file (looked for {paths[0]}); correct the path relative to {folder}")
+        raise DataError(f"no such file (looked for {paths[0]}); correct the path (relative to {folder})")
     written = paths[index % len(folders)]
     bases = (root or folder, folder)
     if not any(map(written.is_relative_to, bases)):

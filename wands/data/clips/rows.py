@@ -1,4 +1,4 @@
-"""Values that the row of a table, or the JSON object of a clip, states for a clip. Column names are in lower case."""
+"""Read the time range, crop and license of a clip from its table row or JSON object. Column names are in lower case."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANGE_COLUMNS = ("start", "end", "start_frame", "end_frame")
 MAX_TIME = 1e9
 """Limit of times in seconds and in frames. The arithmetic of larger times can overflow."""
 Range = tuple[float | None, float | None]
-"""(start, end) of a time range in seconds. None stands for the clip's own start or end."""
+"""(start, end) of a time range in seconds. None stands for the start or the end of the clip."""
 
 
 def read_number(cell: Any) -> float | None:
@@ -70,7 +70,7 @@ def pick_crop(row: Mapping[str, Any]) -> Crop | None:
         x, y, width, height = map(int, map(str, value.split(",") if isinstance(value, str) else value))
         if min(x, y) >= 0 and min(width, height) > 0:
             return x, y, width, height
-    raise DataError(f"crop={str(value)[:60]} is not x,y,width,height in whole pixels; correct the row")
+    raise DataError(f"crop={value!s:.60} must be x,y,width,height in whole pixels, size > 0; correct the row")
 
 
 def read_range(row: Mapping[str, Any], path: Path) -> Range:

@@ -69,7 +69,7 @@ def tar_archive(source: Source) -> Iterator[ClipRecord | Rejection] | None:
 
 
 def folder_with_sidecars(source: Source) -> Iterator[ClipRecord | Rejection] | None:
-    """Read a source that is a folder with tar archives, or with clips that have a caption file next to each clip.
+    """Read a source that is a folder with tar archives, or with clips and a caption file next to each clip.
 
     Return the clips of the folder, or None in two cases. In the first case, the source is not a folder with clips or
     archives. In the second case, no clip has a caption, and the folder contains parquet or arrow files. The folder is then
@@ -124,10 +124,10 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
 
 
 def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator[tuple[Path, list[str]]]:
-    """Yield (folder, sorted names of its visible files) for `folder` and, if `recursive`, for each folder below it.
+    """Yield (folder, sorted names of its files) for `folder` and, if `recursive`, for each folder below it.
 
-    For each folder that cannot be read, a rejection is appended to `unreadable`. Links to folders are followed, but no
-    folder is visited twice.
+    Files and folders whose names begin with a dot are skipped. For each folder that cannot be read, a rejection is appended
+    to `unreadable`. Links to folders are followed, but no folder is visited twice.
     """
     seen: set[tuple[int, int]] = set()
     errors: list[OSError] = []
@@ -155,8 +155,8 @@ def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...])
     Args:
         file: name of the image.
         siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files. A video such as CLIP.MP4 is returned only if `siblings` contains a caption file
-            with an upper-case extension, such as CLIP.TXT, and no caption file with a lower-case extension.
+        extensions: extensions of caption files. A video with an upper-case extension, such as CLIP.MP4, is returned only if its
+            caption file also has an upper-case extension, such as CLIP.TXT.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -232,8 +232,8 @@ def _may_be_caption(file: Path, source: Source) -> bool:
 
 
 def _belongs_to_another(stem: str, clips: set[str]) -> bool:
-    """Return whether a text file is an additional file of a clip. For example, clip.tags.txt and clip.mp4.txt belong to
-    clip.mp4.
+    """Return whether a text file that is not a clip's caption file still belongs to a clip. For example, a.tags.txt and
+    a.mp4.txt belong to a.mp4.
 
     Args:
         stem: name of the text file without extension. It belongs to a clip if it starts with the clip's name and a dot.
@@ -279,7 +279,7 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
             if not isinstance(value, dict):
                 found = type(value).__name__
                 raise DataError(
-                    f"{name} contains a {found}, not a JSON object; write an object with a caption"
+                    f"{name} contains a {found}, not a JSON object; write an object with the key {source.caption_names[0]}"
                 )
             row = lower_names(value)
             value = source.pick_caption(row)
@@ -289,7 +289,8 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
 
 
 def name_in_captions(name: str, captions: Container[str], present: Container[str]) -> str | None:
-    """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip.
+    """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip. The file
+    captions.json maps the names of a folder's clips to captions.
 
     A name with accents can be written with composed or with decomposed characters. If captions.json contains only the other
     spelling of the clip's name, that spelling is returned. But if a file in the folder has exactly that spelling, the

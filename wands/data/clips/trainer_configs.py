@@ -77,7 +77,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     except (OSError, ValueError, RecursionError, TypeError, AttributeError) as error:
         if parse is json.loads:  # a table
             return None
-        raise DataError(f"SOURCE={file} is no dataset config ({one_line(error)}); fix the file") from None
+        raise DataError(f"SOURCE={file} is not a dataset config ({one_line(error)}); fix the file") from None
 
 
 def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Iterator[ClipRecord | Rejection]:
@@ -145,9 +145,9 @@ def _read_section(
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
     """
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
-        raise DataError(f"{wrong[0]} is not text; write text in quotes")
+        raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} is not a text; write the value in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
-        raise DataError(f"the section has no path of clips; set {' or '.join(_CLIPS)} to this path")
+        raise DataError(f"the section names no clips; set {' or '.join(_CLIPS)} to the path of the clips")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
@@ -168,7 +168,7 @@ def _read_section(
 
 
 def _note(key: str, value: Any) -> str:
-    """Return the message about a setting that is not applied, or "" for a setting that is applied."""
+    """Return the message about another trainer's setting that wands does not apply, or "" for a setting that wands applies."""
     if key in _TEXTS or (key == "num_repeats" and value == 1):
         return ""
     note = _NOTES.get(key, "ignored, because wands has no such setting")

@@ -53,8 +53,8 @@ class DecodedClip:
         interlaced: whether any frame up to the end of this window is interlaced: alternate lines show two different
             moments.
         span: (start, end) in seconds of the part of the file that the clip uses.
-        token_weights: float [latent frames, token rows, token columns], loss weight of each video token: the mean brightness
-            of the clip's loss mask there, from 0 (black) to 1 (white). None if the clip has no loss mask.
+        token_weights: float [latent frames, token rows, token columns], loss weight of each video token. The weight is the mean
+            brightness of the loss mask inside the token, from 0 (black) to 1 (white). None if the clip has no loss mask.
     """
 
     frames: np.ndarray
@@ -101,8 +101,8 @@ def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]
 class _Cropper:
     """Callable that cuts a rectangle out of a decoded image.
 
-    In a format such as yuv420p, in which 2 x 2 pixels share a color, the position and the size of the rectangle are rounded
-    down to even numbers.
+    In a format such as yuv420p, 2 x 2 pixels share a color. The position and the size of the rectangle are then rounded down
+    to even numbers.
 
     Attributes:
         info: properties of the video, with the size of the rectangle instead of the size of the frames.
@@ -295,9 +295,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. If the mask
-            is black in a window, or the frames are too small for some of the limits, the error is raised at the end: all
-            usable `DecodedClip`s are yielded first.
+            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. In two
+            cases, all usable `DecodedClip`s are yielded before the error: the mask is black in a window, or the frames are
+            too small for some of the limits `spec.max_pixels` and `spec.more_pixels`.
     """
     with open_video(path) as reader:
         duration = reader.info.duration

@@ -105,8 +105,8 @@ class VideoFrame:
 def open_video(path: Path) -> Iterator[VideoReader]:
     """Context manager that opens a video.
 
-    The context manager yields a `VideoReader`. If an error in the `with` block shows that the video is damaged, too small or
-    too long, the error becomes a DataError that names the file. Other errors pass unchanged.
+    The context manager yields a `VideoReader`. Some errors in the `with` block become a DataError that names the file:
+    errors that show that the video is damaged, too small or too long. Other errors pass unchanged.
     """
     try:
         with _open_container(path) as container:

@@ -61,8 +61,9 @@ class TrainState:
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not store it: a `base` that starts with
-            "Wan-AI/" is a Hub id or a folder, and any other `base` is a folder. This class puts "./" before a relative path.
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not store this fact. With None, a `base`
+            that starts with "Wan-AI/" is a Hub id or a folder. Any other `base` is a folder, and this class puts "./" before
+            a relative path.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
@@ -71,8 +72,9 @@ class TrainState:
             wands that stored pickles.
         data_start: (epoch, step of the run) from which the run uses its current training data and packing. Later than (0, 0)
             only if the data or the packing changed when the run was resumed.
-        attention: attention kernel that `attention.backend=auto` chose ("backend"), and the GPU and software on which the
-            kernels were measured ("setup"). None without a measurement, and in older checkpoints.
+        attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
+            measurement. "setup" is the GPU and software of the measurement. None without a measurement, and in older
+            checkpoints.
         bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`). None in
             older checkpoints.
     """
@@ -116,7 +118,7 @@ class TrainState:
         return None if section is None else LoraConfig.model_validate(section)
 
     def has_average(self, part: str) -> bool:
-        """Return whether the checkpoint contains the moving average of a DiT. `part`: "transformer" or "transformer_2"."""
+        """Return whether the checkpoint contains the moving average of the DiT `part`, such as "transformer"."""
         return f"{part}/{average_file(0)}" in self.files
 
     def to_json(self) -> dict[str, Any]:
@@ -147,7 +149,7 @@ class Checkpoint(NamedTuple):
     state: TrainState
 
     def open_state(self, part: str) -> FragmentFiles:
-        """Return the files in which the ranks stored the training state of a DiT. `part`: "transformer" or "transformer_2"."""
+        """Return the files in which the ranks stored the training state of the DiT `part`, such as "transformer"."""
         return FragmentFiles(self.folder / part, "state")
 
     def check_average(self) -> None:
@@ -173,7 +175,9 @@ def step_name(step: int) -> str:
 
 
 def list_steps(where: Path) -> list[Path]:
-    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first. They may be incomplete.
+    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first.
+
+    A step folder contains one checkpoint, which may be incomplete.
 
     If `where` is itself a step folder, the list contains only `where`.
     """
@@ -386,7 +390,10 @@ class FragmentFiles:
             )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
-        """Read the tensors of one file whose names start with a prefix, and return them without the prefix in their names."""
+        """Read each tensor in the file `path` that has a name with the given prefix.
+
+        Return a dict that maps the name without the prefix to the tensor.
+        """
         with open_safetensors(path, self._where) as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
             return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}

@@ -81,7 +81,7 @@ def find_damaged_files(
 
 
 def check_files(folder: Path, label: str, *, parts: Collection[str] | None = None) -> None:
-    """Check that the files of a model did not change after wands wrote them and their hashes.
+    """Check that the files of a model did not change after wands stored their hashes.
 
     The hashes are in the file `HASH_FILE` in `folder`. Without this file, nothing is checked. `parts` are names of
     subfolders or files in `folder` to check; None checks the whole folder.

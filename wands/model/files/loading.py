@@ -47,8 +47,8 @@ def load_config(
     """Read the config of a DiT and return it in the format of diffusers.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout, or name of a published
-            model, such as "wan2.1-t2v-1.3b".
+        path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout. The name of a published
+            model, such as "wan2.1-t2v-1.3b", is also allowed.
         subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In Wan's original layout,
             "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
         key: option or recipe key that the user typed, for error messages.
@@ -74,8 +74,8 @@ def load_index(path: str | Path, *, key: str = "model.path") -> dict[str, Any]:
     """Return the contents of a pipeline's `model_index.json`, or a few known entries for a model without this file.
 
     Args:
-        path: folder or Hub id of a diffusers pipeline, of a DiT, or of a repository in Wan's original layout, or name of a
-            published model, such as "wan2.1-t2v-1.3b".
+        path: folder or Hub id of a diffusers pipeline, of a DiT, or of a repository in Wan's original layout. The name of a
+            published model, such as "wan2.1-t2v-1.3b", is also allowed.
         key: option or recipe key that the user typed, for error messages.
 
     Returns:
@@ -201,8 +201,8 @@ def sample_weights(path: str | Path, subfolder: str) -> str:
 def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key: str) -> Path:
     """Return the local folder of a DiT.
 
-    For a Hub id, first download the files of the DiT that match `patterns`, or all files of the DiT if the repository has
-    Wan's original layout. `key` is the option or recipe key that contains `path`, for error messages.
+    For a Hub id, first download the files of the DiT that match `patterns`. If the repository has Wan's original layout,
+    download all files of the DiT. `key` is the option or recipe key that contains `path`, for error messages.
     """
     allow = [f"{subfolder}/{pattern}".lstrip("/") for pattern in patterns]
     folder = fetch_model(path, key=key, allow=allow) / subfolder
@@ -229,7 +229,7 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
         files = TensorFiles(find_weights(folder, official.DIT_STEM), where)
         return official.dit_config(files.shapes, config, where)
     if class_name != official.DIFFUSERS_CLASS:
-        raise ConfigError(f"{where} contains a {class_name}, not a WanTransformer3DModel. Use a Wan model.")
+        raise ConfigError(f"{where} has _class_name={class_name}. Use a WanTransformer3DModel.")
     return config
 
 
@@ -238,8 +238,8 @@ def _freed_is_returned() -> Iterator[None]:
     """Return a context manager that makes the C library give the memory of freed tensors back to the operating system at once.
 
     By default, glibc raises its mmap threshold when the first large tensor is freed, and allocates later tensors on its
-    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink when the tensors are freed. With
-    this default, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model.
+    heap. ZeRO-3 allocates its partitions between these tensors, so the heap cannot shrink when the tensors are freed. Without
+    this function, four ranks use the memory of more than three copies of the model, although ZeRO-3 divides the model.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

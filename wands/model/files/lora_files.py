@@ -187,8 +187,8 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
         name = EXPERT_NAMES[expert]
         if expert not in experts:
             raise ConfigError(
-                f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add the LoRA of this expert, or set "
-                "model.experts so that only the expert with a LoRA is trained."
+                f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add a .safetensors file with {name} in "
+                f"its name, or train only the other expert with model.experts={'low' if name == 'high_noise' else 'high'}."
             )
         found = _with_name(path, name)[0]
         check_files(path, f"{key}={path}", parts={found.name})
@@ -347,8 +347,8 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
         raise CheckpointError(
-            f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each "
-            "other. Use a LoRA of linear layers."
+            f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each other. "
+            "Their shapes must be [rank, inputs] and [outputs, rank]. Download the file again, or use another LoRA."
         )
     alpha, patterns = settings.get("lora_alpha"), settings.get("alpha_pattern") or {}
     for spelled in (name, DIT.to_official(name)):  # matched as PEFT does

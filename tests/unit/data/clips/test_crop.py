@@ -74,7 +74,7 @@ def test_what_is_not_a_rectangle_is_rejected(tmp_path: Path, crop: str):
     _, (rejection,) = load_source(write_table(tmp_path, crop, ""))
     assert rejection.key == "metadata.csv:2"
     assert rejection.reason.startswith(
-        f"crop={crop} is not x,y,width,height in whole pixels; correct the row"
+        f"crop={crop} must be x,y,width,height in whole pixels, size > 0; correct the row"
     )
 
 

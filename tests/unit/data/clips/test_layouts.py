@@ -241,7 +241,7 @@ def test_keys_are_unique_and_leave_hash_to_the_decoder(tmp_path: Path) -> None:
     rows, rejections = load_source(str(tmp_path))
     assert len(set(keys(rows))) == len(rows) == 5
     assert [rejection.reason for rejection in rejections] == [
-        "another clip has the same name, if # is written as %23; rename one of the two clips"
+        "another clip has the same name after # is replaced by %23; rename one of the two clips"
     ] * 2
 
 

@@ -290,7 +290,7 @@ def test_a_file_that_is_no_configuration_ends_in_one_sentence(tmp_path: Path, na
     content = HOSTILE[name]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     started = time.monotonic()
-    with pytest.raises(DataError, match=r"SOURCE=.* is no dataset config \(.*\); fix the file") as caught:
+    with pytest.raises(DataError, match=r"SOURCE=.* is not a dataset config \(.*\); fix the file") as caught:
         load_source(str(tmp_path / name))
     assert "\n" not in str(caught.value)
     assert time.monotonic() - started < 60
