@@ -108,8 +108,8 @@ def _write(cache: LatentCache, out: Path, format: str, max_bytes: int) -> None:
 def file_name(i: int, key: str) -> str:
     """Return a file name for sample `i`, without extension. Every file system accepts this name.
 
-    The name consists of the number `i` and the percent-encoded key. A longer name is cut to `NAME_LENGTH` characters. The
-    name contains no dot, because WebDataset treats the text after the first dot as the extension.
+    The name consists of the number `i` and the percent-encoded key. If the name has more than `NAME_LENGTH` (150) characters,
+    its end is cut off. The name contains no dot, because WebDataset treats the text after the first dot as the extension.
     """
     readable = quote(key.encode("utf-8", "surrogateescape"), safe="").replace(".", "%2E")
     return f"{i:08d}-{readable}"[:NAME_LENGTH]

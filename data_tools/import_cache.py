@@ -60,8 +60,8 @@ def import_cache(source: str | Path, out: str | Path, model: str | None = None) 
 
     Raises:
         CacheError: if `out` is a cache with other settings, or the disk is full.
-        ConfigError: if `model` is missing for a cache of musubi-tuner, is given for an export, or needs conditioning
-            frames.
+        ConfigError: if `model` is missing for a cache of musubi-tuner, is given for an export, or is an image-to-video
+            model. Conditioning frames cannot be imported.
         DataError: if `source` contains nothing to import, or a file is damaged, is a pickle, or does not fit the model.
             The message names the file.
     """
@@ -97,7 +97,7 @@ def _import_export(source: Path, out: Path) -> int:
         variant, fingerprint = stored["variant"], stored["fingerprint"]
         names = array_names(variant["conditions"])
         if stored.pop("digest", None) not in (None, digest(stored)):
-            raise ValueError(f"the values of the cache in {EXPORT_NAME} do not match their digest")
+            raise ValueError(f"the key cache of {EXPORT_NAME} has a wrong digest of its values")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT:
             raise ValueError(f"format={manifest['format']} in {EXPORT_NAME} must be {EXPORT_FORMAT}")
@@ -263,8 +263,8 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
         raise ValueError(
-            "the file contains f_indices, which musubi-tuner writes for one-frame training; encode the clips with wands "
-            "preprocess"
+            "the file contains f_indices: musubi-tuner encoded the clip for its one-frame training, and wands cannot import "
+            "such files"
         )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:

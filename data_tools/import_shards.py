@@ -71,15 +71,16 @@ def import_shards(
     Args:
         source: a shard, or a folder with shards at any depth.
         out: cache folder.
-        model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name
-            their encoders, so the import checks only the shapes of latents and text embeddings, and that the latents are
-            normalized.
+        model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name their
+            encoders, so the import cannot check the model itself. It checks only that the shapes of latents and text
+            embeddings fit the model, and that the latents are normalized.
         fps: frames per second of the clips, which shards do not contain. None means the frame rate of the model's
             variant.
         device: device of the text encoder.
 
     Raises:
-        ConfigError: if the model is not complete or needs conditioning frames, or an option is invalid.
+        ConfigError: if the device is invalid, or the model is not complete or is an image-to-video model. Conditioning frames
+            cannot be imported.
         DataError: if there are no shards or no usable samples.
         CacheError: if the cache has other settings, or the disk is full.
     """
@@ -127,7 +128,7 @@ def read_model(model: str | Path) -> tuple[Variant, Tensor]:
         model: pipeline folder or Hub id.
 
     Raises:
-        ConfigError: if the model is not complete or needs conditioning frames.
+        ConfigError: if the model is not complete, or is an image-to-video model. Conditioning frames cannot be imported.
     """
     from diffusers import AutoencoderKLWan
 
@@ -264,11 +265,12 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 
 
 def _unlikelihood(spread: Tensor) -> float:
-    """Return the negative log-likelihood of standard deviations of channels, if the latents are normalized.
+    """Return how unlikely the standard deviations of the channels are for normalized latents.
 
-    The assumed standard deviation of a channel is the product of two random factors: one for the whole clip and one for the
-    channel. The logarithm of the clip's factor has mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the
-    channel's factor has mean 0 and standard deviation `JITTER` (0.3).
+    The result is a negative log-likelihood without constant terms. Its model of normalized latents: the standard deviation of
+    a channel is the product of two random factors, one for the whole clip and one for the channel. The logarithm of the clip's
+    factor is normal with mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the channel's factor is normal with
+    mean 0 and standard deviation `JITTER` (0.3).
 
     Args:
         spread: float [latent channels], standard deviation of each channel.

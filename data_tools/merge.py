@@ -76,9 +76,9 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. List "
-            "the keys in a FILE, run python -m data_tools.split CACHE DROP KEEP --keys-file FILE, "
-            "and merge KEEP instead of CACHE."
+            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. Write the keys to "
+            "a FILE, and remove them from one of the two caches (CACHE): run python -m data_tools.split CACHE DROP KEEP "
+            "--keys-file FILE. The new cache KEEP lacks these keys; merge KEEP instead of CACHE."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
@@ -114,8 +114,8 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
     keys = {cache.keys[i] for cache, i in places}
     if (out / INDEX_NAME).exists() and (others := sorted(set(LatentCache(out).keys) - keys)):
         raise ConfigError(
-            f"OUT={out} is a finished cache with {len(others):,} sample(s) that are in none of the caches to copy, such as "
-            f"{others[0]}; pass a new folder as OUT, or add the cache that contains these samples to the command."
+            f"OUT={out} is a finished cache, and {len(others):,} of its samples (first: {others[0]}) are not among the samples "
+            "to copy; pass a new folder as OUT. To merge, you can instead add the cache that contains these samples."
         )
     copied = 0
     with CacheWriter(out, like.manifest["variant"], like.fingerprint) as writer:

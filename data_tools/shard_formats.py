@@ -79,8 +79,8 @@ def read_samples(shards: Sequence[Path], source: Path) -> Iterator[EncodedSample
 
     Args:
         shards: result of `find_shards`.
-        source: file or folder in which the shards were found. The key of a sample starts with the path of the shard
-            relative to this folder.
+        source: folder in which the shards were found, or the only shard. The key of a sample starts with the path of its
+            shard relative to the folder, or with the file name of the only shard.
     """
     root = source if source.is_dir() else source.parent
     for path in shards:

@@ -38,9 +38,10 @@ def split(
         path: folder of the cache, which is not changed.
         out_a: folder for the samples in `keys`, or for the clips whose hash is below `fraction`.
         out_b: folder for the other samples.
-        fraction: fraction of the clips for `out_a`, between 0 and 1. A hash of the clip's name selects the folder, so all
-            samples of a clip go to one folder. If clips are added to the cache, a new split puts the old clips into the
-            same folders. A new split with a larger fraction only adds clips to `out_a`.
+        fraction: fraction of the clips for `out_a`, between 0 and 1. Only a hash of the clip's name selects the folder, so
+            all samples of a clip go to one folder. If clips are added to the cache and `fraction` stays the same, a later
+            split puts the earlier clips into the same folders. If a later split has a larger fraction, some clips move from
+            `out_b` to `out_a`, and no clip moves from `out_a` to `out_b`.
         keys: keys of the samples for `out_a`.
 
     Returns:

@@ -6,8 +6,9 @@
 Variants:
 
 single kernel       one process computes the whole bin, the other ranks wait
-blocks of a ring    one process computes all R x R blocks of a ring in turn and merges them: the cost of cutting the kernel,
-                    without traffic. Simple code of this script merges the blocks, not the ring of wands
+blocks of a ring    one process computes all R x R blocks of a ring of R ranks in turn, and merges the blocks. Compared with
+                    the single kernel, this is the cost of calling the kernel for blocks, without traffic. The merge is
+                    simple code of these benchmarks, not the code of the ring of wands
 ulysses, ring,      context_attention of wands over ContextLayout: q, k and v in one all-to-all. The row with the word
 hybrid              `plain` in its name is DeepSpeed's DistributedAttention, with three all-to-alls for q, k and v
 all-gather of k, v  the simplest variant: gather keys and values of all ranks in packed order, call the kernel once, and

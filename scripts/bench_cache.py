@@ -13,11 +13,14 @@ safetensors  one file per sample, safetensors.torch.load_file
 tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample
 tar indexed  the same tars with known offsets of all members, which WebDataset does not store
 
-`sequential` reads the samples in the order of writing, `random` in a random order. In a `cold` round, the files of a layout are
-removed from the page cache before the layout is read (POSIX_FADV_DONTNEED; the host of a virtual machine may still cache them).
-In a `warm` round all files have been read before. In a `cold` round, wands compares each shard with the index again; the time
-to open the index is excluded.
-The program adds up one number of each memory page of a tensor, so that no layout can delay reading.
+`sequential` reads the samples in the order of writing, `random` in a random order. In a `warm` round, all files have been read
+before. In a `cold` round, the files of a layout are removed from the page cache before the layout is read (POSIX_FADV_DONTNEED;
+the host of a virtual machine may still cache them). In a `cold` round of `wands`, the cache is also opened again. The time to
+open the cache is excluded. The first read of a shard then compares the shard with the index. The time of this comparison is
+included.
+
+A layout could use memory maps, and return a tensor before its bytes are read from the disk. The program therefore adds up one
+number of each memory page of a tensor, so that the measured time includes the reading in every layout.
 
 The first line shows an index of a million samples in shards of 512: the time to open the index (best of five), and the time to
 compute the number of tokens of every sample.
@@ -107,7 +110,11 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Do nothing. The subclass `Wands` instead opens its cache again, so that the page cache of its files can be emptied."""
+        """Forget what the reader has stored about its files, before a cold round.
+
+        This class stores nothing. The subclass `Wands` opens its latent cache again, so that the reader compares each shard with
+        the index again.
+        """
 
     def sequential(self) -> Iterator[Pair]:
         return self.random(range(len(self)))

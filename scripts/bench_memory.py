@@ -153,7 +153,7 @@ def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
     Args:
         model: the model.
         way: object that checkpoints the blocks; None switches activation checkpointing off. The object keeps the host
-            memory that it has allocated, and uses this memory again after a later call.
+            memory that it has allocated. If a later call of `take` selects the object again, it reuses this memory.
     """
     if way is None:
         model.disable_gradient_checkpointing()

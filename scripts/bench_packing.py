@@ -209,7 +209,8 @@ class Row:
     """Result of a packing scheme for one mix of clips and one capacity of the bins.
 
     Efficiency (see `efficiency`) and bias (see `bias_beyond_chance`) have a value for each (model, number of data-parallel
-    ranks). `aside` marks a row whose setting differs from the other rows, so that the table never lists it as better.
+    ranks). `aside` marks the rows "4 micro steps" and "windows of 2048", which measure wands with a changed setting. The table
+    shows these rows, but the column `better` of another row never names them.
     """
 
     name: str

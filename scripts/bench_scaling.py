@@ -12,9 +12,10 @@ ring runs between nodes.
 
 The column `needs L_eff` shows the smallest effective length of a bin at which the transfers of the ring's forward pass overlap
 with compute completely. The effective length is sum(L^2) / sum(L), where L is the number of tokens of each clip. The smallest
-effective length is R * F / B, with the ring degree R, the speed F of attention in FLOP/s, and the bandwidth B in bytes/s.
-The column `fwd hides` shows whether the bin is long enough. The backward pass needs 1.2 times this length, multiplied by the
-speed of the attention backward divided by the speed of the forward. With a ring of two or three ranks, it needs less.
+effective length is R * F / B, with the ring degree R, the speed F of attention in FLOP/s, and the bandwidth B in bytes/s. The
+column `fwd hides` shows whether the bin is long enough. The backward pass of a ring of four or more ranks needs an effective
+length of 1.2 * R * F2 / B, with the speed F2 of the attention backward. The backward pass of a ring of two or three ranks needs
+less.
 """
 
 from __future__ import annotations

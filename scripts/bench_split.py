@@ -2,8 +2,8 @@
 
 python scripts/bench_split.py FILM
 
-FILM is a video file. The script prints how many seconds of the film are split per second, and how many seconds are only decoded
-per second. The last line is the time of the split divided by the time of the decoding.
+FILM is a video file. The script decodes the film without splitting it, and then splits it. For both, the script prints the time
+and the speed in seconds of film per second. The last line is the time of the split divided by the time of the decoding.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ one at a time   stock diffusers, a forward and backward per clip, gradients accu
 padded batch    stock diffusers, one batch, latents padded with zeros to the largest frames, height and width. The loss of the
                 pads is masked, but attention to the pads is not
 
-Variants alternate (a, b, c, a, b, c, ...), so that a busy machine slows down all three. A ratio is the median over rounds of the
-ratio within one round. tokens/s counts the tokens of the clips without padding. All variants use PyTorch's flash attention. The
-clips are Wan's 480p mix (five aspect ratios, up to 81 frames).
+One round runs each variant once (a, b, c), so that a busy machine slows down all three. The column `packed / this` is the speed
+of `packed` divided by the speed of the variant. The ratio is computed in each round, and the column is the median over rounds.
+tokens/s counts the tokens of the clips without padding. All variants use PyTorch's flash attention. The clips are Wan's 480p
+mix (five aspect ratios, up to 81 frames).
 
 Stock diffusers pads every text to 512 tokens. On a CPU the clips have only about 500 video tokens, so the padded texts cost a far
 larger share of the time than on a GPU with up to 32,760 video tokens. With --text-len 512 no text has padding, and the ratios

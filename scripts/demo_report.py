@@ -93,9 +93,14 @@ def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
 
 
 def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
-    """Return the frames of a clip that a model with these conditions gets as conditioning frames.
+    """Return which frames of a clip a model gets as conditioning frames.
 
-    The result maps the key in the prompt file, "image" or "last_image", to the index of the frame in the clip.
+    Args:
+        conditions: conditions of the model variant, such as ("text", "image").
+
+    Returns:
+        A dictionary that maps a key of the prompt file to the index of a frame in the clip: {"image": 0}, {"last_image": -1},
+        both entries, or no entry.
     """
     first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
     return first | ({"last_image": -1} if "last_image" in conditions else {})
@@ -132,7 +137,8 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
     Args:
         cache_dir: output of `wands preprocess`.
         wanted: number of steps that the user has set; None computes a number from the number of clips.
-        heavy: whether the model needs about twice the time per step. `HEAVY_STEPS` (450) then replaces `STEPS`.
+        heavy: whether a step takes about twice the time of a step of wan2.1-t2v-1.3b. `HEAVY_STEPS` (450) then
+            replaces `STEPS`.
 
     Raises:
         WandsError: if there is no cache, or it has fewer than two samples.
@@ -212,10 +218,12 @@ def choose_processes() -> int:
 
 
 def made(latents: torch.Tensor, taken: Mapping[str, int]) -> torch.Tensor:
-    """Return `latents` [C, f, h, w] without the first or last frame if this frame is a conditioning frame.
+    """Return the latent frames that the model makes, without the conditioning frames. If no frame remains, return all frames.
 
-    If no frame would remain, return all frames. `taken` contains "image" if the first frame is a conditioning frame, and
-    "last_image" if the last frame is a conditioning frame.
+    Args:
+        latents: latents of a video [C, f, h, w].
+        taken: result of `frames_taken`. If it contains "image", the first latent frame is left out. If it contains
+            "last_image", the last latent frame is left out.
     """
     first, last = int("image" in taken), latents.shape[1] - ("last_image" in taken)
     return latents[:, first:last] if first < last else latents

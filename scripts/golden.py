@@ -31,6 +31,9 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
 """Arrays in the index of a cache that earlier versions of wands do not write: signatures and licenses of the samples."""
+PLACES = {f"index/{name}" for name in ("rows", "offsets", "shard_ids", "shard_bytes")}
+"""Arrays in the index of a cache that are not compared. They locate the samples in the shards, which depends on the order in
+which workers finish and on the attributes of the samples."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
@@ -99,7 +102,7 @@ class Checkout:
     def model(self, variant: str) -> Path:
         """Return the folder of a variant's tiny pipeline.
 
-        The script of the working tree builds the pipeline, even if this checkout is a commit.
+        The script of the working tree builds the pipeline, even if `root` is the worktree of a commit.
         """
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(
@@ -109,7 +112,7 @@ class Checkout:
     def clips(self) -> Path:
         """Return a folder with the demo's four real clips and their captions.
 
-        The captions come from demo_report.py of the working tree, even if this checkout is a commit.
+        The captions come from demo_report.py of the working tree, even if `root` is the worktree of a commit.
         """
         report = str(ROOT / "scripts" / "demo_report.py")
         source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
@@ -166,7 +169,11 @@ def series(run: Path) -> list[str]:
 
 
 def cache_digests(cache: Path) -> dict[str, str]:
-    """Return a digest of each array in the shards and the index of a cache, and the stored key and checksum of each sample."""
+    """Return a digest of each array of each sample in a cache, the stored checksums, and a digest of each array in the index.
+
+    The names of the digests contain the keys of the samples, because the order of the samples in the shards may change.
+    Arrays of the index in `PLACES` are left out.
+    """
     import h5py
     import numpy as np
 
@@ -174,16 +181,19 @@ def cache_digests(cache: Path) -> dict[str, str]:
     for shard in sorted(cache.glob("*.h5")):
         with h5py.File(shard) as file:
 
-            def visit(name: str, item: Any, shard: Path = shard) -> None:
-                if isinstance(item, h5py.Dataset):
-                    digests[f"{shard.name}/{name}"] = digest(item[()].tobytes())
+            def visit(name: str, item: Any) -> None:
                 if "key" in item.attrs:
-                    digests[f"{shard.name}/{name}.key"] = str(item.attrs["key"])
-                    digests[f"{shard.name}/{name}.crc32"] = str(item.attrs["crc32"])
+                    digests[f"{item.attrs['key']} crc32"] = str(item.attrs["crc32"])
+                if isinstance(item, h5py.Dataset):
+                    sample = item.parent.attrs.get("key", item.parent.name)
+                    digests[f"{sample} {Path(name).name}"] = digest(item[()].tobytes())
 
             file.visititems(visit)
     with np.load(cache / "index.npz") as index:
-        digests |= {f"index/{name}": digest(index[name].tobytes()) for name in sorted(index.files)}
+        names = {f"index/{name}": name for name in sorted(index.files)}
+        digests |= {
+            shown: digest(index[name].tobytes()) for shown, name in names.items() if shown not in PLACES
+        }
     return digests
 
 

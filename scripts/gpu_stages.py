@@ -175,8 +175,8 @@ def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
 def cross_attention(device: str, heads: int) -> Rows:
     """Measure cross-attention with every attention kernel that this machine can run.
 
-    Two kinds of calls are measured: the backward pass with 1 and 100 keys, and the forward and backward pass with a padded
-    text, as in the model.
+    The kernel alone is measured in the backward pass, with 1 key and with 100 keys (text tokens). The attention of the model,
+    which pads the 100 text tokens to 512, is measured in the forward pass and in the backward pass.
     """
     tokens, scale = max(CLIPS[device][0]), HEAD_DIM**-0.5
     q, dout = random_rows(device, heads, tokens, tokens)
@@ -205,7 +205,7 @@ def cross_attention(device: str, heads: int) -> Rows:
 
 
 def copies(device: str) -> Rows:
-    """Measure how long the call that copies data to a busy device blocks the host, for pageable and for pinned memory."""
+    """Measure how long a copy to a busy device blocks the host. The data is in pageable or in pinned host memory."""
     side = 8192 if device == "cuda" else 64
     busy = torch.randn(side, side, device=device).to(DTYPES[device])
     rows: Rows = []
@@ -379,9 +379,11 @@ def run_wands(arguments: Sequence[str]) -> None:
 
 
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Results) -> Rows:
-    """Train six steps with `wands profile`. Return a row with measurements of steps 3 and 4, predicted time and memory.
+    """Train six steps with `wands profile`, and return a row of the table.
 
-    The profiler records only step 5. If it fails, the error is printed and the stage fails, but the measurements are kept.
+    The row contains measurements of steps 3 and 4, such as time and peak memory. It also contains the predicted time and the
+    predicted peak memory. The profiler records only step 5. If the profiler fails, the error is printed and the stage fails,
+    but the measurements are kept.
     """
     from wands.planning.hardware import MACHINES
     from wands.planning.memory import estimate_memory
@@ -438,9 +440,9 @@ def step_stage(args: argparse.Namespace, results: Results) -> None:
 
 
 def run_tests(args: argparse.Namespace) -> Rows:
-    """Run the GPU tests, several at a time, and return a row with the numbers of tests.
+    """Run the GPU tests, several at a time, and return a row with the numbers of all, skipped and failed tests.
 
-    The names of the finished tests are written to tests.log at once, so that a run that is ended early is not lost.
+    When a test finishes, its name and result are written to tests.log. If the run is ended early, these results are kept.
 
     Raises:
         RuntimeError: if pytest cannot run, or if tests fail. The message contains the names of the failed tests.

@@ -47,7 +47,9 @@ class PeakMemory:
         return self
 
     def mark(self) -> None:
-        """Start a new interval. Memory peaks before the first call of `mark` do not count.
+        """Start to measure the next repetition, which ends at the next call of `mark` or at the end of the block.
+
+        Memory peaks before the first call of `mark` do not count.
 
         On a CPU, this method counts all tensors that Python can reach. Call it only while no autograd graph holds tensors for
         a backward pass, because Python cannot reach these tensors.

@@ -91,7 +91,7 @@ def load_clip(path: Path, area: int, max_seconds: float = 12.0) -> torch.Tensor:
         max_seconds: largest number of seconds to read.
 
     Returns:
-        uint8 [T, H, W, 3] at 16 frames per second: frame i is the last frame of the file that starts at or before i/16 s.
+        uint8 [T, H, W, 3] at 16 frames per second. Frame i of the result is the frame that the file shows at i/16 seconds.
     """
     frames, stamps = [], []
     with av.open(str(path)) as container:

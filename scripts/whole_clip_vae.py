@@ -23,11 +23,13 @@ STRAIGHT = 3.0  # standard deviations above 0; there SiLU is nearly linear
 
 
 def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-    """Compute a whole clip in one call. The `forward` of diffusers' `WanResample` gets the same result in chunks, with a cache.
+    """Resample a whole clip in one call. This function replaces the `forward` of diffusers' `WanResample`.
 
-    Without a cache, the `forward` of diffusers skips the temporal convolution, so this function replaces it. The first frame
-    always skips the temporal convolution. In a downsampling, the temporal convolution has stride 2 and reads all frames. In an
-    upsampling, the temporal convolution reads only the frames after the first frame. Zeros then replace the first frame.
+    diffusers gets the same result by calling its `forward` on chunks of the clip, with a cache. Without a cache, the `forward` of
+    diffusers leaves out the temporal convolution.
+
+    The first frame never passes through the temporal convolution. In a downsampling, the temporal convolution has stride 2 and
+    reads all frames. In an upsampling, the temporal convolution reads zeros in place of the first frame.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -267,8 +269,8 @@ def start_encoder(
     """Initialize the encoder by a principal component analysis, one downsampling after the other.
 
     Returns:
-        Two lists with an entry for each downsampling layer. An entry contains the features [1, C, T, H, W] of each clip,
-        in the first list before the time convolution of the layer, and in the second list after the time convolution.
+        (spatial, temporal). spatial[i][j] contains the features of clip j before the temporal convolution of downsampling
+        layer i. temporal[i][j] contains the features after this convolution. The shape is [1, C, T, H, W].
     """
     conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
@@ -293,14 +295,17 @@ def start_encoder(
 
 
 def leading_first(channels: int, kept: int) -> list[int]:
-    """Return an order of the output channels of the encoder's time convolution, with the `kept` most important channels first.
+    """Return an order of the channels after the encoder's temporal convolution, with the `kept` most important channels first.
 
-    `start_downsample` puts the channels with means of frames before the channels with differences of frames. Both groups begin
-    with the channels of largest variance. The returned order begins with three quarters means and one quarter differences. The
-    first frame skips the time convolution of the decoder, so the same order must apply before and after this convolution.
+    `start_downsample` creates two groups of channels: first the means of two frames, then the differences of two frames. In each
+    group, the channels with the largest variance come first. Of the `kept` channels, the first three quarters are means, and the
+    last quarter are differences.
+
+    `start_decoder` uses one order for the inputs and the outputs of the decoder's temporal convolution. The reason is the first
+    frame, which does not pass through this convolution: its channels keep their order.
 
     Args:
-        channels: number of output channels of the encoder's time convolution.
+        channels: number of output channels of the encoder's temporal convolution.
         kept: number of decoder channels that are fitted to these output channels.
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4

@@ -184,10 +184,10 @@ def _exit_with_error(error: WandsError) -> None:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """End this process with an exit code. If the code is 0 and there is no process group with other ranks, return instead.
+    """End this process with an exit code. If the code is 0 and there is no process group with other ranks, only return.
 
     A process with a process group ends without a shutdown of the Python interpreter. During the shutdown, threads of the
-    communication library gloo could abort the process. The process group is not destroyed, because this would wait for the
+    communication library gloo could abort the process. The process group is not destroyed. Destroying it would wait for the
     other ranks, which may be stuck in a collective after an error.
     """
     if _process_group_formed() and (code or os.environ.get("WORLD_SIZE", "1") != "1"):

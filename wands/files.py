@@ -119,7 +119,7 @@ def atomic_folder(out: Path, *, replaceable: str | None = None) -> Iterator[Path
             missing or empty.
 
     Raises:
-        ConfigError: if `out` may not be replaced, or if a folder that wands did not create has the name of a temporary
+        ConfigError: if `out` may not be replaced. Also if the user has a folder whose name wands needs for a temporary
             folder: the name of `out` with the suffix ".tmp" or ".old".
         WandsError: if `out` cannot be written, or another process is writing `out`.
     """

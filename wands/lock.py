@@ -2,8 +2,8 @@
 
 On one machine the lock is a `flock`, which the kernel releases when the process ends for any reason. On some network file
 systems, `flock` does not reach other machines. The process that holds the lock therefore also writes a heartbeat to the lock
-file every 10 s: its host, its process id and the time. A process on another machine takes the lock over only if the heartbeat
-has stopped.
+file every 10 s. The heartbeat contains the time, and the host and id of the process. A process on another machine takes over
+the lock only if the heartbeat has stopped.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ class WriterLock(AbstractContextManager["WriterLock"]):
     def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:
         """Take the lock.
 
-        The process that holds a lock rewrites the lock file every 10 s. If the lock file is from a process on another
-        machine, that process may have died. So wait 60 s, and take the lock if the lock file has not changed by then.
+        The process that holds a lock rewrites the lock file every 10 s. If a process on another machine wrote the lock
+        file, the constructor watches the file for 60 s. If the file does not change, the other process has died, and the
+        constructor takes the lock.
 
         Args:
             path: the lock file. Its folder is created if it does not exist.
             label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
-            patience: seconds to wait until a living process releases the lock. After this time, an error is raised.
+            patience: seconds to wait while a living process holds the lock. After this time, an error is raised.
 
         Raises:
             WandsError: if another process holds the lock, or the lock file cannot be created.
@@ -71,7 +72,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
             self._acquire(patience)
         except OSError as error:
             raise WandsError(
-                f"{label} cannot be created ({one_line(error)}); choose another folder."
+                f"{label}: lock file {path} cannot be created ({one_line(error)}); choose another folder."
             ) from None
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="wands lock", daemon=True)

@@ -268,7 +268,7 @@ class Variant:
         """Return the size (frames, rows, columns) of the latents of a video.
 
         Args:
-            num_frames: number of frames of the video. If it is not 4k + 1 for an integer k, the next smaller such number is used.
+            num_frames: number of frames of the video. It is rounded down to a multiple of 4 plus 1, such as 49 or 81.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """
@@ -279,7 +279,7 @@ class Variant:
         """Return the number of tokens of a video in the DiT.
 
         Args:
-            num_frames: number of frames of the video. If it is not 4k + 1 for an integer k, the next smaller such number is used.
+            num_frames: number of frames of the video. It is rounded down to a multiple of 4 plus 1, such as 49 or 81.
             height: height of the video in pixels.
             width: width of the video in pixels.
         """

@@ -17,7 +17,10 @@ Result = dict[str, Any]
 
 
 def identify(path: Path, *values: object) -> str:
-    """Return a text that identifies the state of a file and some JSON values: the text changes if the file or a value changes."""
+    """Return a text that changes if the file `path` or one of the JSON values `values` changes.
+
+    The text contains the path, size and modification time of the file, and the values.
+    """
     status = path.stat()
     return json.dumps([str(path), status.st_size, status.st_mtime_ns, *values])
 
@@ -34,7 +37,8 @@ def analyse_clips(
         function: function that runs in a subprocess, and returns a dictionary of JSON values. For a clip that cannot be
             used, the dictionary has the key `reason` with the reason, and is not stored.
         clips: maps the identity of each clip (`identify`) to the clip.
-        store: .jsonl file with the results of earlier calls. Results of clips that are not in `clips` are removed.
+        store: .jsonl file with the results of earlier calls. New results are appended to this file. The results of clips that
+            are not in `clips` are removed from the file.
         num_workers: number of subprocesses. None starts one per CPU core.
 
     Returns:

@@ -82,7 +82,8 @@ def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[
 
     Args:
         hashes: maps the name of each clip to its three hashes.
-        max_bits: a clip is a near-duplicate of another clip if each of its three hashes differs in at most this number of bits.
+        max_bits: largest number of differing bits. Two clips are near-duplicates if their first hashes, their second hashes
+            and their third hashes each differ in at most `max_bits` bits.
     """
     names: list[str] = []
     kept, found = np.empty((len(hashes), 3), np.uint64), {}

@@ -54,10 +54,12 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
     """Decode a whole film, and find its shots, transitions, and black, static and unreadable parts.
 
     Yields:
-        {} after every 100 frames, so that the caller sees progress. The last item has the key `parts`. A part is a dictionary
-        with start and end in seconds, kind and crop. The kind is "shot", "transition", "black", "static" or "unreadable".
-        The crop is the area without black borders as "x,y,width,height", or "". A shot also has an image (JPEG in base64).
-        If the film cannot be decoded, the last item has only the key `reason`.
+        An empty dictionary after every 100 frames, so that the caller sees progress. At the end, {"parts": list of the parts},
+        or {"reason": text} if the film cannot be decoded.
+
+        A part is a dictionary with start and end in seconds, kind and crop. The kind is "shot", "transition", "black",
+        "static" or "unreadable". The crop is the area without black borders as "x,y,width,height"; "" if no
+        border is removed. A shot also has an image (JPEG in base64).
 
     Raises:
         ConfigError: if PySceneDetect is missing.
@@ -158,14 +160,14 @@ def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> li
 
 
 def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
-    """Return the crop that removes black borders, as the text "x,y,width,height".
+    """Return the crop that removes black borders, as the text "x,y,width,height" in displayed pixels.
 
     The result is "" if no border is removed. Borders on opposite sides are removed only if their widths are about equal.
 
     Args:
-        columns: largest luma of each column of the upright frames of a shot.
-        rows: largest luma of each row.
-        scale: two factors, horizontal and vertical: number of displayed pixels for each stored pixel of the upright frame.
+        columns: largest luma of each column of pixels, over the frames of a shot. Rotated frames have been turned upright.
+        rows: largest luma of each row of pixels, over the same frames.
+        scale: displayed width of a pixel and displayed height of a pixel, such as 4/3 and 1 for a file with wide pixels.
     """
     spans = []
     for luma, factor in zip((columns, rows), scale, strict=True):

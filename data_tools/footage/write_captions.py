@@ -86,7 +86,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
     is_inside = out.resolve().parent == Path(os.path.expanduser(options.source)).resolve()
     if is_inside and any(item.key.startswith(f"{out.name}:") for item in rejections):
         raise ConfigError(
-            f"--out={options.out} is a table in the folder SOURCE, and rows of the table that cannot be read would be lost; "
+            f"--out={options.out} is a table in the folder SOURCE, and replacing this table would delete its unreadable rows; "
             "choose another file"
         )
     columns = {name for record in records for name in record.row}

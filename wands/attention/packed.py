@@ -80,14 +80,15 @@ class Segments:
 
 
 def idle_rows(lens: Sequence[int], partner_lens: Sequence[int], num_rows: int) -> Iterator[slice]:
-    """Yield the slices of a tensor, q or k, whose rows attention does not use.
+    """Yield slices of the rows that attention does not use, in one tensor (q or k).
 
-    A row is not used if its segment has no rows of the other tensor (k or q), or if the row comes after the last segment.
+    A row of q is not used if its segment has no rows of k. A row of k is not used if its segment has no rows of q. Rows after
+    the last segment are never used.
 
     Args:
-        lens: number of rows of the tensor in each segment.
-        partner_lens: number of rows of the other tensor in each segment.
-        num_rows: number of rows of the tensor, including the rows after the last segment.
+        lens: number of rows of this tensor in each segment.
+        partner_lens: number of rows of the other tensor (k or q) in each segment.
+        num_rows: number of rows of this tensor, including the rows after the last segment.
     """
     start = 0
     for length, partner in zip(lens, partner_lens, strict=True):

@@ -5,7 +5,7 @@ blocks travel around the ring, and every rank attends to each key block that the
 the ring has all tokens of its Ulysses group, for some of the heads. packed.py calls these tokens a ring row.
 
 The forward pass and the backward pass are custom operators. Activation checkpointing therefore sees each pass as one
-operation. It can keep the result of the forward pass instead of running the ring again. The backward operator is
+operation, and can keep the result of the forward pass instead of running the ring again. The backward operator is
 registered as the gradient of the forward operator, so autograd and torch.compile call it. A custom operator takes only
 tensors, numbers, strings and lists of numbers. The table of the numbers of tokens per rank and sample is therefore passed
 as one flat list, and process groups are passed by name.

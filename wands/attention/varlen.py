@@ -254,7 +254,7 @@ def _cut_queries(
 def _piece_len(dout: Tensor) -> int | None:
     """Return the number of rows of q (queries) above which the backward pass cuts a segment into pieces.
 
-    The number is 2048 on a GPU: about 30,000 rows of q are then enough to keep the whole GPU busy. If `dout` is on a CPU,
-    return None, because segments are not cut there.
+    On a GPU, the number is 2048. About 30,000 rows of q then give enough pieces to keep the whole GPU busy. If `dout` is on a
+    CPU, return None, because segments are not cut there.
     """
     return 2048 if dout.is_cuda else None

@@ -59,9 +59,9 @@ def read_source(options: ClipOptions, **more: object) -> tuple[list[ClipRecord],
         more: other keyword arguments of `load_source`, such as ``log`` (function that receives messages).
 
     Returns:
-        (records, rejections). A usable clip has one record for each of its captions. If --trigger is set, each caption
-        contains the trigger word. An unusable clip has a rejection. A clip that does not meet the condition of --where
-        has a record, whose attribute `unmet` contains the reason.
+        (records, rejections). A usable clip has one record for each of its captions. An unusable clip has a rejection. A
+        clip that does not meet the condition of --where has records, too; their attribute `unmet` contains the reason. If
+        --trigger is set, each caption contains the trigger word.
 
     Raises:
         ConfigError: if the condition of --where is invalid, or names a column that no clip has.
@@ -96,7 +96,7 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
     """Return how much of a clip becomes samples, as three lengths in seconds.
 
     The lengths are the part of the clip that its samples use, the whole clip, and the part that samples would use with
-    --clip-mode slide. This mode divides the whole clip into samples.
+    --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay unused.
 
     Args:
         spec: rate, size and length of the samples.
@@ -112,11 +112,11 @@ def measure_footage(spec: ClipSpec, num_frames: Iterable[int], present: float) -
 def describe_footage(footage: Sequence[float]) -> str:
     """Return a text such as "uses 5.1 of 55.1 s; --clip-mode slide would use 54.9 s".
 
-    The part about --clip-mode slide is left out if this mode would not use more of the video.
+    The text after the semicolon is left out if --clip-mode slide would not use more of the video.
 
     Args:
-        footage: three lengths in seconds, in the order of `measure_footage`: the video that is used, the whole video, and the
-            video that --clip-mode slide would use.
+        footage: three lengths in seconds, in the order of `measure_footage`. In the example, 5.1 s are used, 55.1 s are the
+            whole video, and 54.9 s would be used with --clip-mode slide.
     """
     used, present, with_slide = footage
     more = f"; --clip-mode slide would use {with_slide:,.1f} s" if with_slide > used else ""

@@ -108,13 +108,14 @@ def _check_size(size: str) -> None:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """Check that the base model of an older checkpoint exists, if `model.path` in the checkpoint may be a relative path.
+    """For an older checkpoint, check that `model.path` of the base model is a folder here.
 
-    Older checkpoints contain `model.path` as the user typed it. They do not record whether this is a path or a Hub id. A
-    relative path is valid only in the folder in which the training was started. Newer checkpoints need no check.
+    Older checkpoints contain `model.path` as the user typed it. A text such as "models/wan" can be a relative path or a Hub
+    id. A relative path is valid only in the folder in which the training was started. An absolute path, a name
+    such as "Wan-AI/Wan2.1-T2V-1.3B", and newer checkpoints are not checked.
 
     Raises:
-        ConfigError: if `model.path` may be a relative path, but there is no such folder.
+        ConfigError: if `model.path` is checked, and is not a folder here.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(

@@ -209,7 +209,7 @@ def find_source(options: InferOptions) -> PipelineSource:
         label = f"--checkpoint={options.checkpoint}"
         for part in state.parts:
             if part in dits:
-                raise ConfigError(f"{dits[part].label} and {label} replace the same DiT; leave one out.")
+                raise ConfigError(f"{dits[part].label} and {label} replace the same DiT; remove one option.")
             load = partial(load_full_weights, step, part, base, options.ema, "--model")
             dits[part] = DiTSource(str(step), part, label, state.transformer_config, load)
     elif options.ema:
@@ -253,7 +253,9 @@ def _out_problems(out_dir: Path) -> list[str]:
 
 
 def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
-    """Return facts about the weights for `samples.jsonl`: the model, the dtype, the LoRAs, and the DiTs from other folders."""
+    """Return facts about the weights for `samples.jsonl`, such as the model, the dtype, the LoRAs, and each folder of a DiT that
+    replaces a DiT of the model.
+    """
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)

@@ -25,8 +25,9 @@ from wands.train.append_log import to_line
 def score(options: ScoreOptions) -> str:
     """Compare each sampled video with its reference clip, and return a table as text.
 
-    The reference clip is the clip with the file name of the video (without extension), or else the clip whose caption is the
-    video's prompt. If `options.json_path` is set, write the rows of the table to this JSON file.
+    A video and its reference clip have the same file name, apart from the extension. If no clip has this file name, the
+    reference clip is the clip whose caption is the video's prompt. If `options.json_path` is set, write the rows of the table
+    to this JSON file.
 
     Raises:
         ConfigError: if no sample has a reference clip.

@@ -122,8 +122,8 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
-    """Lock a run folder until `stack` is closed. Delete two kinds of files of an earlier run: its temporary files, and
-    requests of the user, such as the file "save".
+    """Lock a run folder until `stack` is closed. Delete the temporary files that an earlier run left in the folder. Also delete
+    files by which the user sent requests to an earlier run, such as the file "save".
     """
     stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
     for request in (output_dir / name for name in REQUESTS):

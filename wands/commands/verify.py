@@ -46,7 +46,7 @@ def verify(options: VerifyOptions) -> str:
             )
     if problems:
         raise WandsError(
-            [*problems, f"{len(problems)} of {number} {things} in {path} are damaged; restore them"]
+            [*problems, f"{path}: {len(problems)} of {number} {things} are damaged; restore these {things}"]
         )
     return f"{number} {things} in {path} are intact"
 

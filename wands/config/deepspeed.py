@@ -56,8 +56,8 @@ def build_ds_config(
 ) -> dict[str, Any]:
     """Complete the user's DeepSpeed JSON with the settings of the recipe.
 
-    The JSON may override an `optim` key only if the key has its default value in the recipe. The recipe may state the default
-    value or omit the key.
+    A key of the recipe's `optim` section counts as unset if its value is the default, even if the recipe file states this
+    value. The JSON may override only unset keys.
 
     Args:
         user: the JSON as read from the file. A key with the value "auto" counts as missing.
@@ -68,7 +68,7 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-        JSON has a scheduler. A resumed run may pass this config as `user` if its recipe and its world size are unchanged.
+        JSON has a scheduler. A resumed run with unchanged recipe and world size may pass this config as `user`.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
@@ -208,9 +208,9 @@ def uses_adam(config: Mapping[str, Any]) -> bool:
 def _choose_adam(config: dict[str, Any], device_type: str) -> None:
     """Set in `config` whether Adam and AdamW come from torch or from DeepSpeed. Keys of `config` that the user set are kept.
 
-    On a GPU machine with optimizer states on the host, DeepSpeed's Adam is used, because torch's Adam is several times
-    slower there. DeepSpeed's Adam is also used if the user sets `bias_correction`, which torch's Adam lacks. In all other
-    cases, torch's Adam is used, because DeepSpeed's Adam needs a CUDA toolkit.
+    If a run on GPUs offloads the optimizer states to the host, DeepSpeed's Adam is used. torch's Adam would be several
+    times slower on the host. DeepSpeed's Adam is also used if the user sets `bias_correction`, which torch's Adam lacks. In
+    all other cases, torch's Adam is used, because DeepSpeed's Adam needs a CUDA toolkit.
     """
     params, offloads = config["optimizer"]["params"], offloads_optimizer(config)
     # Only DeepSpeed's Adam has bias_correction, so a user who sets this key wants DeepSpeed's Adam.

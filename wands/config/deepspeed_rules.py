@@ -65,7 +65,7 @@ _ADAM_PARAMS = (
 
 
 def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> str:
-    """Return the device of an offload section of `zero_optimization`: "none", "cpu" or "nvme".
+    """Return the device to which a section of `zero_optimization` offloads tensors: "none", "cpu" or "nvme".
 
     Args:
         zero: `zero_optimization` of the JSON.

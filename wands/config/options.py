@@ -45,8 +45,8 @@ class ClipOptions(Options):
     clips are stretched to this size."""
     max_pixels: tuple[int, ...] = ()
     """Largest area of a frame in pixels, height x width [default: 399360, which is 832 x 480]. Clips with larger frames
-    are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. The
-    first value of an existing latent cache cannot change. Further values may be added or removed."""
+    are scaled down and keep their aspect ratio. Give the option several times to get each clip at several sizes. For
+    an existing latent cache, the first value must stay the same. You may add or remove further values."""
     max_frames: Annotated[int | None, BeforeValidator(lambda frames: frames or None)] = 81
     """Largest number of frames in a sample. The number of frames is always a multiple of 4 plus 1, such as 49 or 81. If a
     clip is longer, --clip-mode chooses its frames. 0 sets no limit: each sample is then a whole clip, shortened by up to
@@ -103,8 +103,8 @@ class InitOptions(ClipOptions):
     """Choose settings for your clips and GPUs, and write a recipe.
 
     The command decodes the clips of SOURCE, and predicts the fastest settings that fit the GPUs. It writes the files
-    recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh. It prints the commands in commands.sh, which check and encode
-    the clips, train the model and sample videos. Comments in recipe.yaml give the reasons for the settings.
+    recipe.yaml, deepspeed.json, prompts.jsonl and commands.sh. The commands in commands.sh, which are also printed, check
+    and encode the clips, train the model and sample videos. Comments in recipe.yaml give the reasons for the settings.
 
     Examples:
         wands init clips/
@@ -313,10 +313,10 @@ class PreprocessOptions(ClipOptions):
     """Largest number of clips to encode: the first clips of SOURCE in the order of their names. Run the command again
     without --limit to add the other clips to the cache."""
     part: Annotated[str | None, Spelling(metavar="I/N")] = None
-    """Divide the clips into N parts, and encode only part I, such as 3/16, into the folder part-I-of-N inside --out. The
-    first part is 1/N. Use this option on a cluster if no launcher starts processes on all nodes. Run one part on each
-    node. Then join the parts into the folder CACHE with `python -m data_tools.merge OUT/part-* --out CACHE`, where OUT is
-    the value of --out."""
+    """Divide the clips into N parts, and encode only part I into the folder part-I-of-N inside --out. For example, 3/16
+    encodes the third of 16 parts. Use this option on a cluster if no launcher starts processes on all nodes. Run one part on
+    each node. Then join the parts into the folder CACHE with `python -m data_tools.merge OUT/part-* --out CACHE`, where
+    OUT is the value of --out."""
 
 
 class PackOptions(RecipeOptions):
@@ -491,8 +491,8 @@ class ProfileOptions(LauncherOptions):
 class InferOptions(Options):
     """Sample videos from prompts and images.
 
-    With a launcher such as torchrun, all processes work together on each video. Options that you leave out get the official
-    values of the model's authors, which the table below lists.
+    With a launcher such as torchrun, all processes work together on each video. If you leave out a sampling option, such as
+    --steps, the model gets the official value of its authors. The table below lists the official values.
 
     Examples:
         wands infer --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a red kite" --out videos/
@@ -508,8 +508,8 @@ class InferOptions(Options):
     """Text prompt for one video. Give the option several times to sample several videos. At least one prompt is needed,
     from --prompt or from --prompts-file."""
     prompts_file: Path | None = None
-    """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, with
-    a prompt and its options."""
+    """File with prompts. A .txt file contains one prompt per line. A .jsonl file contains one JSON object per line, such as
+    {"prompt": "a kite", "seed": 1}."""
     height: tuple[int, ...] = ()
     """Height of the video in pixels. Give the option several times to set one value per prompt [default: the official
     value of the model]."""
@@ -564,7 +564,7 @@ class InferOptions(Options):
     """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. PATH=0.5
     multiplies the LoRA's update by 0.5. Give the option several times to add several LoRAs. For a model with two experts, a
     folder can contain one file for each expert, with high_noise or low_noise in the file name. A single file is added to
-    the high-noise expert, unless the tensor names in the file begin with transformer_2."""
+    the high-noise expert. But tensors whose names begin with transformer_2 are added to the low-noise expert."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA contains weights for both experts,
     only the weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
@@ -581,15 +581,15 @@ class InferOptions(Options):
     save_latents: bool = False
     """Save the latents of each video in a file next to its mp4 file."""
     ulysses_degree: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes that divide the attention heads among themselves (Ulysses), if a launcher is used [default: the
+    """With a launcher, the number of processes that divide the attention heads among themselves (Ulysses) [default: the
     largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
-    """Number of processes that divide the tokens among themselves (ring attention), if a launcher is used [default: the
+    """With a launcher, the number of processes that divide the tokens among themselves (ring attention) [default: the
     number of processes that compute one prediction (see --guidance-mode), divided by the Ulysses degree]."""
     attention_backend: Literal["auto", "native"] = "auto"
     """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch that
-    is installed and passes a test. `native` uses the attention of diffusers, and so does `auto` on a CPU or in fp32. If
-    several processes divide the tokens of a video, this option has no effect."""
+    is installed and passes a test. `native` uses the attention of diffusers. On a CPU or in fp32, `auto` means
+    `native`. If several processes divide the tokens of a video, this option has no effect."""
     guidance_mode: Literal["auto", "sequential", "batched"] = "auto"
     """Classifier-free guidance needs two predictions: one for the prompt, and one for the negative prompt.
     `sequential` computes one prediction after the other. `batched` computes both as one batch, which needs more
@@ -647,8 +647,8 @@ class ExportOptions(Options):
     out: Path
     """Folder to write. The folder must be new or empty, or contain an earlier export, which is replaced."""
     base: str | None = None
-    """Pipeline folder or Hub id that provides the VAE, the text encoder and other components that were not trained. This
-    option cannot be used if the export writes LoRA files [default: the model that the run started from]."""
+    """Pipeline folder or Hub id that provides the VAE, the text encoder and other components that were not trained. If
+    the export writes LoRA files, --base cannot be used [default: the model that the run started from]."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the trained weights are written. Layers that diffusers keeps in fp32 are always written in fp32."""
     max_shard_size: str = "5GB"
@@ -656,8 +656,8 @@ class ExportOptions(Options):
     effect on LoRA files."""
     link: Annotated[bool, Spelling("--link/--copy")] = False
     """With --link, make hard links to the files of --base. With --copy, copy these files. Hard links take no disk
-    space, but a program that writes into a linked file also changes --base. This option cannot be used if the
-    export writes LoRA files [default: --copy]."""
+    space, but a program that writes into a linked file also changes --base. If the export writes LoRA files,
+    --link cannot be used [default: --copy]."""
     merge: bool = False
     """Merge the trained LoRA into the base weights and export the whole pipeline. This option can be used only for LoRA
     runs."""

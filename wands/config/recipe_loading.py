@@ -53,8 +53,8 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
         overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: receives the wrong keys and values. If there are any, "recipe" and the names of the wrong sections are
-            marked as failed in `problems`. Later checks that need a failed section are skipped.
+        problems: receives one error with all wrong keys and values. The check "recipe", and the name of each section with
+            a wrong key or value, are then marked as failed. Later checks that need one of these names are skipped.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.
@@ -91,9 +91,9 @@ class _RecipeLoader(yaml.SafeLoader):
         self.num_nodes, self._sizes = 0, dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next YAML node, and add its number of values to `num_nodes`.
+        """Return the next YAML node. Add the number of values in this node, including nested values, to `num_nodes`.
 
-        An alias adds as many values as the node that it repeats.
+        An alias adds as many values as the node that the alias repeats.
         """
         event, before = self.peek_event(), self.num_nodes
         if getattr(event, "tag", None) is not None:
@@ -121,7 +121,7 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe={path} must be a mapping, not {type(values).__name__}; fix the file.")
+        raise ConfigError(f"recipe={path} must be a mapping, not {type(values).__name__}; write key: value.")
     return values
 
 

@@ -7,8 +7,8 @@ lengths alone. Then pairs of bins exchange clips to balance the costs of the bin
 
 Example: clips of 6, 6, 4, 4 and 4 tokens, bins of 16 tokens, and a cost of length squared:
 
-1. Packing gives the bins [6, 6, 4] and [4, 4]. Their costs are 36 + 36 + 16 = 88 and 16 + 16 = 32.
-2. The two bins exchange a clip of 6 tokens for a clip of 4 tokens: [6, 4, 4] and [6, 4]. The costs are 68 and 52.
+1. Packing divides the lengths into the bins [6, 6, 4] and [4, 4]. Their costs are 36 + 36 + 16 = 88 and 16 + 16 = 32.
+2. The two bins exchange a length 6 for a length 4: [6, 4, 4] and [6, 4]. The costs are 68 and 52.
 3. Each length in a bin is replaced by a clip of this length, in random order: each 6 by one of the two clips of 6
    tokens, each 4 by one of the three clips of 4 tokens.
 
@@ -290,20 +290,21 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     """Balance the costs of bins (packed sequences) in `ROUNDS` rounds. In each round, pairs of bins exchange samples, so
     that the costs of the two bins become more similar.
 
-    The rounds take turns with three kinds of pairs:
+    The rounds alternate between three kinds of pairs:
 
     1. The most expensive bin with the cheapest bin, the second most expensive with the second cheapest, and so on.
     2. An expensive bin with a random cheap bin.
     3. Two random bins.
 
-    For each pair, `SPLITS` random splits of the pair's samples into two bins are compared. The best split that keeps
-    both bins within `max_tokens` replaces the two bins, if the two new costs are more similar than the two old costs.
+    For each pair, `SPLITS` random splits of the pair's samples into two new bins are compared. Splits with a bin of more
+    than `max_tokens` tokens are ignored. The best split is the split whose two bins have the most similar costs. If the
+    costs of the two old bins are less similar, the new bins replace the old bins.
 
     Args:
         bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Samples
             of equal length may share an entry.
-        lengths: int64 [D], number of tokens of the samples of each entry.
-        costs: int64 [D], cost of a sample of each entry.
+        lengths: int64 [D], for each entry, number of tokens of one sample.
+        costs: int64 [D], for each entry, cost of one sample.
         max_tokens: capacity of a bin in tokens.
         key: numbers and texts that determine the random choices.
 

@@ -261,7 +261,8 @@ def open_held_out(
         fingerprint: function that returns the fingerprint of the model's encoders.
 
     Returns:
-        The clips. None if `eval.cache` is not set, and either `data.holdout` is 0 or `data.split` is not "train".
+        The clips of `eval.cache` if this key is set. Without `eval.cache`, the held-out clips if `data.holdout` is above 0 and
+        `data.split` is "train". Otherwise None.
     """
     if cache is not None:
         return open_data(DataConfig(cache=cache, verify=section.verify), variant, seed, fingerprint)

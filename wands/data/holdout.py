@@ -43,7 +43,8 @@ def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
     The name is the key without its suffixes: file extension, time range, hash of the caption, window number and frame size.
-    If the file's own name ends with text that looks like a time range, this text is removed, too.
+    For example, the key "a.mp4@2.000-9.500#0003" belongs to the clip "a". If the name of a file ends with text that looks like a
+    time range, such as "a@2.000.mp4", this text is removed, too.
 
     Args:
         key: key of the sample.
@@ -84,7 +85,7 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
       next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
 
     For a clip that is not a film, the choice never changes when other clips are added. Adding a film changes the choice for other
-    films only if there were few films before, and there are many films afterwards.
+    films only if the number of films changes from few to many.
 
     Args:
         keys: keys of the samples of all sources.
@@ -172,16 +173,18 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    If the key has a time range with an end, but no number of a window (range of frames), return the whole time range. Such a
-    key does not say whether the sample is from the start or from the middle of the range (`--clip-mode middle`).
+    The end of a key can name a time range of the file, and a window (a range of frames) of this time range. For example,
+    "a@2.000-9.500#0003" is window 3, counted from 0, of the time range from 2 to 9.5 seconds.
+
+    If the key has a time range with an end, but no window number, return the whole time range. A key without a window number
+    does not say whether the sample is from the start or from the middle of the range (`--clip-mode middle`).
 
     Args:
-        key: key of the sample. For example, "a@2.000-9.500#0003" is window number 3, counted from 0, in the time range from 2
-            to 9.5 seconds.
+        key: key of the sample.
         length: length of the sample in seconds.
-        longest: length of the longest sample of the source in seconds, which is the length of a full window. Windows follow
-            each other without gaps: window number n starts n * `longest` seconds after the start of the time range. Without
-            a time range in the key, the first window starts at 0.
+        longest: length of a full window in seconds. This is the length of the longest sample in the cache that contains the
+            sample. Windows follow each other without gaps, so window n starts n * `longest` seconds after the start of the
+            time range. If the key has no time range, window 0 starts at 0.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

@@ -60,9 +60,9 @@ class EpochPlan:
             Every step has the same number of bins.
         seq_lens: int64 [N], number of tokens of every sample, including samples that the epoch does not use.
         max_tokens: capacity of a bin in tokens.
-        planned_totals: (number of samples, number of tokens) of the epoch as it was first planned. Set only for a
-            plan that was read from a checkpoint: if the user has removed samples from the data since then, `steps` lacks
-            them, but `planned_totals` still counts them. None for other plans.
+        planned_totals: (number of samples, number of tokens) of the epoch, counted when the epoch was planned. Set only for
+            a plan that was read from a checkpoint. If the user has removed samples from the data since the checkpoint, `steps`
+            does not contain the removed samples, but `planned_totals` still counts them. None for other plans.
     """
 
     steps: tuple[Step, ...]
@@ -300,7 +300,7 @@ def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
 
 def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | None) -> None:
     if len(seq_lens) == 0:
-        raise DataError("data contains no sample; run wands preprocess on at least one clip.")
+        raise DataError("data.cache or data.sources has no sample; run wands preprocess on clips.")
     assert seq_lens.min() > 0
     too_long = np.flatnonzero(seq_lens > max_tokens)
     if len(too_long):
@@ -318,10 +318,10 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. An
-    expensive sample costs more than the expected mean of these smaller bins, so the other ranks would wait for it. Bins
-    without expensive samples are chosen first, and then the bins whose most expensive sample costs least. `costs`
-    contains the cost of each sample.
+    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. A sample
+    is called expensive if it costs more than the expected mean cost of the smaller bins. The other ranks would wait for the
+    rank with an expensive sample. Bins without expensive samples are therefore chosen first. The next choice is the bins
+    whose most expensive sample costs least. `costs` contains the cost of each sample.
 
     Returns:
         The chosen bins, and the bins of all other steps.
@@ -379,8 +379,8 @@ def group_into_steps(
     costs. Different ranks process the bins of a group at the same time.
 
     1. Sort the bins by cost, and cut the sorted list into ranges. The bins of a range have similar costs.
-    2. Divide each range into groups: sort its bins by their longest samples, and deal the bins out to the groups in turn. So
-       these groups get equally many bins with long samples.
+    2. Divide each range into groups: sort the bins of the range by their longest samples, and deal the bins out in rounds. In
+       each round, every group of the range gets one bin, in random order. So the groups get equally many bins with long samples.
     3. If a step has k groups, sort all groups by cost, and cut the sorted list into k equal parts. Each step gets one random
        group of each part.
 
@@ -390,7 +390,7 @@ def group_into_steps(
         level_bins: number of bins of a group. `bins_per_step` is a multiple of this number.
         costs: cost of each sample.
         seq_lens: int64 [N], number of tokens of each sample.
-        key: (seed, epoch), which determines the random choices in items 2 and 3 above. The seed can be a number or a text.
+        key: (seed, epoch), which determines the random choices in items 2 and 3. The seed can be a number or a text.
     """
     if not bins:
         return []
@@ -431,10 +431,12 @@ def _choose_cuts(
     formed from the bins of one range.
 
     Large ranges have the advantage that the samples of a group can have many lengths, as in the whole data. Small ranges
-    have the advantage that the ranks wait less for the most expensive bin. The time of a bin, including waiting, is
-    estimated as the highest cost in the bin's range. A division is allowed if the sum of all costs is at least `LEVEL`
-    (smallest efficiency) times the sum of these times. Choose the allowed division whose ranges have sample lengths most
-    similar to the lengths in the whole data. If no division is allowed, choose the smallest ranges.
+    have the advantage that the ranks wait less for the most expensive bin.
+
+    The time of a bin, including waiting, is estimated as the highest cost of a bin in the same range. The efficiency of a
+    division is the sum of the costs of all bins, divided by the sum of the estimated times of all bins. A division is
+    allowed if its efficiency is at least `LEVEL`. Choose the allowed division whose ranges have sample lengths most similar
+    to the lengths in the whole data. If no division is allowed, choose the smallest ranges.
 
     Args:
         bins: bins of all steps except a shorter last step, the most expensive bin first.

@@ -1,8 +1,8 @@
 """Choose the rows (uses of samples) of each epoch, and map a global step to the samples of this step.
 
 A row is one possible use of a sample in an epoch. If a source is repeated 2.5 times, each of its samples has three rows, and
-an epoch uses two or three of these rows. The index of the epoch (0, 1, 2, ...) determines which rows it uses. The rows of a
-source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on.
+an epoch uses two or three of these rows. The index of the epoch (0, 1, 2, ...) determines which rows the epoch uses. The rows
+of a source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on.
 
 As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
 a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.epoch_files`).
@@ -29,10 +29,10 @@ from wands.flow.rng import permutation
 class RepeatSchedule:
     """Selection of the rows (uses of samples) of each epoch.
 
-    The rows of a source with N samples and `repeat` r are ceil(r) copies of the N samples. If r is an integer, each epoch
-    uses all copies. Otherwise each epoch uses the first floor(r) copies completely, and on average (r - floor(r)) * N rows
-    of the last copy. The rows of the last copy have a random order that depends only on the seed. Each epoch takes the
-    next rows in this order. After the last row, the order starts again.
+    A source with N samples and `repeat` r has ceil(r) copies of N rows. Each copy has one row for each sample. If r is an
+    integer, each epoch uses all rows. Otherwise each epoch uses all rows of the first floor(r) copies, and on average
+    (r - floor(r)) * N rows of the last copy. The rows of the last copy have a random order that depends only on the seed. Each
+    epoch takes the next rows in this order. After the last row, the order starts again.
 
     Example: with r = 1.5, a sample is used once in one epoch and twice in the next. Any e consecutive epochs use each
     sample floor(e * r) or ceil(e * r) times.
@@ -77,8 +77,9 @@ class RepeatSchedule:
         """Return numbers that identify the rows (uses of samples) of an epoch. Two epochs with equal numbers use the
         same rows.
 
-        If the `repeat` of a source is fractional, an epoch uses some samples of the source once more than its other
-        samples. These extra samples are consecutive items in a fixed random order of the source's samples.
+        If the `repeat` of a source is fractional, an epoch uses some samples of the source once more than the other samples of
+        the source. These extra samples are consecutive items in a fixed random order of the source's samples. So the position
+        of the first extra sample, and the number of extra samples, identify the rows of the source.
 
         Returns:
             One pair for each source: (position of the first extra sample in the random order, number of extra samples). The
@@ -318,8 +319,9 @@ class PlanSampler:
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
         """Return the windows (groups of rows that are read one after the other) of an epoch, as int64 arrays of row numbers.
 
-        A row is one use of a sample. Rows of different windows are packed together only in the few bins that do not fill an
-        optimizer step. Return None if the epoch uses all rows of the data as one window.
+        A row is one use of a sample. Each window is packed into bins separately. The few bins of a window that do not fill an
+        optimizer step are combined with bins of the next windows, and may exchange rows with these bins. Return None if the
+        epoch uses all rows of the data as one window.
         """
         rows = self.rows(epoch)
         if self._windows is None:

@@ -90,7 +90,7 @@ def check_gpus() -> None:
     if num_processes > (num_gpus := torch.cuda.device_count()):
         raise ConfigError(
             f"{num_processes} processes were started on a node with {num_gpus} GPUs, and each process needs a GPU. "
-            f"Start at most {num_gpus} processes per node."
+            f"Start at most {num_gpus} processes per node (deepspeed --num_gpus, torchrun --nproc-per-node)."
         )
 
 
@@ -104,9 +104,10 @@ def start_together() -> Iterator[None]:
     there is no exchange.
 
     Raises:
-        Exception: on a rank whose block raised an exception other than a WandsError. The rank raises this exception again.
-        WandsError: on all other ranks, if the block failed on any rank. The message is from the lowest rank that failed. If
-            the exception of the lowest rank is not a WandsError, the error is a RankError that names the exception.
+        Exception: if the block of this rank raised an exception that is not a WandsError. This exception is raised again.
+        WandsError: if the block raised a WandsError on this rank, or if the block failed only on other ranks. The class and
+            the message are from the lowest rank that failed. If the exception of the lowest rank is not a WandsError, a
+            RankError that names this exception is raised.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield

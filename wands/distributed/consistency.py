@@ -90,8 +90,8 @@ def _first_key(odd: str | None, usual: str | None) -> str:
     """Return the first difference between the values of two groups of ranks, such as " (train.seed=3, not 0)".
 
     Args:
-        odd: compared value, as JSON or a digest, of the ranks that differ from most ranks; None if they have no value.
-        usual: compared value of most ranks; None if they have no value.
+        odd: value of the ranks that differ from most ranks, as JSON or a digest; None if these ranks have no value.
+        usual: value of most ranks, as JSON or a digest; None if most ranks have no value.
 
     Returns:
         For JSON objects, the first key with different values, and both values. " (missing)" if `odd` is None. An empty text
@@ -149,10 +149,10 @@ def check_tensors_agree(names: Sequence[str], checksums: Tensor) -> None:
 def tensor_checksum(tensor: Tensor) -> Tensor:
     """Hash the bits of a tensor to an int64 scalar on the tensor's device.
 
-    The elements are read as integers of at most 32 bits. Each integer and its 32-bit index form a 64-bit number, which a
-    one-to-one function scrambles. The hash is the sum of the scrambled numbers modulo 2^64. The hash therefore changes
-    whenever exactly one integer changes. Tensors that differ in more integers have equal hashes with probability 2^-64. The
-    hash does not depend on the order of addition. NaNs are hashed by their bits.
+    The elements are read as integers of at most 32 bits. Each integer and its position in the tensor (32 bits) form a
+    64-bit number, which a one-to-one function scrambles. The hash is the sum of the scrambled numbers modulo 2^64. The hash
+    therefore changes whenever exactly one integer changes. Tensors that differ in more integers have equal hashes with
+    probability 2^-64. The hash does not depend on the order of addition. NaNs are hashed by their bits.
 
     Args:
         tensor: tensor of any shape, with elements of 1, 2, 4 or 8 bytes.

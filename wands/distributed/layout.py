@@ -216,10 +216,10 @@ def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
 
 @lru_cache(maxsize=256)
 def ring_rounds(chunk_lens: ChunkLens) -> int:
-    """Return the number of rounds of the ring: the number of ranks in the ring, or 1 if no sample is split over the ring.
+    """Return the number of rounds of the ring. In each round, a rank attends to the keys of one rank of the ring.
 
-    In each round, a rank attends to the keys of one rank of the ring. All ranks compute the number of rounds before
-    they communicate, so that no rank waits for keys that are never sent.
+    If a sample is split over several ranks, there are as many rounds as ranks in the ring. Otherwise, there is one round. All
+    ranks compute the number of rounds before they communicate, so that no rank waits for keys that are never sent.
 
     Args:
         chunk_lens: entry [r][s] is the number of tokens of sample s on rank r of the ring.

@@ -81,8 +81,8 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
     """Return the digests of a component: "config_sha256" and, if the component has weights, "weights_sha256".
 
-    The tokenizer has only "vocabulary_sha256". A config key that is missing counts as the key with its default value. In
-    the config of the image processor, a missing key counts as null.
+    The tokenizer has only "vocabulary_sha256". A missing config key counts as the key with its default value. The
+    image processor is an exception: a key that is missing in its config counts as null.
 
     Args:
         model: pipeline folder or Hub id. For a Hub id, the Hub gives the digests of weight files that are not in `folder`.

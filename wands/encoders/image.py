@@ -115,7 +115,7 @@ class WindowEncoder:
     def encode(self, windows: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         """Encode windows of equal shape as one batch. A window is a range of frames of a clip.
 
-        If the model variant needs them, the conditioning frames of each window are encoded as well.
+        If the model variant takes conditioning frames, the conditioning frames of each window are encoded as well.
 
         Args:
             windows: frames of each window, uint8 [frames, rows, columns, 3] on the CPU. `WanVideoEncoder.encode` explains

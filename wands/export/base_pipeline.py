@@ -19,8 +19,8 @@ def check_base(
     """Check that a DiT can replace the DiT of a base pipeline (option --base).
 
     The DiT's config must equal the config of the base's DiT. Keys that start with "_", and keys that the base's config does
-    not have, are not compared. The DiT's model and the base must have the same number of experts (DiTs for high or low
-    noise).
+    not have, are not compared. The model of the DiT and the base must have equally many experts: one DiT, or two DiTs for
+    high and low noise.
 
     Args:
         base: folder of the base pipeline.
@@ -80,8 +80,8 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 def carry_over(earlier: Path, out: Path) -> None:
     """Copy the files that the user added to an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. A README.md that the user wrote is copied together with the loss plot loss.png, because
-    README.md may show this plot. A README.md that wands wrote is not copied. It contains the line `MARKER`.
+    The folder `samples` is copied. A README.md with the line `MARKER` was written by wands, and is not copied. Any other
+    README.md was written by the user. It is copied together with the loss plot loss.png, which it may show.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

@@ -80,9 +80,10 @@ class Hub:
         return self.call(action, request, waits[1:])
 
     def _text(self, error: BaseException, status: int | None) -> str:
-        """Return the message of an error as one short line, after the HTTP status or, without a status, the error's class.
+        """Return an error as one short line, such as "HTTP 404: Not Found" or "ConnectionError: Connection refused".
 
-        Stars replace the Hub's access token in the message.
+        The line starts with the HTTP status, or with the error's class if there is no status. Stars replace the Hub's access
+        token in the message.
         """
         message = getattr(error, "server_message", None) or str(error)
         line = one_line(ValueError(message.replace(str(self.api.token), "***")), 300)

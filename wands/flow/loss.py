@@ -2,8 +2,10 @@
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
-is the mean number of tokens per step. No rank divides by the number of samples or tokens on that rank. With a mask, a token
-counts with its weight instead of 1, in the errors and in the denominators.
+is the mean number of trained tokens per step. No rank divides by the number of samples or tokens on that rank.
+
+If a sample has a mask, the squared error of each token is multiplied by the token's weight in the mask. In a number of
+trained tokens, each token of this sample counts with its weight instead of 1.
 
 Letters: L local tokens of a rank, P channels of a token, S samples.
 """
@@ -34,10 +36,10 @@ def flow_matching_loss(
         token_weights: fp32 [L], weight of each token from the mask of its sample; 1 for samples without a mask.
 
     Returns:
-        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient: for
-        each sample, the sum over its local tokens of squared error * token weight. `sample_weights` are not applied.
-        The mean squared error of a sample is a quotient of two sums over all ranks: the sum of its sample_errors, divided
-        by the sum of its token weights.
+        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient.
+        Entry s is the sum of (squared error * token weight) over the tokens of sample s on this rank, without
+        `sample_weights`. To compute the mean squared error of sample s, add entry s over all ranks, and divide the result
+        by the sum of the token weights of sample s on all ranks.
     """
     dtype = torch.promote_types(pred.dtype, torch.float32)
     errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1) * token_weights.to(dtype)

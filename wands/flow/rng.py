@@ -1,7 +1,8 @@
-"""Random number generators of training. Each generator is keyed by (seed, sample, repeat_index, epoch, purpose).
+"""Random number generators of training. Each generator is keyed by (seed, sample id, repeat index, epoch, purpose).
 
-A new generator is made for each use, so equal keys always give equal random numbers. The random numbers do not depend on
-the rank, the packing of the samples, the order of the samples, or restarts.
+The repeat index (0, 1, ...) counts the uses of a sample in one epoch. A new generator is made whenever random numbers are
+needed, so equal keys always give equal random numbers. The random numbers do not depend on the rank, the packing of the
+samples, the order of the samples, or restarts.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def _mass(flow: FlowConfig, low: float, high: float) -> float:
 def _truncated_ppf(flow: FlowConfig, quantile: float, low: float, high: float) -> float:
     """Map `quantile`, a number from 0 to 1, to a sigma in [low, high]. The shift by `flow.flow_shift` is not applied.
 
-    Uniform random quantiles give sigmas with the distribution `flow.timestep_sampling`, truncated to [low, high]. For some
-    distributions and ranges, sigma falls as `quantile` grows.
+    Uniform random quantiles give sigmas with the distribution `flow.timestep_sampling`, truncated to [low, high]. In two
+    cases, sigma falls as `quantile` grows: for "mode", and for "logit_normal" if logit(low) > `flow.logit_mean`.
 
     Source: Esser et al. 2024 (arXiv 2403.03206), eq. 19 (logit-normal) and 20 (mode).
     """
@@ -222,11 +222,13 @@ def _bisect(is_below: Callable[[float], bool], left: float, right: float) -> tup
 
 
 def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
-    """Round sigma to fp32, so that the rounded sigma stays in the range from `low` to `high`. The fp32 timestep 1000 * sigma
-    stays in the range from 1000 * `low` to 1000 * `high`.
+    """Round sigma to fp32, so that the rounded sigma stays in the range from `low` to `high`.
+
+    The fp32 timestep 1000 * sigma also stays in the range from 1000 * `low` to 1000 * `high`. `high` itself is excluded from
+    the range unless `high` is 1.
 
     In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
-    the range of the other expert. The ranges do not contain their upper end, except the end sigma = 1.
+    the range of the other expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)
     while min(float(value) - low, _timestep(value) - NUM_TRAIN_TIMESTEPS * low) < 0.0:

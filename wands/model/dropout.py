@@ -144,8 +144,8 @@ class _Drop(torch.autograd.Function):
 def _drop(x: Tensor, rows: Tensor, salt: int, p: float) -> Tensor:
     """Return a copy of x [..., C] with dropout in the first `len(rows)` rows. Later rows do not change.
 
-    `rows` contains the keys of these rows (hashes that identify the tokens or timesteps). `salt` is the hash of the layer's
-    name. `p` is the dropout probability.
+    `rows` contains one row key for each row with dropout. A row key is a hash that identifies the row's token or timestep.
+    `salt` is the hash of the layer's name. `p` is the dropout probability.
     """
     out = x.clone(memory_format=torch.contiguous_format)
     flat, step = out.view(-1, x.shape[-1]), max(_CHUNK // x.shape[-1], 1)

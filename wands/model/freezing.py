@@ -45,8 +45,10 @@ def freeze_parameters(model: nn.Module, trainable: Sequence[str], frozen: Sequen
 
 
 def is_trained(name: str, trainable: Sequence[str], frozen: Sequence[str]) -> bool:
-    """Return whether a parameter is trained: `trainable` is empty or a pattern in `trainable` matches `name`, and no pattern
-    in `frozen` matches `name`.
+    """Return whether the parameter `name` is trained.
+
+    A parameter that matches a pattern in `frozen` is not trained. Any other parameter is trained if it matches a pattern in
+    `trainable`, or if `trainable` is empty.
     """
     is_trainable = not trainable or any(fnmatchcase(name, pattern) for pattern in trainable)
     return is_trainable and not any(fnmatchcase(name, pattern) for pattern in frozen)

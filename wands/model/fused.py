@@ -28,9 +28,9 @@ CHUNK = 256
 def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return index tables for sums over the tokens of each timestep. All blocks share the cached result.
 
-    The gradients of gate, factor and shift are such sums. The tokens of each timestep are divided into chunks of at most
-    `CHUNK` tokens. First the tokens of each chunk are summed, then the chunks of each timestep. The order is fixed, unlike
-    the order of the atomic additions of `index_add_` on a GPU.
+    The gradients of the modulation (gate, factor and shift, one row per timestep) are sums over the tokens of a timestep.
+    The tokens of each timestep are divided into chunks of at most `CHUNK` tokens. First the tokens of each chunk are summed,
+    then the chunks of each timestep. This order of additions is fixed. `index_add_` on a GPU has no fixed order.
 
     Args:
         lens: number of tokens of each of M timesteps; the sum is L.
@@ -63,8 +63,9 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 def _sum_timesteps(x: Tensor, valid: Tensor, chunks: Tensor) -> Tensor:
     """Sum x over the tokens of each of M timesteps, and return [M, D].
 
-    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. `valid` and `chunks` are results of `_timestep_rows`: `valid` is 0
-    for the rows of x that only fill a short chunk, and `chunks` is 1 if a chunk belongs to a timestep, else 0.
+    x is [C, CHUNK, D]: C chunks of CHUNK tokens of width D. A chunk with fewer tokens is filled up with tokens that must not
+    count. `valid` and `chunks` are results of `_timestep_rows`. `valid` is 0 for a token that must not count, and 1 for any
+    other token. `chunks` is 1 if a chunk belongs to a timestep, else 0.
     """
     return (chunks * (x * valid).sum(1)).sum(1)
 
@@ -114,8 +115,9 @@ def add_norm_backward(
 
     `add_norm_forward` returns total = hidden + update * gate, and normed = layer_norm(total) * factor + shift.
 
-    Gradients that are not computed are empty tensors: the update's if `update` is None, the gate's if `needs_gate` is
-    False, and the gradients of factor and shift if `needs_table` is False.
+    A gradient that is not computed is an empty tensor. If `update` is None, the gradients of update and gate are not
+    computed. If `needs_gate` is False, the gradient of gate is not computed. If `needs_table` is False, the gradients of
+    factor and shift are not computed.
 
     Args:
         dtotal: gradient of `total`; None means 0.
@@ -123,7 +125,7 @@ def add_norm_backward(
         total: result of `add_norm_forward`, or `hidden` if `update` is None.
         mean: mean of `total` for each token.
         rstd: 1 / standard deviation of `total` for each token.
-        update: argument of `add_norm_forward`. Only its dtype is used if `needs_gate` is False.
+        update: argument of `add_norm_forward`. If `needs_gate` is False, only the dtype of `update` is used.
         gate: argument of `add_norm_forward`.
         factor: argument of `add_norm_forward`.
         timesteps: tables that assign the tokens to timesteps, the result of `_timestep_rows`.

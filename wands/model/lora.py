@@ -162,7 +162,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
     if update is None:
         raise ConfigError(
             f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
-            f"{expert.subfolder}, or set model.experts to the experts of this LoRA."
+            f"{expert.subfolder}. To train only transformer_2 (the low-noise expert), set model.experts=low."
         )
     return update
 
@@ -213,10 +213,10 @@ class MergedLoras:
         Raises:
             ConfigError: if the model lacks a parameter that a LoRA changes, or has a parameter of a different shape.
         """
-        for _, update in self._loras:
-            if missing := update.find_missing(model, "model.merge_loras"):
+        for number, (_, update) in enumerate(self._loras, 1):
+            if missing := update.find_missing(model, where := f"model.merge_loras, entry {number}"):
                 raise ConfigError(
-                    f"model.merge_loras: a LoRA changes {len(missing)} parameters that the model does not have "
+                    f"{where}: the LoRA changes {len(missing)} parameters that the model does not have "
                     f"({shorten(missing, 3)}). Use a LoRA that was trained for this model."
                 )
 

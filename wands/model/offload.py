@@ -1,7 +1,7 @@
 """Activation offloading to host memory, with copies that run in parallel with the computation.
 
 A group is the set of tensors that one block of the model offloads. The backward pass uses the groups in reverse order.
-When the backward pass uses a tensor of block n, the copies of the tensors of block n - 1 to the device start. The last
+When the backward pass uses a tensor of block n, wands starts to copy the tensors of block n - 1 back to the device. The last
 two groups also stay on the device, because the backward pass needs these groups first, before they could be copied back.
 """
 

@@ -4,7 +4,8 @@ Letters: L local tokens, S samples, M timesteps, P noisy channels of a token, P'
 of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
 
 The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module
-hooks. A module that needs a different `forward` method therefore gets a different class, and keeps its parameters.
+hooks. To change the `forward` method of a module, wands therefore replaces the module's class (`__class__`) by a
+subclass. The module and its parameters stay in place.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class PackedWanTransformer(WanTransformer3DModel):
         """Set dropout for training. After this call, `forward` needs `meta.dropout_keys` in training.
 
         Args:
-            p: dropout probability of diffusers' dropout layers: attention outputs and hidden states of the
-                feed-forwards.
+            p: dropout probability of attention outputs and of the feed-forward's hidden states, where diffusers' blocks have
+                dropout layers.
             lora_p: dropout probability of the LoRA inputs. The LoRA must exist already.
         """
         self.row_keys = add_dropout(self, p, lora_p)
@@ -232,7 +233,7 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config as JSON, with diffusers' class name `WanTransformer3DModel`, which other tools can load."""
+        """Return the config as JSON. Its class name is `WanTransformer3DModel`, so that other tools can load the config."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 
@@ -428,7 +429,7 @@ class Fp32Linear(nn.Linear):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to x [..., in_features] in the dtype of its weights, and return [..., out_features]."""
+        """Cast x [..., in_features] to the dtype of the weight, apply the layer, and return [..., out_features]."""
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 

@@ -1,4 +1,4 @@
-"""Dtypes of a DiT's weights in training (fp32, bf16 or quantized) and in diffusers.
+"""Dtypes of a DiT's weights: in training (fp32, bf16 or quantized), and after diffusers loads the DiT.
 
 A quantized weight belongs to a frozen linear layer. It consists of 8-bit or 4-bit codes (small integers) and of scales,
 and is decoded only while the layer computes. Codes and scales are ordinary parameters, so ZeRO-3 partitions and gathers

@@ -1,8 +1,8 @@
 """Numbers that describe a machine: memory, peak FLOP/s, bandwidths, and the speeds of kernels.
 
 Peaks and memory sizes are from the vendors' data sheets. The bandwidth of a link is the bandwidth that collectives reach
-for one GPU and one direction. The speeds of kernels are typical fractions of the data sheet. `wands calibrate` measures these
-speeds and writes them to a file, which `with_measurements` reads.
+for one GPU and one direction. The speeds of kernels are typical fractions of the peak FLOP/s and of the memory bandwidth in the
+data sheet. `wands calibrate` measures the speeds of kernels and writes them to a file. `with_measurements` reads this file.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Machine:
     def world_bandwidth(self, gpus: int) -> float:
         """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
-        On one node, the result is `node_bandwidth`. On several nodes, the result is the smaller of two bandwidths:
-        `node_bandwidth`, and the sum of the bandwidths of a node's network cards.
+        On one node, the result is `node_bandwidth`. On several nodes, the result is `node_bandwidth` or the total
+        bandwidth of one node's network cards, whichever is smaller.
         """
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
@@ -118,7 +118,7 @@ def _machine(gpu: str, memory: int, bandwidth: int, fractions: dict[str, Any], *
     """Return a machine with the numbers of a data sheet.
 
     Args:
-        gpu: name of the GPU, which contains a key of `PEAK_TFLOPS`.
+        gpu: name of the GPU. The name must contain a key of `PEAK_TFLOPS`, such as "A6000" in "RTX A6000".
         memory: memory of the GPU in GB.
         bandwidth: bandwidth of this memory in GB/s.
         fractions: maps the name of an attention kernel to the fractions of the peak FLOP/s that the kernel reaches:

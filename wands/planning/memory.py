@@ -232,7 +232,7 @@ class _States:
 
 
 class Activations:
-    """Sizes in bytes of one rank's activations and their gradients, at each moment of the backward pass.
+    """Predicted bytes of one rank's activations: on the device during training and during sampling, and on the host.
 
     Args:
         workload: sizes of the run.
@@ -295,8 +295,8 @@ class Activations:
         """Return the bytes of device memory for the tensors that checkpointed blocks saved in the forward pass.
 
         Args:
-            left: number of checkpointed blocks whose backward pass remains, including the block that is recomputed at this
-                moment. The recomputed activations of this block are not included in the result.
+            left: number of checkpointed blocks whose backward pass has not ended. One of these blocks is being recomputed. Its
+                recomputed activations are not included in the result.
         """
         model = self.recipe.model
         on_host = [self._named(name) for name in model.kept_on_host]

@@ -5,9 +5,10 @@ the balance and the communicated bytes of a bin (the clips of one forward pass).
 With several data-parallel ranks, the predicted compute time is divided by `LEVEL`, the smallest efficiency that the packer
 allows, because ranks wait for the slowest rank.
 
-- Compute: linear layers, and the two passes of the attention kernel, have fixed speeds. The backward pass of a linear layer
-  has 2 times the FLOPs of the forward pass, or 1 time if its weight is frozen. The backward pass of attention has 2.5 times
-  the FLOPs. Recomputation adds a forward pass, but does not repeat attention if `attn_output` is kept. Other kept tensors
+- Compute: all linear layers have one speed in FLOP/s. The attention kernel has one speed for its forward pass and one for
+  its backward pass. The backward pass of a linear layer has twice the FLOPs of the forward pass. If the weight is frozen,
+  both passes have equal FLOPs. The backward pass of attention has 2.5 times the FLOPs of the forward pass.
+  Recomputation adds a forward pass, but does not repeat attention if `attn_output` is kept. Other kept tensors
   (`model.saved_tensors`, `model.offloaded_tensors`) save no compute in the prediction.
 - Pointwise operations, such as norms and casts, take the time to read and write their tensors.
 - The host starts the kernels of a pass one by one. If starting all kernels takes longer than running them, the time of the
@@ -16,9 +17,9 @@ allows, because ranks wait for the slowest rank.
   results, `attn_input` or `attn_output`, are not kept.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
   gradients and does not overlap with a kernel.
-- ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the
-  gradients in each micro step, and stages 0 and 1 once per step. Stages 1 and 2 gather the weights once per
-  step. The traffic of a micro step overlaps with the compute that does not already overlap with the ring.
+- ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the gradients
+  in each micro step. Stages 0 and 1 reduce the gradients once per optimizer step. Stages 1 and 2 gather the weights once per
+  optimizer step. The transfers of a micro step overlap with compute, but not with compute that overlaps with the ring.
 - Offload: weights, gradients and offloaded activations use the link between GPU and host. The optimizer's update on the host
   reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
 - Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading and padding.
@@ -176,13 +177,13 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (ZeRO's transfers in a micro step, seconds of the work of ZeRO that runs once per optimizer step).
+    """Return (ZeRO's transfers in a micro step, seconds of ZeRO's work at the end of an optimizer step).
 
-    The ZeRO stage and the offloading decide whether the work per optimizer step includes the reduction of the gradients,
-    the gather of the updated weights, and the update on the host.
+    The work at the end of an optimizer step has up to three parts: reducing the gradients, gathering the updated weights, and
+    updating the weights on the host. The ZeRO stage and the offloading decide which parts are needed.
 
-    ZeRO's transfers can overlap only with compute during which the ring transfers nothing. Transfers that take longer than
-    this compute are partly exposed (`Traffic.exposed`).
+    ZeRO's transfers overlap with compute, but not with compute that already overlaps with the ring's transfers. If ZeRO's
+    transfers take longer than the other compute, the rest of the transfers is exposed (`Traffic.exposed`).
 
     Args:
         workload: sizes of the run.

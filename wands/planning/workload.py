@@ -52,7 +52,7 @@ class Workload:
         ring_degree: number of ranks that exchange keys and values in a ring.
         micro_steps: number of forward passes on each rank in one optimizer step.
         max_tokens: largest number of tokens in a bin. A bin is the packed sequence of the samples of one forward pass.
-        max_samples: largest number of clips in a bin.
+        max_samples: largest number of samples in a bin.
         video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.
         vae_bytes: bytes of the weights of the VAE that decodes the sample videos.

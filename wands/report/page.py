@@ -49,7 +49,7 @@ def report(options: ReportOptions) -> Path:
     for run in runs:
         if not (run["recipe"] or run["events"] or run["metrics"]):
             raise ConfigError(
-                f"RUNS {run['folder']} is not a run folder (it contains no recipe.yaml, events.jsonl or metrics.jsonl); "
+                f"RUNS {run['folder']} is not a run folder (it contains none of recipe.yaml, events.jsonl and metrics.jsonl); "
                 "give the output_dir of a training run."
             )
     runs = [run | {"thumbnails": _clip_thumbnails(run)} for run in runs]
@@ -119,8 +119,8 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
 
     Args:
         curves: (name, CSS classes, x, y) of each curve, or (name, CSS classes, x, y, low, high) for a curve with a band from
-            `low` to `high`. x, y, low and high are sequences of numbers. Points whose y is not finite are left out. For a curve
-            with the CSS class "clipped", the y axis does not extend to the outliers.
+            `low` to `high`. x, y, low and high are sequences of numbers. Points whose y is not finite are left out. A curve
+            with the CSS class "clipped" may leave the chart: the y axis ignores its lowest and its highest 2 % of values.
 
     Returns:
         None if no curve has a finite value. Otherwise a dict with these keys:
@@ -128,8 +128,8 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
         "steps": values of x to label on the x axis.
         "ticks": values of y to label on the y axis.
         "lines": (name, CSS classes, points, outline, x texts, y texts) of each curve. `points` are the SVG points of the
-            curve. `outline` are the SVG points around its band, "" without a band. The texts are the values of x and y at the
-            points of the curve.
+            curve. `outline` are the SVG points around the curve's band; "" if the curve has no band. `x texts` and `y texts`
+            are the values of x and y at the points of the curve, separated by spaces.
     """
     from matplotlib.ticker import MaxNLocator
 

@@ -33,7 +33,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         A dict with these keys, where N is the number of rows of metrics.jsonl:
         `folder`, `name`: the run folder and its name.
         `recipe`: the resolved recipe, {} if it cannot be read.
-        `changes`: maps each recipe key that differs from its default to (value, default).
+        `changes`: maps each recipe key with a changed value to the pair (value, default).
         `metrics`, `events`, `samples`: rows of metrics.jsonl, events.jsonl and samples.jsonl, without keys whose value is null.
         `steps`: step of each row of `metrics`, int64 [N].
         `loss_mean`: running mean of the loss over `window` steps, float64 [N]. Steps with a skipped update do not count in

@@ -37,12 +37,12 @@ class Lora:
     """One LoRA file to add to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, this is the
-            path of the file of one expert.
+        path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, `path` is
+            the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: DiT to which the tensors are added: "transformer", or "transformer_2" (the low-noise expert). Tensors whose
-            keys start with "transformer_2" are always added to the low-noise expert. If the file has such tensors and
-            `subfolder` is "transformer_2", the other tensors of the file are ignored.
+        subfolder: DiT to which the tensors are added: "transformer", or "transformer_2" (the low-noise expert). A file may
+            contain tensors of both DiTs. The keys of its low-noise tensors then start with "transformer_2". From such a file,
+            "transformer" adds all tensors, each to its DiT, and "transformer_2" adds only the low-noise tensors.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -99,8 +99,8 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
 
     Args:
-        flag: "--lora", or "--lora-2" to find only the LoRA of the low-noise expert.
-        subfolder: "transformer" or "transformer_2". A single file that belongs to no expert becomes a `Lora` with this subfolder.
+        flag: "--lora" or "--lora-2". If there are files for experts, "--lora-2" returns only the LoRA of the low-noise expert.
+        subfolder: "transformer" or "transformer_2". If there are no files for experts, the only LoRA gets this subfolder.
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
     """

@@ -1,4 +1,4 @@
-"""Schedulers for sampling: the noise schedule's shift, and the Euler scheduler of LoRAs that sample in 4 steps."""
+"""Schedulers for sampling: the noise schedule's shift, and the Euler scheduler for LoRAs that reduce sampling to 4 steps."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def shift_key(scheduler: Any) -> str:
 class EulerScheduler(FlowMatchEulerDiscreteScheduler):
     """Euler scheduler with the noise levels 1, 1 - 1/N, ..., 1/N before the shift, for N steps.
 
-    LoRAs that sample in 4 steps are trained at these noise levels. With shift 5, the timesteps are 1000, 937.5, 833.3 and
-    625. With `FlowMatchEulerDiscreteScheduler` of diffusers, the last step would change almost nothing, because it would start
-    at a noise level of almost 0 instead of 1/N.
+    LoRAs that reduce sampling to 4 steps are trained at these noise levels. With shift 5, the timesteps are 1000, 937.5, 833.3
+    and 625. With `FlowMatchEulerDiscreteScheduler` of diffusers, the last step would change almost nothing, because it would
+    start at a noise level of almost 0 instead of 1/N.
     """
 
     def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:

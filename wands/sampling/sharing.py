@@ -143,7 +143,10 @@ def set_attention(
 
 
 def _check_pipelines(pipeline: AnyPipeline, device: torch.device) -> None:
-    """Check that the scheduler and the weights are equal on all ranks. Folders with the same name can differ between nodes."""
+    """Check that the scheduler and the weights are equal on all ranks.
+
+    They can differ if each node has its own copy of the pipeline folder.
+    """
     scheduler = public_config(pipeline.scheduler.config)
     parts: dict[str, Any] = {"pipeline": public_config(pipeline.config) | {"scheduler": scheduler}}
     for name in ("text_encoder", "image_encoder", "transformer", "transformer_2", "vae"):

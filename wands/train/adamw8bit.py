@@ -3,7 +3,9 @@
 bitsandbytes stores a moment as 8-bit codes, with one scale for each block of 256 values. DeepSpeed flattens many parameters
 into one flat tensor. If bitsandbytes updated this flat tensor, a block could contain values of several parameters, and
 parameters with small gradients would lose their moments. Therefore the optimizer of this module updates each fragment (the
-part of one parameter in a flat tensor) separately. The blocks start where bitsandbytes starts them in the whole parameter.
+part of one parameter in a flat tensor) separately. The blocks are the same as for the whole parameter in bitsandbytes: values
+0 to 255 of the parameter, values 256 to 511, and so on.
+
 Small parameters have fp32 moments, as in bitsandbytes. Only a block that is divided between two ranks differs from
 bitsandbytes: the block has one scale on each rank.
 """

@@ -73,8 +73,13 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
     contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
     rank 0 measures the kernels.
 
-    Nothing is measured if `attention.backend` is not `auto`, in fp32, on a CPU, or if no kernel except cuDNN runs on all
-    ranks. In these cases, the function `attention_backend` chooses the kernel: the kernel that the recipe names, or with
+    No kernel is measured in three cases:
+
+    - `attention.backend` is not `auto`.
+    - The run computes in fp32 or on a CPU.
+    - No kernel except cuDNN runs on all ranks.
+
+    In these cases, the function `attention_backend` chooses the kernel: the kernel that the recipe names, or with
     `auto` the first usable kernel of a fixed list.
 
     Args:

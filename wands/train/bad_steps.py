@@ -56,10 +56,10 @@ class BadSteps:
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
         """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
 
-        The function takes this rank's part of the summed loss, and the gradient norm. It returns True to skip the update. Its
-        result is equal on all ranks. There are three cases:
+        The function takes two arguments: the loss summed over this rank's tokens, and the gradient norm. The function returns
+        True to skip the update. Its result is equal on all ranks. There are three cases:
 
-        - The plan contains no samples, because `data.exclude` names them all: every function returns True.
+        - The step has no samples, because `data.exclude` names all of its samples: every function returns True.
         - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
           ends the run after a loss or a gradient norm that is not finite.
         - Otherwise each function compares the update with past updates.
@@ -126,8 +126,8 @@ class BadSteps:
         fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"
         of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
         raise DataError(
-            f"step {step}: bad update (train.on_bad_step): the loss{of_expert} is {loss} and the gradient norm is {norm} (clips "
-            f"without a finite loss: {names}); {fix}, or lower optim.lr. Then continue from the last checkpoint with --resume.",
+            f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {norm}, a bad update (see train.on_bad_step; "
+            f"clips without a finite loss: {names}); {fix}, or lower optim.lr. Then start the run again with --resume.",
             agreed=True,
         )
 

@@ -97,7 +97,7 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
             raise
         raise ConfigError(
             f"{key} cannot allocate {sum(rounded) / 2**30:.1f} GiB of {'pinned ' * pinned}host memory on this rank "
-            f"({str(error).splitlines()[0]}); {fix}, or use more nodes, among which this memory is divided."
+            f"({str(error).splitlines()[0]}); {fix}, or use more nodes: ZeRO stages 1 to 3 divide this memory."
         ) from error
     vectors = [
         vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)

@@ -1,10 +1,15 @@
 """Save checkpoints, and push them to the Hub. The folder of a saved step is either complete or does not exist.
 
-A save has these stages. First, each rank writes its part of the weights and of the optimizer states into a folder with a
-temporary name, with a subfolder for each DiT. A thread writes these files. If the training continues during the save, the
-thread writes a copy of the state. Then rank 0 writes `wands_state.json`, which contains the size and the hash of
-every file. Then the folder gets its final name. Last, the file `latest` is replaced. If the process is killed at any moment,
-the previous checkpoint stays valid.
+A save has four stages:
+
+1. A thread of each rank writes the rank's part of the weights and of the optimizer states. The files are in a folder with a
+   temporary name, with a subfolder for each DiT. With `checkpoint.asynchronous`, the rank first copies its part to host
+   memory. The thread then writes the copy while the training continues.
+2. Rank 0 writes `wands_state.json`, which contains the size and the hash of every file.
+3. The folder gets its final name.
+4. The file `latest` is replaced.
+
+If the process is killed at any moment, the previous checkpoint stays valid.
 """
 
 from __future__ import annotations

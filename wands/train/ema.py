@@ -1,6 +1,6 @@
 """Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 master weights.
 
-A fragment is the range of a flattened parameter that one rank averages, fp32 [N]. At ZeRO stage 0,
+A fragment is a range of values of a flattened parameter. Each rank averages its own fragments, in fp32. At ZeRO stage 0,
 every rank has all weights, but each rank averages only its own range of every parameter.
 """
 
@@ -172,7 +172,11 @@ def own_fragments(engine: Any) -> list[Fragment]:
 
 
 def _own_share(fragment: Fragment) -> Fragment:
-    """Return the share of a parameter that this rank averages at ZeRO-0, where `fragment` is the whole parameter."""
+    """Return the range of a flattened parameter that this rank averages at ZeRO-0.
+
+    Args:
+        fragment: the whole parameter. At ZeRO-0, every rank has all values of every parameter.
+    """
     rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
     start, end = numel * rank // world_size, numel * (rank + 1) // world_size
     return fragment._replace(start=start, offset=start, numel=end - start)

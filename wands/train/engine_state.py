@@ -1,12 +1,12 @@
 """State of a DeepSpeed engine as named tensors and plain values, so that a checkpoint contains no pickle.
 
-Each rank stores the fragments that it owns. A fragment is a range of a flattened trained parameter: its fp32 master weights and
-its optimizer states. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO stage, the
-stored fragments cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number of
-ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores it.
+A fragment is a range of values of a flattened trained parameter. Each rank stores the fp32 master weights and the optimizer
+states of the fragments that the rank owns. The tensors have names such as "blocks.0.attn1.to_q.weight/exp_avg". At every ZeRO
+stage, the stored fragments cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number
+of ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores the state.
 
-A flat tensor is a tensor that the optimizer updates. At ZeRO-0 a flat tensor is a parameter. At other stages it is a rank's
-partition of many parameters.
+A flat tensor is a tensor that the optimizer updates. At ZeRO-0, each flat tensor is one parameter. At other stages, each flat
+tensor contains a rank's fragments of many parameters.
 
 Optimizer states with a value for each weight belong to fragments. The scales of 8-bit AdamW, which have a value for each block
 of weights, also belong to fragments: "blocks.0.attn1.to_q.weight/absmax1". Other states, such as a step count, belong to flat
@@ -77,12 +77,14 @@ def trained_fragments(engine: Any) -> list[Fragment]:
 def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return the state of an engine: the tensors that this rank stores, and everything else as a JSON object.
 
-    With `weights_only`, the states of the optimizer, such as its momentum, are left out. The JSON object has these keys:
+    With `weights_only`, the states of the optimizer, such as its momentum, are left out. A flat tensor is a tensor that the
+    optimizer updates. The JSON object has these keys:
 
-    - "fragments": maps the name of each trained parameter to [index, in the flattened parameter, of the first value that this
-      rank stores; shape of the whole parameter; number of the tensor that the optimizer updates].
-    - "frozen": a dict like "fragments", for frozen parameters. The number of the tensor is not used. Empty for a LoRA run.
-    - "flat_sizes": number of values of each tensor that the optimizer updates.
+    - "fragments": maps the name of each trained parameter that this rank stores to a list [start, shape, number]. This rank
+      stores a range of the flattened parameter: `start` is the index where the range starts. `shape` is the shape of the
+      whole parameter. `number` is the index of the flat tensor that contains the range.
+    - "frozen": a dict like "fragments", for frozen parameters. `number` is not used. A LoRA run has an empty dict.
+    - "flat_sizes": number of values of each flat tensor.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.
     """
@@ -156,8 +158,8 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
         files: the `state_rank_*` files of the DiT.
 
     Raises:
-        CheckpointError: if a file cannot be read, or the files lack a value. Also if the number of ranks or the ZeRO
-            stage has changed, and an optimizer state cannot be divided among the new ranks.
+        CheckpointError: if a file cannot be read, if a value is missing in the files, or if an optimizer state cannot be
+            divided among another number of ranks or for another ZeRO stage.
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
@@ -183,9 +185,10 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
 
 @torch.no_grad()
 def refresh_weights(engine: Any) -> None:
-    """Copy the fp32 master weights to the weights of the model, after a change of the masters between two steps.
+    """Copy the fp32 master weights to the weights of the model. Every rank must call this function.
 
-    Every rank must call this function. At ZeRO-0 it does nothing, because ZeRO-0 has no separate master weights.
+    This copy is needed if the master weights were changed outside an optimizer step. At ZeRO-0 the function does nothing,
+    because ZeRO-0 has no separate master weights.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
@@ -251,15 +254,19 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Find the flat tensors for which DeepSpeed stores the momentum of whole parameters, and not only of this rank's ranges.
+    """Find the parameters whose whole momentum DeepSpeed stores on this rank, although the rank may own only a part.
 
-    These are the flat tensors that Muon updates, at ZeRO-1 and 2 without CPU offload. A flat tensor is a tensor in the
-    optimizer's param groups, and contains many parameters.
+    DeepSpeed stores whole momentum for parameters that Muon updates, at ZeRO-1 and 2 without CPU offload.
 
-    Returns {index of the flat tensor: its fragments, in the order of the stored momentum}. At other ZeRO stages, with CPU
-    offload, or without Muon, the result is {}.
+    Args:
+        engine: DeepSpeed engine.
+        base: the torch optimizer inside the engine.
+        fragments: this rank's fragments (ranges of flattened parameters).
 
-    `base` is the torch optimizer inside the engine. `fragments` are this rank's ranges of the flattened parameters.
+    Returns:
+        A dict that maps the index of each tensor that Muon updates to the fragments in this tensor. The fragments are in the
+        order in which DeepSpeed stores their momentum. The dict is empty at other ZeRO stages, with CPU offload, or
+        without Muon.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -294,8 +301,8 @@ def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tens
 def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFiles) -> dict[str, Any]:
     """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
 
-    A flat tensor is a tensor that the optimizer updates. The run that wrote the checkpoint may have had other flat tensors. The
-    states come from that run's flat tensor that contains the start of `fragment`.
+    A flat tensor is a tensor that the optimizer updates. The run that wrote the checkpoint may have divided the parameters into
+    other flat tensors. The result contains the states of the old flat tensor with the first value of `fragment`.
 
     Args:
         fragment: range of a flattened parameter that this rank owns.
@@ -367,9 +374,11 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
 
 
 def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
-    """Return a view of the values of `flat` that belong to a fragment, the range of one flattened parameter.
+    """Return a view of the values in `flat` that belong to one parameter.
 
-    `flat` is the flat tensor that contains the fragment, or a tensor of this shape, such as the flat tensor's gradient.
+    Args:
+        flat: a tensor that contains values of one or more flattened parameters, or the gradient of this tensor.
+        fragment: place of the parameter's values in the tensor: the index of the first value, and the number of values.
     """
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
 

@@ -310,11 +310,12 @@ def summarize(
 
 
 def _means(plan: EvaluationPlan, losses: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Return the mean loss of each side as a dict with the keys "held_out" and "train". The mean of a side without losses is
-    None.
+    """Return the mean loss of the held-out clips and of the training clips: a dict with the keys "held_out" and "train".
+
+    A mean is None if there is no loss to average.
 
     Args:
-        plan: clips, each with its side ("held_out" or "train").
+        plan: clips of the evaluation, each of which is marked as "held_out" or "train".
         losses: (index of the clip in the plan, loss) pairs.
     """
     sides = {side: [loss for i, loss in losses if plan.clips[i].side == side] for side in (HELD_OUT, TRAIN)}
@@ -354,9 +355,9 @@ def paired_change(
 def last_improvement(plan: EvaluationPlan, rows: Sequence[Row]) -> int:
     """Return the step of the last evaluation that clearly improved the held-out loss.
 
-    Each evaluation is compared with the last clear improvement before it, or with the first evaluation. The loss improves
-    clearly if the 95 % confidence interval of its change is below 0. With a single clip there is no interval, and the change
-    itself must be below 0.
+    Each evaluation is compared with the last earlier evaluation that clearly improved the loss. If there is none, it is
+    compared with the first evaluation. The loss improves clearly if the 95 % confidence interval of its change is below 0.
+    With a single clip there is no interval, and the change itself must be below 0.
 
     Args:
         plan: clips of the evaluations.

@@ -133,9 +133,10 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    First, the largest number of noise levels (9, 5, 3 or 1) is chosen at which the budget allows `USUAL_CLIPS` clips, or all
-    clips if there are fewer. If the budget does not allow so many clips even at one noise level, the choice is repeated with
-    fewer clips. Last, as many clips are chosen as the budget allows at this number of noise levels.
+    The number of noise levels is 9, 5, 3 or 1. The function starts with `USUAL_CLIPS` clips, or with all clips if there are
+    fewer. It chooses the largest number of noise levels with which the budget is enough for these clips. If the budget is too
+    small even for one noise level, the function tries one clip less, and so on. Last, clips are added as long as the
+    budget allows them with the chosen number of noise levels.
 
     Args:
         costs: FLOPs of each clip at a single noise level, summed over all evaluations of the run. If the run has held-out

@@ -32,8 +32,8 @@ class StepLog:
     """Writer of the results of each step: `metrics.jsonl`, curves in experiment trackers, terminal lines, and sample losses.
 
     Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
-    group writes the losses of its samples to a file. If the run resumes from a checkpoint, the rows of later
-    steps are removed from `metrics.jsonl` and these files, because the run makes these steps again.
+    group writes the losses of its samples to a file. A resumed run repeats the steps after its checkpoint. So the rows of
+    these steps are first removed from `metrics.jsonl` and from the files with the losses of samples.
 
     Args:
         trainer: the trainer whose steps are logged.
@@ -182,9 +182,9 @@ def step_metrics(
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
-        `grad_norm_blocks`, `update_ratio_blocks`: dicts from block names to the norm of the block's gradient, and to the norm
-        of the block's update / norm of its weights. Missing if this step was not measured. With two experts, the name of the
-        expert and a dot come before the name of each block.
+        `grad_norm_blocks`: maps the name of each block to the norm of the block's gradient. Missing if the blocks were not
+        measured in this step. With two experts, each name starts with the expert, such as "high.blocks.0".
+        `update_ratio_blocks`: a dict like `grad_norm_blocks`, with the norm of the block's update / norm of its weights.
     """
     run, device = trainer.run, trainer.device
     tflops = run.step_flops(plan.bins) / measured["seconds"] / run.world_size / 1e12

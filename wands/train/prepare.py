@@ -1,4 +1,4 @@
-"""Check a training run before it starts: all settings and data at once, then the hashes of the files."""
+"""Check a training run before it starts: first all settings and data, then the hashes of the files."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ class TrainingRun:
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
         samples: requests for the sample videos that the run generates during the training.
         has_model_files: False for a dry run of a model that is not downloaded, because there were no files to check.
-        data_change: text about clips that were added or removed, or another packing, since the checkpoint; None without a change.
+        data_change: text that says what has changed since the checkpoint: clips were added or removed, or clips are now packed
+            differently. None if nothing has changed.
     """
 
     recipe: Recipe
@@ -268,7 +269,7 @@ class TrainingRun:
         """Return the weight that each of the N samples loses if its first latent frame is left out of the loss, float64 [N].
 
         The weight is the sum of the mask weights of the first frame's tokens. Without a mask, every token has weight 1. The
-        value is 0 for a sample with a single latent frame, which is never left out.
+        value is 0 for a sample with a single latent frame, because this frame is never left out.
         """
         frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
         counts = np.where(frames > 1, rows * columns, 0).astype(float)

@@ -4,7 +4,7 @@ If a video cannot be generated, the failure is reported, and the training contin
 
 During training, the DiT takes packed sequences and may be divided among ranks, so no rank has diffusers' transformer.
 `DiTAdapter` gives the packed DiT the interface of diffusers' transformer. The pipelines and schedulers of diffusers then
-sample as for `wands infer`.
+generate the videos as in `wands infer`.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class DiTAdapter(nn.Module):
 
 
 class _StoredVae(nn.Module):
-    """Replacement for the VAE of a diffusers pipeline. `encode` ignores its input and returns `latents`, encoded earlier."""
+    """Replacement for the VAE of a diffusers pipeline. `encode` returns stored latents instead of encoding its input."""
 
     def __init__(self, config: Any, device: torch.device, latents: Tensor | None = None) -> None:
         super().__init__()

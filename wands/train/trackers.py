@@ -75,8 +75,8 @@ class Trackers:
 
         Args:
             step: number of optimizer steps that the run has made.
-            kind: "Image" or "Video". Other trackers than TensorBoard get each value as an object of the class with this name
-                in their package, such as `wandb.Image`.
+            kind: "Image" or "Video". TensorBoard gets images as arrays. Any other tracker gets an object of a class in the
+                tracker's package, such as `wandb.Image` or `wandb.Video`.
             values: maps the name of an image to a uint8 array [H, W, 3], or the name of a video to the path of an mp4 file.
         """
         for name, tracker in self._of_step(step, _MEDIA[kind]):

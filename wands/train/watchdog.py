@@ -1,8 +1,11 @@
-"""Watch a training process: its launcher, its signals and its progress in a thread, and the user's requests after each step.
+"""Watch a training process for requests to stop, for steps that do not end, and for lost connections to other ranks.
+
+A thread watches the launcher, the signals and the progress of the training. After each step, `poll_requests` reads the
+requests of the user.
 
 If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder. The rank then
-waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This check works
-even if the network is down or a process is suspended, and costs no time in a normal step.
+waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. The search for
+missing files works even if the network is down or a process is suspended, and costs no time in a normal step.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ def test_a_folder_of_the_users_is_not_deleted(run: Path, tmp_path: Path):
 
 def test_a_place_that_cannot_be_made(run: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(WandsError, match=r"--out .*out cannot be created \(Not a directory\)"):
+    with pytest.raises(WandsError, match=r"--out .*out: lock file .* cannot be created \(Not a directory\)"):
         export(run, tmp_path / "file" / "out")
 
 

@@ -869,7 +869,7 @@ def test_transformer_and_checkpoint_mistakes(tiny_pipeline: Path, tmp_path: Path
     ):
         load_pipeline(source_of(tiny_pipeline, checkpoint=step))
     with pytest.raises(
-        ConfigError, match=r"--transformer=.* and --checkpoint=.* replace the same DiT; leave one"
+        ConfigError, match=r"--transformer=.* and --checkpoint=.* replace the same DiT; remove one"
     ):
         source_of(tiny_pipeline, transformer=tiny_pipeline, checkpoint=step)
 

@@ -273,7 +273,7 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
         found = weights(checkpoint=tmp_path / "run")
         assert torch.equal(found["transformer"], high + ("transformer" in parts))
         assert torch.equal(found["transformer_2"], low + 1)
-    with pytest.raises(ConfigError, match=r"--transformer-2=.* replace the same DiT; leave one"):
+    with pytest.raises(ConfigError, match=r"--transformer-2=.* replace the same DiT; remove one"):
         source_of(folder, transformer_2=folder, checkpoint=trained)
     with pytest.raises(
         ConfigError,

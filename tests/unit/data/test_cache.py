@@ -622,7 +622,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "holiday.mp4").write_text("x")
     with pytest.raises(
         CacheError,
-        match=r"cache=.* is a folder with files that are not a cache; choose an empty or new --out",
+        match=r"cache=.* contains other files, but no cache; choose an empty or new folder as --out",
     ):
         CacheWriter(tmp_path, VARIANT, FINGERPRINT)
     assert [p.name for p in tmp_path.iterdir()] == ["holiday.mp4"]
@@ -630,7 +630,7 @@ def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
 
 def test_out_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "c").write_text("x")
-    with pytest.raises(WandsError, match=r"cache=.*c cannot be created \(Not a directory\)"):
+    with pytest.raises(WandsError, match=r"cache=.*c: lock file .* cannot be created \(Not a directory\)"):
         CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT)
 
 

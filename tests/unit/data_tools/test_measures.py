@@ -234,7 +234,7 @@ def test_columns_with_hostile_numbers(tmp_path: Path):
 
 def test_mistakes_end_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: list[str]):
     write_clip(tmp_path / "a.mp4", [texture(1)] * 4, fps=FPS)
-    with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl; rename the file"):
+    with pytest.raises(ConfigError, match=r"must end in .csv or .jsonl; change the extension"):
         run(tmp_path, tmp_path / "a.txt")
     assert not in_process  # the extension is checked before clips are decoded
     (tmp_path / "list.csv").write_text("video\nnone.mp4\n")

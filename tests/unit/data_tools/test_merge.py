@@ -113,7 +113,7 @@ def test_what_is_in_out_is_never_lost(parts: list[Path], tmp_path: Path) -> None
     before = contents(tmp_path / "out")
     with pytest.raises(
         ConfigError,
-        match=r"finished cache with 21 sample\(s\) that are in none of the caches to copy, such as clip/009",
+        match=r"finished cache, and 21 of its samples \(first: clip/009\) are not among the samples to copy",
     ):
         merge(tmp_path / "out", [parts[0], parts[2]])
     with pytest.raises(ConfigError, match="is one of the caches to merge"):

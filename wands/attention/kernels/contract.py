@@ -30,9 +30,10 @@ How to add a kernel:
    `attention.backend` to its name.
    `wands infer` and `wands selftest` cannot select a kernel by its name, so such a kernel never runs there.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
-   the docstring of `choose_backend` in registry.py. The budgets of code lines in
-   tests/unit/test_size.py (`attention` and `TOTAL`, perhaps `CORE` and `config`) will need new values, with a line in
-   CHANGELOG.md.
+   the docstring of `choose_backend` in registry.py. In tests/unit/test_size.py, raise the budgets of code lines that the
+   kernel exceeds (`attention` and `TOTAL`, perhaps `config`), and add a line to CHANGELOG.md. `CORE` stays at 2,700. The
+   core is the files of `CORE_FILES`, and includes this folder. If the core exceeds `CORE`, shorten other code of the core,
+   or discuss the kernel in an issue.
 3. For an optional package, import the package inside the two functions. Add an extra to pyproject.toml and to the table
    of extras in docs/quickstart.md. Add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
@@ -41,9 +42,10 @@ How to add a kernel:
      `auto`, which list the order of all kernels. For a package, also add a fake module with the package's signatures, so
      that machines without a GPU test the two functions. Add the name to the order of `auto` in docs/performance.md and
      in the help text of `InferOptions.attention_backend`. In wands/planning/hardware.py, add the kernel's measured speeds
-     on the GPUs that run the kernel: TFLOP/s of the forward and the backward pass / `PEAK_TFLOPS`, for one clip of 32,760
-     tokens with 12 heads. For `auto`, `wands plan` uses the fastest of all speeds there. If they change, also update the
-     predictions in docs/performance.md and docs/long-videos.md.
+     on the GPUs that run the kernel: the TFLOP/s of the forward pass and of the backward pass, each divided by
+     `PEAK_TFLOPS`. Measure one clip of 32,760 tokens with 12 heads. For `auto`, `wands plan` uses the speeds of the fastest
+     kernel there. If the new kernel is the fastest, also update the predictions in docs/performance.md and
+     docs/long-videos.md.
    - A CPU kernel: add it to `CPU_DTYPES` of tests/support/plain.py, and its name to the tests of padding rows, autocast
      and self-check in test_kernels.py.
    - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the
@@ -62,14 +64,17 @@ How to add a kernel:
 What the two functions receive (`Backend.forward` and `Backend.backward` list all arguments and their shapes):
 
 - q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
+- Dtypes: q, k, v, out and dout have one dtype. `lse` is fp32 (fp64 if q is fp64).
 - Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are
-  int32 on the device of q, and end before the padding rows.
+  int32 on the device of q, and their last value is the end of the last segment.
 - Tensors that the functions must not change. In ring attention, k and v are being sent to another rank while the
   functions run.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
 - `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
-- There can be more rows than the segments contain. The rows after the last segment are padding.
+- There can be more rows than the segments contain. The rows after the last segment are padding. In cross-attention, the
+  padding rows at the end of q are not outside the segments: they count as rows of the last sample (`padded_seq_lens` in
+  packed.py).
 - A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
   are not called if no row of q has a key.
 - In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
@@ -89,7 +94,7 @@ What the two functions return:
 - New tensors, with any strides. Rows of q without keys, and rows of k without queries, may have any values: the
   `Backend` class overwrites these values in place.
 - The results of a segment must not depend on the rows of other segments. One fp8 scale for a whole tensor breaks this rule.
-- In the forward pass, the same bits for the same arguments. In the backward pass, the same bits only if
+- In the forward pass, equal arguments must give equal bits. The backward pass needs to give equal bits only if
   `torch.are_deterministic_algorithms_enabled()` is True. Training never enables deterministic algorithms. On a GPU, a
   resumed run therefore equals an uninterrupted run up to rounding errors. On a CPU, the runs are equal bit for bit.
 """

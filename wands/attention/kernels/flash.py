@@ -2,8 +2,8 @@
 
 Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
 4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Functions of earlier versions of
-flash-attn 3 have no default arguments and fail the self-check. For packed rows, every kernel returns the log-sum-exp as
-natural logarithms, fp32 [H, T].
+flash-attn 3 have no default arguments, so with these versions the kernel fails its check (self_check.py). For packed rows,
+every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     cuDNN builds an execution plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments
     have so many different lengths that building their plans would take too long.
 
-    All tensors are made contiguous, because PyTorch looks up a plan only by the shapes and strides of q, k and v. A plan that was
-    built for other strides of dout or out would give wrong results without an error.
+    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. A stored plan for other strides of dout or out
+    would be used again, and would give wrong results without an error. All tensors are therefore made contiguous.
 
     cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
     [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.
@@ -240,11 +240,11 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return the segments (rows that attend only to each other), changed so that long segments are left out of attention.
+    """Return segments for attention in the short segments only. Rows of q attend only to rows of k in the same segment.
 
     `lens_q` and `lens_k` are the numbers of rows of q and of k in each segment. A segment is long if both numbers are at least
-    `min_rows`. Two segments replace each long segment: its rows of q without any row of k, and its rows of k without any
-    row of q.
+    `min_rows`. Each long segment becomes two segments without attention. The first contains only the rows of q, and the
+    second contains only the rows of k.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

@@ -162,8 +162,8 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
 
     Returns:
         (rows, segments) for each block. `rows` are the indices in k of the block's rows. `segments` contains, for each
-        segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS` rows of k are in no
-        segment, and are the last rows of both blocks.
+        segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS` rows of k are padding
+        in no segment. Both blocks end with these padding rows.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])

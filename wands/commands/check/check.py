@@ -175,15 +175,15 @@ _Task = tuple[Path, *tuple[Any, ...]]
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
     """Decode a clip, and return its samples and warnings. The result of a rejected clip contains the reason.
 
-    `check` completes the result. It sets the empty fields `key` and `caption`. The `key` of a sample is only a suffix here, such
-    as "#0001"; `check` puts the clip's key in front of the suffix.
+    The fields `key` and `caption` of the result are empty, and `check` fills them later. The `key` of a sample in the result is
+    only a suffix, such as "#0001". `check` later puts the clip's key in front of the suffix.
 
     Args:
         spec: frame rate, size and length of the samples.
         variant: model variant.
         thumbnails: whether to make a thumbnail of the clip.
-        task: path of the file, then start, end, crop and mask from `ClipRecord.part`. If the tuple contains only
-            the path, the whole file is used.
+        task: tuple (path, start, end, crop, mask), with the last four values from `ClipRecord.part`. A tuple (path,) selects
+            the whole file.
     """
     file_path, *part = task
     path = str(file_path)
@@ -247,8 +247,8 @@ def _decode_all(
 
     Args:
         decode: function that decodes the clip of a task.
-        tasks: clips to decode. None stands for a rejection without a clip file to decode. The result for None is an
-            empty `CheckedClip`.
+        tasks: clips to decode. A task is None for a rejected entry of the source that has no clip file. The
+            result for None is an empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))

@@ -73,8 +73,8 @@ class CheckedClip:
             before the error.
         digests: digest of the frames of each sample. Clips with equal digests are reported as duplicates.
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
-            samples would use with --clip-mode slide, which divides the whole clip into samples. Three zeros for an image and
-            for a clip that cannot be decoded.
+            samples would use with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few
+            frames at the end stay unused. Three zeros for an image and for a clip that cannot be decoded.
         columns: values in the clip's table row or JSON object, by column name: a number for each numeric column, and a text
             for each of the columns "duplicate_of", "license" and "source". Empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
@@ -194,7 +194,8 @@ class CheckReport:
 
     def footage(self) -> list[float]:
         """Return three sums over the accepted clips, in seconds: the video that the samples use, the whole clips, and the video
-        that the samples would use with --clip-mode slide. A clip with several captions counts once.
+        that the samples would use with --clip-mode slide (consecutive samples that fill the clip). A clip with several
+        captions counts once.
         """
         seconds = {(clip.path, clip.digests): clip.footage for clip in self.clips if not clip.reason}
         return np.array([*seconds.values()]).reshape(-1, 3).sum(axis=0).round(1).tolist()

@@ -119,8 +119,8 @@ def _find_loras(root: Path) -> dict[str | None, Path]:
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if a folder has several files that could be the LoRA of an expert, or has LoRAs of experts and
-            further safetensors files.
+        ConfigError: if several files could be the LoRA of one expert. The error is also raised if the folder contains LoRAs
+            of experts, and a safetensors file that belongs to no expert.
     """
     names = (lora_files.LORA_FILE, lora_files.PEFT_FILE)
     usual = [root] if root.is_file() else [root / name for name in names]
@@ -167,7 +167,7 @@ def _convert_lora(
         if update is None:
             raise CheckpointError(
                 f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder indicates {expert}. "
-                "Rename the file or folder, or set SOURCE to this single file, because the name of a single file is ignored."
+                "Rename the file or folder, or set SOURCE to the path of this file. wands then ignores the name of the file."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -324,9 +324,10 @@ class ModelConversion:
     def _complete_pipeline(self) -> None:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
-        With --base (attribute `rest`), the parts are copied from this pipeline folder. Without --base, the parts are copied from
-        the source if the source is a diffusers pipeline. For other sources, new files are written, unless a model or
-        the tokenizer is missing in the source. In this case, only a note is added to the result.
+        - If --base is set, the parts are copied from the pipeline folder of --base (attribute `rest`).
+        - If --base is not set and the source is a diffusers pipeline, the parts are copied from the source.
+        - Otherwise, the source's tokenizer is copied, and new files are written for the other parts. If the source lacks a
+          model or the tokenizer, no part is added, and the result gets a note.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

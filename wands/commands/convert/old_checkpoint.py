@@ -51,8 +51,8 @@ def convert_run(run: str) -> str:
 def main(run: Path) -> None:
     """Convert the pickled checkpoints of a run, and write one line about each converted checkpoint to stdout.
 
-    A converted checkpoint gets the name of its step folder, `step_*`. The old step folder with the pickles is renamed to
-    `step_*.pickles`.
+    The old checkpoint folder `step_*` with the pickles is renamed to `step_*.pickles`. The converted checkpoint is a new
+    folder with the old name `step_*`.
 
     Args:
         run: run folder, checkpoints folder or step folder.
@@ -107,11 +107,12 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
         folder: folder with the pickles of one DiT.
         state: training state of the checkpoint.
         rank: rank whose pickles are read.
-        starts: maps each parameter to the number of its values that lower ranks store. The function increases this number
-            by the number of values that this rank stores. Used only at ZeRO-1 and ZeRO-2.
+        starts: maps each parameter to the number of its elements that the ranks below `rank` store. The function adds the
+            number of elements that `rank` stores. Used only at ZeRO-1 and ZeRO-2.
 
     Returns:
-        (tensors, values): the tensors of the new file, and a dict with all other values (see `engine_tensors`).
+        (tensors, values): the tensors of the new file, and a dict with the state that is not a tensor (see
+        `engine_tensors`).
     """
     stage = state.zero_stage
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
@@ -164,7 +165,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} must have one file {pattern}, not {len(paths)}; restore the folder")
+        raise CheckpointError(f"{folder} has {len(paths)} files {pattern}, not 1; restore it from a backup")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 

@@ -71,8 +71,8 @@ class Window:
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
         arrays: maps array names, such as "latents", to the arrays to store. If the cache already contains the latents, all
-            arrays are read from the cache. Otherwise the encoder adds them, except "token_weights", which exists from the
-            start if the clip has a mask.
+            arrays are read from the cache. Otherwise, the encoder adds the arrays. Only the array "token_weights" of a clip
+            with a mask exists before the encoder runs.
     """
 
     clip: Clip

@@ -43,8 +43,8 @@ class PreprocessReport:
             encode.
         seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
         footage: maps the key of each video clip in the index to three lengths in seconds: the part that its samples cover,
-            the whole clip, and the part that samples would cover with --clip-mode slide. This mode makes samples one after
-            another until the clip ends.
+            the whole clip, and the part that samples would cover with --clip-mode slide. This mode cuts the clip into
+            consecutive samples, so at most a few frames at the end stay unused.
         still_clips: keys of the video clips whose sample has only one frame.
         losses: for each worker that ended early, a sentence with the reason.
         quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in

@@ -62,7 +62,8 @@ class Clip:
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: (shard name, index of the sample in the shard, suffix) of each cached sample of this time range whose latents
-            can be reused for `rows`. The suffix is the end of the sample's key (window, that is range of frames, and size).
+            can be reused for `rows`. The suffix is the end of the sample's key. It names the window (range of frames) and the
+            size.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -126,9 +127,9 @@ class SourceScan:
                 self.clips[clip.path, clip.video] = replace(clip, rows=(*known.rows, *clip.rows))
 
     def pending(self, entries: Mapping[str, IndexEntry], rejected_videos: Collection[str] = ()) -> list[Clip]:
-        """Return the clips that have missing samples.
+        """Return the clips for which the cache lacks a sample.
 
-        Each returned clip contains only the captions with missing samples, and names the cached latents to reuse.
+        Each returned clip contains only the captions for which the cache lacks a sample, and names the cached latents to reuse.
 
         Args:
             entries: samples of the cache by key.
@@ -206,7 +207,8 @@ class SourceScan:
         """Return a dictionary that maps the key of each video clip with cached samples to three lengths in seconds.
 
         The lengths are the part of the clip that its cached samples cover, the whole clip, and the part that samples would
-        cover with --clip-mode slide. This mode makes samples one after another until the clip ends.
+        cover with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay
+        unused.
 
         Clips that an early version of wands encoded are left out, because it stored less metadata.
 
@@ -242,8 +244,8 @@ def _size_suffixes(spec: ClipSpec, display_size: tuple[str, ...]) -> frozenset[s
 
     Args:
         spec: settings of the samples, with all values of --max-pixels.
-        display_size: (width, height) at which a player shows the clip, in square pixels. Each is an integer or a fraction as
-            text, such as ("2560/3", "480"); () if unknown.
+        display_size: (width, height) in pixels at which a player shows the clip, after it applies the pixel aspect ratio. Width
+            and height are texts with an integer or a fraction, such as ("2560/3", "480"). () if the size is unknown.
     """
     if not display_size:
         return None

@@ -60,7 +60,8 @@ class WorkerPool:
         size: number of workers.
         rank: rank of this process under a launcher; 0 without a launcher. Rank 0 leads the run.
         launched: whether a launcher such as torchrun has started several processes.
-        slots: numbers of the workers that have not failed. Only these workers get captions and clips.
+        slots: list of the workers that have not failed, by worker number (0, 1, ...). Only these workers get captions and
+            clips.
     """
 
     def __init__(self, workers: int | None, device: str | None, text_device: str | None) -> None:
@@ -69,9 +70,9 @@ class WorkerPool:
         A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher. None chooses one worker per GPU, or a single
-                worker if there is no GPU or `device` names the CPU or one GPU. Several workers on one device waste memory,
-                because each worker loads all encoders.
+            workers: number of worker processes if there is no launcher. If `workers` is None and `device` is None or "cuda",
+                there is one worker per GPU, and a single worker without a GPU. For other devices, None gives a single
+                worker. Several workers on one device waste memory, because each worker loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
 

@@ -169,11 +169,11 @@ class PackedSamples:
         Args:
             model: wands' model, whose attention function was set with `set_attention`.
             dtype: dtype of the computation, fp32 or bf16 under autocast.
-            layout: tokens of the bin that this rank processes, if all ranks share the bin. All ranks must then call this
-                method. None if this process runs the whole bin.
+            layout: None runs the whole bin in this process. If all ranks share the bin, `layout` selects the tokens that this
+                rank processes, and all ranks must call this method.
 
         Returns:
-            Velocities and gradients, equal on all ranks that share the bin.
+            Velocities and gradients of the whole bin. If all ranks share the bin, every rank returns equal values.
         """
         device, mine = self.setup.device, layout or self.whole
         part = self.batch.rank_slice(mine)
@@ -308,8 +308,8 @@ def compare_to_one_process(setup: Setup) -> Comparison:
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
     """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
 
-    In bf16 on a GPU, the attention kernel is the first usable kernel in the list `FLASH_BACKENDS`: a kernel that is installed
-    and passes a test of its results. A training run may use another kernel, because it chooses the fastest kernel.
+    In bf16 on a GPU, the attention kernel is the first kernel in the list `FLASH_BACKENDS` that can run and gives correct
+    results. A training run may use another kernel, because it chooses the fastest kernel.
     """
     model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
     _choose_trained(model)

@@ -119,9 +119,10 @@ def check_statistics(part: VaePart) -> Result:
 
 
 def _distance_from_published(vae: AutoencoderKLWan) -> float:
-    """Return the largest difference between the latents' mean and std in the VAE's config and the published values.
+    """Compare the VAE's config with the published values, and return the largest difference.
 
-    The number of latent channels determines whether the values of Wan 2.1 or of Wan 2.2 are used.
+    Only the mean and the standard deviation of the latents are compared. The number of latent channels determines whether the
+    published values are from Wan 2.1 or Wan 2.2.
     """
     table, defaults = LATENTS_22, inspect.signature(AutoencoderKLWan.__init__).parameters
     if vae.config.z_dim == defaults["z_dim"].default:  # Wan 2.1
@@ -284,7 +285,7 @@ def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens.
 
     The check encodes two long captions with `wands preprocess` and with diffusers' stock pipeline, and compares the embeddings.
-    The check also sets the limit of diffusers' `encode_prompt` to 512 tokens, because the default of this limit is 226.
+    The stock pipeline runs with a limit of 512 tokens, because its default limit is 226 tokens.
     """
     tokens_per_phrase = (len(part.tokenizer(WORDS * 10).input_ids) - len(part.tokenizer(WORDS).input_ids)) / 9
     captions = (WORDS * round(350 / tokens_per_phrase), WORDS * round(700 / tokens_per_phrase))

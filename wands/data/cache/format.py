@@ -6,7 +6,8 @@
                        Also token_weights, and the attribute mask_sums, for samples with a loss mask.
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
-A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` reads shards and contains the index.
+A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` defines functions that read shards,
+and the class of the index (`CacheIndex`).
 """
 
 from __future__ import annotations

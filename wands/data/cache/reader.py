@@ -65,8 +65,9 @@ class LatentCache(SampleFacts):
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
-        conditions: names of the model's additional inputs, such as "text" and "image". `read` returns the arrays that these
-            inputs need. At first, the model is the variant for which the cache was made. `serve` selects another variant.
+        conditions: names of a model's additional inputs, such as "text" and "image". `read` returns the arrays that these
+            inputs need. Until `serve` is called, these are the inputs of the model variant for which the cache was made.
+            `serve` selects the inputs of another variant.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -103,7 +104,7 @@ class LatentCache(SampleFacts):
         if len(self) and self.index.offsets.shape[1] != num_arrays:
             raise CacheError(
                 f"cache={self.path} has a wrong {INDEX_NAME}: it lists {self.index.offsets.shape[1]} arrays per "
-                f"sample, but each sample has {num_arrays}; run the same wands preprocess command again, which "
+                f"sample, but must list {num_arrays}; run the same wands preprocess command again, which "
                 "rebuilds the index."
             )
         self._check_shards()

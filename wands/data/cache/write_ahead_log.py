@@ -33,7 +33,7 @@ class LogRecord:
 
     Attributes:
         name: for a text embedding, the digest of the caption. For the samples of one window (range of frames), the digest of
-            the clip, and a suffix that names the window and the size.
+            the video and a suffix, such as "#0003#640x352" (window number and frame size).
         meta: metadata, as JSON values.
         path: file of the log.
         offset: position in bytes at which the arrays start in the file.

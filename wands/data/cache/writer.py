@@ -1,8 +1,9 @@
 """Write a latent cache: first the shards, then the index.
 
-Every file is written under a temporary name, synced and renamed, so a shard is either complete or absent. The HDF5 file
-of a killed process is lost, so a resumed run continues after the last complete shard. Readers refuse a folder without
-an index. The index is sorted by key. So neither the order of writing nor an interruption affects training.
+Every file is written under a temporary name, synced and renamed, so a shard is either complete or absent. If a process is
+killed, its unfinished shard (an HDF5 file) is lost. A resumed run therefore continues after the last complete shard.
+Readers refuse a folder without an index. The index is sorted by key. So neither the order of writing nor an interruption
+affects training.
 """
 
 from __future__ import annotations
@@ -366,7 +367,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
                 )
         elif any(not name.endswith(".tmp") and name != LOCK_NAME for name in os.listdir(self.path)):
             raise CacheError(
-                f"cache={self.path} is a folder with files that are not a cache; choose an empty or new --out."
+                f"cache={self.path} contains other files, but no cache; choose an empty or new folder as --out."
             )
         else:
             write_whole(self.path / MANIFEST_NAME, json.dumps(manifest, indent=2).encode())

@@ -1,1 +1,1 @@
-"""Raw clips with their captions: the layouts of data sets, and the decoding of frames."""
+"""Raw clips with their captions: list the clips of a data set, and decode their frames."""

@@ -40,8 +40,10 @@ def is_tar(path: Path) -> bool:
 
 
 class _Header(tarfile.TarInfo):
-    """Header of a file in a tar archive. Reading the header fails if the file's name or an attribute takes more than
-    `MAX_CAPTION_BYTES` bytes. `tarfile` itself has no limit, so a damaged archive could fill the memory.
+    """Header of a member of a tar archive.
+
+    A member can have an extended header, which contains, for example, a long file name. Reading fails if the extended
+    header has more than `MAX_CAPTION_BYTES` bytes. Without this limit, a damaged archive could fill the memory.
     """
 
     @classmethod
@@ -93,7 +95,7 @@ class TarReader:
             DataError: if the member has more than `max_bytes` bytes, or the archive ends inside the member.
         """
         if member.size > max_bytes:
-            raise DataError(f"{member.name} has {member.size:,} bytes (limit {max_bytes:,}); remove the file")
+            raise DataError(f"member {member.name} has {member.size:,} bytes (max {max_bytes:,}); remove it")
         buffer = io.BytesIO()
         self._copy(member, buffer)
         return buffer.getvalue()

@@ -1,9 +1,9 @@
 """Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
 
 The key of a sample is the key of its clip and a suffix. `--clip-mode slide` cuts a clip into consecutive windows (ranges
-of frames). The suffix then contains the number of the window: "#0003" for the fourth window. A clip can have samples of
-several sizes, one size for each value of `--max-pixels`. The size for the first value has no suffix. Other sizes have a
-suffix such as "#640x352" (width x height). Keys of clips never contain "#".
+of frames). The suffix of a sample then contains the number of its window: "#0003" for the fourth window. A clip can have
+samples of several sizes, one size for each value of `--max-pixels`. For all values except the first, the suffix also
+contains the size (width x height), such as "#640x352" or "#0003#640x352". Keys of clips never contain "#".
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ TIME_SLACK = 1e-3
 
 
 class TooSmallError(DataError):
-    """Error for a clip whose frames are too small for the model. Frames above --max-pixels are scaled down before the check."""
+    """Error for a clip whose frames are too small for the model.
+
+    After scaling down to --max-pixels, each side of a frame must have at least `ClipSpec.size_multiple` pixels.
+    """
 
 
 @dataclass(frozen=True)
@@ -229,7 +232,7 @@ def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> Non
     if num_frames == 1 and "image" in conditions:
         raise DataError(
             f"video={path} gives one frame, but an image-to-video model generates a video from the first frame and "
-            "needs more frames; remove images, or use a longer clip"
+            "needs more frames; remove images from SOURCE, or use a longer clip"
         )
 
 

@@ -148,7 +148,7 @@ class Filter:
 
 
 def columns_of(record: ClipRecord) -> dict[str, object]:
-    """Return a dictionary from column name to the clip's value, with all columns that a condition can compare.
+    """Return a dictionary from column name to the clip's value, with all columns that the condition of --where can name.
 
     Every clip has the columns "key", "path", "caption", "license", "start" and "end". The values of "start" and "end" are
     seconds or None. If neither is None, the column "seconds" is the length of the clip's time range. The other columns
@@ -188,5 +188,5 @@ def _names(node: ast.AST) -> tuple[str, ...]:
 
 
 def identifier(name: str) -> str:
-    """Return the name of a column as a condition must write it, such as "motion_score" for "Motion score"."""
+    """Return the name of a column as the condition of --where must write it, such as "motion_score" for "Motion score"."""
     return re.sub(r"\W|^(?=\d)", "_", unicodedata.normalize("NFKC", name).lower())

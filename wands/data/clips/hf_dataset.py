@@ -63,7 +63,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
             if data:
                 clip, path = write_clip(data, written, clips_dir(source))
             elif not isinstance(written, str) or not written:
-                raise DataError("no video in this row; write the path of a clip, or remove the row")
+                raise DataError("this row names no clip; write a path in the video column, or remove the row")
             elif folder is None and not os.path.isabs(written):
                 clip, path = _fetch_clip(name, written)
             else:
@@ -142,7 +142,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
     address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
     repo, revision, name = address.groups() if address else (dataset, None, written)
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise DataError("path of the clip leads out of the dataset's repository; correct the path")
+        raise DataError(f"path {name[:99]} leads out of repository {repo}; use a relative path without ..")
     try:
         revision = unquote(revision) if revision else None
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))

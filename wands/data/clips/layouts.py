@@ -7,16 +7,15 @@ that is not None.
 To add a layout:
 
 1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Detect
-   the layout cheaply, from names of files.
-   The function itself must not contain `yield`: a generator function never returns None. It returns a generator.
-2. In the generator, get the captions of each clip from `source.check_captions`. It allows a clip without a caption if the
-   command needs no captions. Then yield from `records.records_of_clip`. Both functions raise DataError: catch the error for
-   each clip, and yield `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never use a file name as
-   a caption.
-3. Add the function to `SECTION_LAYOUTS` in trainer_configs.py, or to `LAYOUTS` if no configuration of another trainer can name
-   such a source. Put the function before every layout that would also match.
+   the layout cheaply, from names of files. The function must not contain `yield`, because a generator function never
+   returns None. Write a second function, a generator function, and return its generator.
+2. In the generator function, check the captions of each clip with `source.check_captions`. Pass the checked captions to
+   `records.records_of_clip`, and yield its records. Both functions raise DataError. Catch this error for each clip, and
+   yield `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never use a file name as a caption.
+3. Add the first function to `SECTION_LAYOUTS` in trainer_configs.py, before every layout that would also match. If no dataset
+   configuration of another trainer can name such a source, use `LAYOUTS` in place of `SECTION_LAYOUTS`.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
-   test_listings.py, whose `LISTINGS` are also read after random damage.
+   test_listings.py. One of these tests damages the files in `LISTINGS` at random.
 
 A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. A
 table with another file name is one line in `listings.py`. A JSON table of another shape belongs in `_json_rows` in

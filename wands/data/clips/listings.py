@@ -157,8 +157,9 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
     listing does not name.
 
-    Unlisted images are rejected only if the listing names at least one image. A folder gets one rejection for all its
-    unlisted clips if it has more unlisted than listed clips, and more than `_MAX_SINGLE_REPORTS` unlisted clips.
+    Unlisted images are rejected only if the listing names at least one image. Each unlisted clip gets its own rejection,
+    with one exception. If a folder has more than `_MAX_SINGLE_REPORTS` unlisted clips, and fewer listed than unlisted
+    clips, the folder gets one rejection for all its unlisted clips.
     """
     items = list(_scan_listing(listing))
     yield from items
@@ -234,7 +235,7 @@ def _scan_rows(
         listing.other_files |= _files_in_other_columns(row, video, folders)
         try:
             if not isinstance(video, str) or not video.strip():
-                raise DataError("no video in this row; write the path of the clip")
+                raise DataError("this row names no clip; write a path in the video column, or remove the row")
             name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
             captions = source.check_captions(caption, place)

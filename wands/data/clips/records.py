@@ -88,10 +88,10 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Part of the key after the path: the time range and, if an earlier record has the same clip with another caption, a hash
-        of the caption.
+        """Part of the key after the path. It contains the time range, if the record has a time range.
 
-        Each caption of a clip has its own key.
+        For every caption of a clip except the first, it also contains a hash of the caption. Each caption of a clip therefore
+        has its own key.
         """
         if not self.is_extra_caption:
             return self.range_suffix
@@ -157,7 +157,7 @@ def records_of_clip(
 def _check_name(name: str) -> None:
     # Caches and tables cannot store invalid UTF-8, and a terminal executes control characters.
     if name != printable(name):
-        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
+        raise DataError(f"{name!r:.99} is not valid UTF-8 or contains control characters; rename the file")
 
 
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
@@ -276,14 +276,14 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         DataError: if the path is a URL, or the file does not exist.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
-        raise DataError("video is a URL, not a file; download the clip and set video to the path of the file")
+        raise DataError(f"path {video[:99]} is a URL, not a file; download the file and write its local path")
     folder = folders[0]
     names = dict.fromkeys((video, *spellings(video[:MAX_PATH])))
     paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
-        raise DataError(f"path cannot be read ({error.strerror}); correct the path") from None
+        raise DataError(f"path {video[:99]} cannot be read ({error.strerror}); correct this path") from None
     if index is None:
         if odd := next(filter(os.path.lexists, paths), None):
             raise DataError(f"video={odd} {explain_no_file(odd)}")

@@ -34,7 +34,7 @@ from wands.data.clips.records import (
 )
 from wands.data.clips.source import Source
 from wands.data.clips.tables import lower_names
-from wands.errors import DataError
+from wands.errors import DataError, one_line
 
 log = logging.getLogger(__name__)
 
@@ -150,13 +150,15 @@ def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator
 
 def _clip_of_poster(file: str, siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     """Return the name of the video that an image probably previews. Return None if `file` is not an image, or if no
-    sibling is a video.
+    file in `siblings` is a video.
+
+    A video with an upper-case extension, such as CLIP.MP4, is returned only if its caption file also has an upper-case
+    extension, such as CLIP.TXT.
 
     Args:
         file: name of the image.
-        siblings: names of all files that have the image's name, apart from the extension.
-        extensions: extensions of caption files. A video with an upper-case extension, such as CLIP.MP4, is returned only if its
-            caption file also has an upper-case extension, such as CLIP.TXT.
+        siblings: names of the image and of all files whose names differ from the image's name only in the extension.
+        extensions: extensions of caption files in lower case.
     """
     if not file.lower().endswith(IMAGE_EXTENSIONS):
         return None
@@ -170,7 +172,7 @@ def _sidecar_of(siblings: list[str], extensions: tuple[str, ...]) -> str | None:
     """Return the name of the caption file in `siblings`, or None if no sibling is a caption file.
 
     Args:
-        siblings: names of files that have the same name, apart from the extension.
+        siblings: names of files that differ only in the extension.
         extensions: extensions of caption files in lower case, in the order of preference. Any file with a lower-case extension
             is preferred to files with upper-case extensions.
     """
@@ -253,7 +255,7 @@ def _read_small(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_CAPTION_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{path.name} cannot be read: {explain_error(error)}") from error
+        raise DataError(f"{path} cannot be read ({one_line(error)}); replace this caption file") from error
     if len(data) > MAX_CAPTION_BYTES:
         raise DataError(
             f"{path.name} has more than {MAX_CAPTION_BYTES:,} bytes, too many for captions of one clip; write a shorter caption"
@@ -284,7 +286,7 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
             row = lower_names(value)
             value = source.pick_caption(row)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"{name} cannot be read: {explain_error(error)}") from error
+        raise DataError(f"caption file {name} cannot be read: {explain_error(error)}") from error
     return source.check_captions(value, name), row
 
 
@@ -292,9 +294,9 @@ def name_in_captions(name: str, captions: Container[str], present: Container[str
     """Return the name of a clip as captions.json writes it, or None if captions.json does not contain the clip. The file
     captions.json maps the names of a folder's clips to captions.
 
-    A name with accents can be written with composed or with decomposed characters. If captions.json contains only the other
-    spelling of the clip's name, that spelling is returned. But if a file in the folder has exactly that spelling, the
-    captions belong to that file, and the result is None.
+    A name with accents has two spellings: with composed and with decomposed characters. If captions.json contains only the
+    other spelling of `name`, the other spelling is returned. There is one exception. If the folder contains a file with the
+    other spelling, the captions belong to this file, so None is returned.
 
     Args:
         name: name of the clip.
@@ -380,7 +382,7 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
         return clips
     names = ", ".join(sorted(members))
     if "pth" in members:
-        raise DataError(f"sample has latents ({names}), no clip; run python -m data_tools.import_shards")
+        raise DataError(f"sample has latents ({names}), not a clip; use python -m data_tools.import_shards")
     raise DataError(
         f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     )

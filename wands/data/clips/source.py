@@ -29,7 +29,7 @@ class Source:
 
     Attributes:
         name: the source as the user wrote it: a path, or the name of a dataset.
-        split: split of a Hugging Face dataset to read. If a folder has a sub-folder with a table for each split, the
+        split: split of a Hugging Face dataset to read, such as "train". In a folder without a table, the table in the
             sub-folder with this name is read.
         video_column: column that contains the clips. None takes, in each row, the first filled column of `VIDEO_COLUMNS`.
         caption_column: column that contains the captions. None takes, in each row, the first filled column of

@@ -69,8 +69,9 @@ def read_table(table: Path) -> list[NumberedRow]:
     row without the file name.
 
     Returns:
-        (number, row) for each row of the table. The number is the number of the line or, in a .json file, of the item, from
-        1. The row maps lower-case column names to cells. For an unreadable row, a text with the reason replaces the row.
+        (number, row) for each row of the table. In a .json file, the rows are numbered from 1. In other files, the number is
+        the line number. The row maps lower-case column names to cells. For an unreadable row, a text with the reason replaces
+        the row.
 
     Raises:
         DataError: if the file has another extension, or is not a valid file of its kind.
@@ -107,7 +108,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin, separator)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"SOURCE={table}: line {begin + 1} is not a header: {cells}")
+                raise DataError(f"SOURCE={table}: line {begin + 1} must be column names, but is an {cells}")
             yield begin + 1, cells
         elif names is None:
             names = cells or None  # an empty line has no cells
@@ -182,7 +183,8 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
 
     Args:
         record: the clip.
-        table: file of the new table. Paths of clips and masks in the folder of this file become relative to this folder.
+        table: file of the new table. If a clip or a mask is in the folder of the new table, its path in the row is relative to
+            this folder.
         columns: further columns, which replace columns of the same name.
     """
     folder = table.absolute().parent
@@ -204,7 +206,7 @@ def check_out(table: Path, source: str) -> None:
         ConfigError: if `write_table` cannot write a file with this extension, or the table is the source.
     """
     if table.suffix.lower() not in (".csv", ".jsonl"):
-        raise ConfigError(f"--out={table} must end in .csv or .jsonl; rename the file")
+        raise ConfigError(f"--out={table} must end in .csv or .jsonl; change the extension")
     if os.path.realpath(table) == os.path.realpath(os.path.expanduser(source)):  # also for a link to itself
         raise ConfigError(
             f"--out={table} is the file SOURCE; choose another file, because rows of SOURCE that cannot be read would be lost"

@@ -132,14 +132,18 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
 def _read_section(
     source: Source, settings: _Settings
 ) -> tuple[Source, tuple[str, ...], str, tuple[Path, ...]]:
-    """Read one section (one set of clips, with its `settings`) of the configuration file `source`.
+    """Read one section of another trainer's dataset configuration.
 
-    A relative path in the section is looked up in the working directory, as in the other trainers, and then in the folder
-    of the configuration.
+    A section describes one set of clips. A relative path in the section is first looked up in the working directory, as the
+    other trainer does, and then in the folder of the configuration.
+
+    Args:
+        source: the configuration file, with the options for reading the clips.
+        settings: keys and values of the section.
 
     Returns:
-        (source of the section's clips, extensions of files to ignore, text to put before each caption, mask files). The mask
-        file of a clip has the clip's name, apart from the extension.
+        (folder, table or dataset with the section's clips, extensions of files to ignore, text to put before each caption,
+        mask files). The mask file of a clip has the clip's name, apart from the extension.
 
     Raises:
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
@@ -147,7 +151,7 @@ def _read_section(
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} is not a text; write the value in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
-        raise DataError(f"the section names no clips; set {' or '.join(_CLIPS)} to the path of the clips")
+        raise DataError(f"this section of {source.name} names no clips; set {' or '.join(_CLIPS)} to a path")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]

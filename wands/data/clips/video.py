@@ -416,8 +416,8 @@ def save_video(path: Path, frames: np.ndarray, fps: float) -> None:
 
     Args:
         path: file to write. It ends in .mp4, and its folder is created.
-        frames: uint8 [F, H, W, 3] RGB. yuv420p needs an even height and width, so the last row or column of an odd size
-            is repeated.
+        frames: uint8 [F, H, W, 3] RGB. yuv420p needs an even height and width. If the height is odd, the last row is
+            repeated. If the width is odd, the last column is repeated.
         fps: frames per second.
     """
     assert frames.dtype == np.uint8, frames.dtype

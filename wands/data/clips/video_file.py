@@ -269,7 +269,10 @@ class VideoReader:
         return video if anything >= promised - self.tolerance(promised) else promised
 
     def _scan_packets(self) -> tuple[float, float]:
-        """Read every packet of the file. Return (seconds of the video stream, seconds of the longest stream, such as audio)."""
+        """Read every packet of the file. Return (seconds of the video stream, seconds of the longest stream).
+
+        The longest stream can be, for example, the audio stream.
+        """
         video = anything = 0.0
         with _open_container(self.path) as container:
             started = float((container.start_time or 0) / av.time_base)

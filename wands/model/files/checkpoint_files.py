@@ -62,8 +62,8 @@ class TrainState:
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
         base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not store this fact. With None, a `base`
-            that starts with "Wan-AI/" is a Hub id or a folder. Any other `base` is a folder, and this class puts "./" before
-            a relative path.
+            that starts with "Wan-AI/" may be a folder or a Hub id: if the folder exists, wands uses the folder. Any other
+            `base` is a folder, and this class puts "./" before a relative path.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
@@ -161,8 +161,8 @@ class Checkpoint(NamedTuple):
         missing = [part for part in self.state.parts if not self.state.has_average(part)]
         if missing:
             raise CheckpointError(
-                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because its "
-                "recipe has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
+                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because the "
+                "recipe of the run has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
             )
 
 
@@ -200,7 +200,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError("the values in the file do not match its key hash_of_this_file")
+            raise ValueError(f"hash_of_this_file={digest} is not the hash of the other values")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -246,16 +246,14 @@ def find_checkpoint(
 ) -> Checkpoint:
     """Find a complete checkpoint, and read its state.
 
-    For a step folder, return its checkpoint. For the file `best` or `latest`, return the checkpoint that the file names. For
-    a checkpoints folder (the parent of the step folders) or a run folder, return the checkpoint that the file `latest` names.
-    If `latest` is missing, is empty or names a damaged checkpoint, log a warning and return the newest checkpoint that is not
-    damaged.
-
     Args:
-        where: step folder, checkpoints folder, run folder, or the file `best` or `latest` of a checkpoints folder.
+        where: place of the checkpoint. Step folder: return its checkpoint. File `best` or `latest`: return the checkpoint
+            that the file names. Run folder, or its folder `checkpoints`: return the checkpoint that the file `latest` names.
+            If `latest` is missing or empty, or names a damaged checkpoint, log a warning and return the newest checkpoint
+            that is not damaged.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: error messages of step folders that are known to be damaged, by folder. No checkpoint in these folders is
-            returned.
+        damaged: maps each step folder that is known to be damaged to an error message. The checkpoints in these folders are
+            not returned.
 
     Raises:
         CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier

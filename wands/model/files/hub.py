@@ -17,17 +17,17 @@ from wands.variants import VARIANTS
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a text has the form owner/name of a Hub repository, and is not the path of a file or folder."""
+    """Return whether a text has the form owner/name of a Hub repository, and is not the path of an existing file or folder."""
     return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not Path(name).exists()
 
 
 def published_name(model: str) -> str | None:
-    """Return wands' name of a published diffusers pipeline, such as "wan2.1-t2v-1.3b".
+    """Return wands' name of a diffusers pipeline that Wan-AI published on the Hub.
 
-    This is the name for the Hub id "Wan-AI/Wan2.1-T2V-1.3B-Diffusers". For a folder or any other Hub id, return None.
+    Example: "wan2.1-t2v-1.3b" for the Hub id "Wan-AI/Wan2.1-T2V-1.3B-Diffusers".
 
     Args:
-        model: folder or Hub id of a model.
+        model: folder or Hub id of a model. If `model` is not the Hub id of a pipeline in `VARIANTS`, the result is None.
     """
     pattern = rf"wan-ai/({'|'.join(map(re.escape, VARIANTS))})(-\d+p)?-diffusers"
     match = re.fullmatch(pattern, model.lower())

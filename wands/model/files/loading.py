@@ -63,9 +63,9 @@ def load_config(
 
 
 def _published(path: str | Path) -> Variant | None:
-    """Return the published model with the name `path`, such as "wan2.1-t2v-1.3b". Its config is known without files.
+    """Return the published model with the name `path`, such as "wan2.1-t2v-1.3b", without reading files.
 
-    Return None if no published model has this name, or a file or folder `path` exists.
+    Return None if no published model has this name. If a file or folder `path` exists, also return None.
     """
     return None if Path(path).exists() else VARIANTS.get(str(path))
 
@@ -229,7 +229,7 @@ def _read_config(where: str, folder: Path) -> dict[str, Any]:
         files = TensorFiles(find_weights(folder, official.DIT_STEM), where)
         return official.dit_config(files.shapes, config, where)
     if class_name != official.DIFFUSERS_CLASS:
-        raise ConfigError(f"{where} has _class_name={class_name}. Use a WanTransformer3DModel.")
+        raise ConfigError(f"{where}: config.json has _class_name={class_name}. Use a WanTransformer3DModel.")
     return config
 
 

@@ -72,7 +72,7 @@ class LoraPair:
     Attributes:
         lora_A: matrix [rank, in_features].
         lora_B: matrix [out_features, rank].
-        scale: factor of the product lora_B @ lora_A: alpha / rank, or 1 if the LoRA has no alpha.
+        scale: factor of the product lora_B @ lora_A: alpha / rank (rsLoRA: alpha / sqrt(rank)), or 1 without alpha.
     """
 
     lora_A: Tensor
@@ -256,7 +256,7 @@ def parse_lora(
         state: maps a key of the file to its tensor.
         settings: maps "transformer" or "transformer_2" to PEFT's settings, such as "lora_alpha", for modules without an
             alpha key. Without any alpha, the scale of a module is 1.
-        where: name of the file for error messages.
+        where: start of the error messages, such as "lora.init_from=FILE".
 
     Returns:
         A dict that maps "transformer" or "transformer_2" to the update of this DiT. Keys with the prefix `transformer_2.`
@@ -292,7 +292,7 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 
     Args:
         state: maps a key of the file to its tensor.
-        where: name of the file for error messages.
+        where: start of the error messages, such as "lora.init_from=FILE".
 
     Returns:
         A dict {(DiT, module name): {kind: tensor}}. DiT is "transformer" or "transformer_2". The module name is
@@ -341,8 +341,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
     """Return the LoRA of the module `name`: two matrices and a scale, which is computed from the rank and alpha.
 
-    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1. For a
-    convolution, all dimensions of a matrix after the first are flattened.
+    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1. If the
+    module is a convolution, lora_A and lora_B have more than two dimensions. All dimensions after the first are flattened.
     """
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:

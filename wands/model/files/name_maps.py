@@ -1,7 +1,8 @@
 """Translate tensor names of Wan's models between the official files and diffusers or transformers.
 
-The models are DiT, VAE, UMT5 and CLIP. Each model has one table of names. The DiT's norm in front of the
-cross-attention is norm3 in official files and norm2 in diffusers. The other norms of a block have no parameters.
+The models are DiT, VAE, UMT5 and CLIP. Each model has one table of names. A DiT block has three layer norms,
+but only the layer norm in front of the cross-attention has parameters. This layer norm is norm3 in official files and norm2
+in diffusers.
 
 Sources: `model.py`, `vae.py`, `vae2_2.py`, `t5.py` and `clip.py` of the official Wan 2.1 and 2.2 repositories, and
 diffusers' conversions of the published files.
@@ -156,14 +157,14 @@ def vae_structure(names: Iterable[str], where: str) -> tuple[int, bool]:
 
     Args:
         names: tensor names in the official or the diffusers layout.
-        where: name of the files for error messages.
+        where: start of the error messages, such as "model.path=DIR".
 
     Returns:
         (num_res_blocks, nested). num_res_blocks is the number of residual blocks in each level (resolution) of the encoder.
         nested is True if each level has a separate list of layers, as in Wan 2.2.
 
     Raises:
-        CheckpointError: if the VAE has no downsampling layer, so that it is not a Wan VAE.
+        CheckpointError: if the VAE has no downsampling layer, which every Wan VAE has.
     """
     text = "\n".join(names)
     nested = ".downsampler." in text or ".downsamples.0.downsamples." in text
@@ -236,7 +237,7 @@ def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -
         names: names to translate.
         rename: function that maps a name to its new name, such as `NameMap.to_diffusers`. The function raises KeyError
             for an unknown name.
-        where: name of the files for error messages.
+        where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if `rename` does not know a name, or two names get the same new name.
@@ -268,7 +269,7 @@ def check_fit(found: Shapes, wanted: Shapes, where: str) -> None:
     Args:
         found: maps a tensor name in the files to its shape.
         wanted: maps a parameter name of the model to its shape.
-        where: name of the files for error messages.
+        where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if tensors are missing, are unexpected, or have a shape that differs from the model's.

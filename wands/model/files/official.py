@@ -87,7 +87,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
         shapes: maps official names of the weights to their shapes.
         official_config: the official config.json, for num_heads and eps, which the shapes do not contain. For a missing key,
             the value of the published models is used.
-        where: name of the files for error messages.
+        where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if the weights lack a tensor that every Wan DiT has, the number of heads is unknown, or the config
@@ -111,7 +111,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     if not num_heads or dim % num_heads:
         if "num_heads" in official_config:
             raise CheckpointError(
-                f"{where}: num_heads={num_heads} in config.json must divide the model's width {dim}. Replace config.json."
+                f"{where}: num_heads={num_heads} in config.json must divide the model's width {dim}. Use the model's config."
             )
         raise CheckpointError(
             f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of the "
@@ -135,7 +135,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     ]
     if differing:
         raise CheckpointError(
-            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use both files of one model."
+            f"{where} has weights that do not fit its config.json: {', '.join(differing)}. Use weights and config of one model."
         )
     return config
 

@@ -69,7 +69,7 @@ class TensorFiles:
 
     Args:
         files: safetensors files, or pickles that contain only tensors.
-        where: name of the files for error messages, such as "model.path=DIR".
+        where: start of the error messages, such as "model.path=DIR".
 
     Attributes:
         metadata: metadata of all safetensors files, as one dict.
@@ -141,7 +141,7 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
 
     Args:
         path: the file.
-        where: name of the files for error messages, such as "model.path=DIR".
+        where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if the file is missing or damaged. The message names the file.
@@ -164,7 +164,7 @@ def sample_digest(files: Sequence[Path], where: str) -> str:
 
     Args:
         files: safetensors files.
-        where: name of the files for error messages, such as "model.path=DIR".
+        where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if a file is missing or damaged.
@@ -318,5 +318,8 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
 
 
 def as_bytes(value: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a flat uint8 tensor. A comparison of the bytes treats equal NaN values as equal."""
+    """Return the bytes of a tensor as a flat uint8 tensor.
+
+    Unlike a comparison of the values, a comparison of the bytes treats two NaN values with the same bits as equal.
+    """
     return value.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -118,6 +118,7 @@ def test_nested_json_is_one_reason(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "a.json", tmp_path / "t.jsonl")
     (_, (rejection,)), (_, (line,)) = load_source(str(tmp_path)), load_source(str(tmp_path / "t.jsonl"))
     assert (
-        rejection.reason == "a.json cannot be read: brackets are nested too deeply; remove the nested values"
+        rejection.reason
+        == "caption file a.json cannot be read: brackets are nested too deeply; remove the nested values"
     )
     assert line.reason == "unreadable line (brackets are nested too deeply); write a JSON object on the line"

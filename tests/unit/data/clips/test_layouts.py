@@ -392,9 +392,9 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     for line, part in {
         4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
         5: "is a folder, not a file",
-        6: "video is a URL, not a file",
-        7: "no video in this row",
-        8: "no video in this row",
+        6: "is a URL, not a file",
+        7: "this row names no clip",
+        8: "this row names no clip",
         9: "missing caption; write a caption in metadata.jsonl:9",
         10: "empty caption",
         11: "missing caption",
@@ -488,7 +488,7 @@ def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
     lay(tmp_path, {"list.csv": 'video,"caption\na.mp4,one\n'})
     with pytest.raises(
         DataError,
-        match=r"list\.csv: line 1 is not a header: unreadable row \(unexpected end of data\); close",
+        match=r"list\.csv: line 1 must be column names, but is an unreadable row \(unexpected end of data\); close",
     ):
         load_source(str(tmp_path / "list.csv"))
 
@@ -589,7 +589,7 @@ def check_dataset(source: Path, tmp_path: Path, split: str) -> None:
     assert [(r.key, r.reason.split(";")[0].split(" (")[0]) for r in rejections] == [
         (f"{split}:2", "empty caption"),
         (f"{split}:3", "no such file"),
-        (f"{split}:4", "no video in this row"),
+        (f"{split}:4", "this row names no clip"),
     ]
 
 
@@ -725,7 +725,7 @@ def test_streamed_rows_that_name_files_of_the_repository(
             "train:2",
             "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path and your access to the dataset",
         ),
-        ("train:3", "path of the clip leads out of the dataset's repository; correct the path"),
+        ("train:3", "path ../../x.mp4 leads out of repository o/n; use a relative path without .."),
     ]
 
 
