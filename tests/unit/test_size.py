@@ -29,11 +29,11 @@ FOLDERS = {
     "planning": 684,
     "recipes": 0,
     "report": 264,
-    "sampling": 907,
+    "sampling": 909,
     "train": 3864,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_395
+TOTAL = 20_397
 """Sum of the folders."""
 
 NO_CODE = {

@@ -108,6 +108,8 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     root = _fetch(path, flag) if on_hub else Path(path)
     experts = experts_in(root)
     if not experts:
+        if subfolder == EXPERTS[0] and EXPERT_NAMES[EXPERTS[1]] in root.name:
+            log.warning(f"{flag}={path} goes to the high-noise expert; use --lora-2 for the low-noise expert")
         return [Lora(path, find_lora_file(root, flag), subfolder, scale, flag)]
     if flag == "--lora-2":
         if subfolder not in experts:

@@ -99,6 +99,19 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
+def test_a_low_noise_file_for_the_high_noise_expert_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for name in ("wan22_low_noise", "wan22_high_noise"):
+        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    low, high = tmp_path / "wan22_low_noise.safetensors", tmp_path / "wan22_high_noise.safetensors"
+    with caplog.at_level(logging.WARNING, "wands"):
+        assert [lora.subfolder for lora in find_loras([high], [low])] == ["transformer", "transformer_2"]
+        assert not caplog.records
+        assert [lora.subfolder for lora in find_loras([low])] == ["transformer"]
+    assert f"--lora={low} goes to the high-noise expert; use --lora-2" in caplog.text
+
+
 @pytest.mark.parametrize(
     "part", [*PARTS, "pairs with alpha", "pairs in bf16", "convolution", "bias of lora_B", "everything"]
 )
