@@ -97,10 +97,10 @@ def _import_export(source: Path, out: Path) -> int:
         variant, fingerprint = stored["variant"], stored["fingerprint"]
         names = array_names(variant["conditions"])
         if stored.pop("digest", None) not in (None, digest(stored)):
-            raise ValueError(f"the key cache of {EXPORT_NAME} has a wrong digest of its values")
+            raise ValueError(f"the digest of 'cache' in {EXPORT_NAME} is wrong: the file was changed")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT:
-            raise ValueError(f"format={manifest['format']} in {EXPORT_NAME} must be {EXPORT_FORMAT}")
+            raise ValueError(f"{EXPORT_NAME} has format={manifest['format']}; wands reads {EXPORT_FORMAT}")
         if layout not in FORMATS:
             raise ValueError(f"layout={layout} in {EXPORT_NAME} must be one of {', '.join(FORMATS)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -147,8 +147,8 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                 for extension in members:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:
                         raise DataError(
-                            f"{path}: {key}.{extension} is a pickle, and opening a pickle can run any code; "
-                            "export the cache again. For shards of other trainers, use data_tools.import_shards."
+                            f"{path}: {key}.{extension} is a pickle, which can run any code when it is opened. An export has no "
+                            "pickles: export the cache again. For shards of other trainers, use data_tools.import_shards."
                         )
                 if "safetensors" not in members:
                     raise DataError(f"{path}: sample {key} has no .safetensors file; export the cache again.")
@@ -178,7 +178,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(
-                f"the tensors have the checksum {crc32:08x}, but the file's header contains {header['crc32']}"
+                f"the tensors have the checksum {crc32:08x}, not {header['crc32']} as in the header: the file was changed"
             )
         return Sample(json.loads(header["key"]), **tensors), json.loads(header["meta"])
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
@@ -263,8 +263,8 @@ def _tensor(content: bytes, pattern: str) -> Tensor:
     tensors = load(content)
     if any(name.startswith("f_indices") for name in tensors):
         raise ValueError(
-            "the file contains f_indices: musubi-tuner encoded the clip for its one-frame training, and wands cannot import "
-            "such files"
+            "the file contains f_indices: musubi-tuner encoded the clip for one-frame training, which wands cannot import; "
+            "encode the clip for normal training"
         )
     names = [name for name in tensors if re.fullmatch(pattern, name)]
     if len(names) != 1:

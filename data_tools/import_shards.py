@@ -267,10 +267,10 @@ def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
 def _unlikelihood(spread: Tensor) -> float:
     """Return how unlikely the standard deviations of the channels are for normalized latents.
 
-    The result is a negative log-likelihood without constant terms. Its model of normalized latents: the standard deviation of
-    a channel is the product of two random factors, one for the whole clip and one for the channel. The logarithm of the clip's
-    factor is normal with mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the channel's factor is normal with
-    mean 0 and standard deviation `JITTER` (0.3).
+    The result is a negative log-likelihood without constant terms. The likelihood assumes that the standard deviation of a
+    channel is the product of two random factors: a factor of the whole clip, and a factor of the channel. The logarithm of the
+    clip's factor is normal with mean 0 and standard deviation `CONTRAST` (0.4). The logarithm of the channel's factor is normal
+    with mean 0 and standard deviation `JITTER` (0.3).
 
     Args:
         spread: float [latent channels], standard deviation of each channel.

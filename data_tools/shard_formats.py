@@ -23,7 +23,7 @@ from wands.data.clips.archives import MAX_LATENT_BYTES, TAR_EXTENSIONS, TarReade
 from wands.data.clips.records import Rejection
 from wands.errors import DataError, one_line
 
-FIX = "pass shards that NVIDIA DFM wrote"
+FIX = "set SHARDS to shards that NVIDIA DFM wrote"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]
             features = parse_example(record)
             if missing := {"latents", "encoder_hidden_states"} - set(features):
                 raise DataError(
-                    f"the record has no {' and no '.join(sorted(missing))}; pass shards that MaxDiffusion wrote"
+                    f"the record has no {' and no '.join(sorted(missing))}; set SHARDS to shards that MaxDiffusion wrote"
                 )
             latents, text = (
                 _without_batch(parse_tensor(features[part]), ndim)

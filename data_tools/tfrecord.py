@@ -121,7 +121,7 @@ def _fields(data: bytes) -> list[tuple[int, Any]]:
         return [(field.field_number, field.data) for field in UnknownFieldSet(Empty.FromString(data))]
     except DecodeError:
         raise DataError(
-            "a record of the shard is not valid protobuf; copy the shard again, or pass shards of MaxDiffusion"
+            "a record of the TFRecord shard is not valid protobuf; copy the shard again, or set SHARDS to shards of MaxDiffusion"
         ) from None
 
 
@@ -155,7 +155,7 @@ def parse_example(data: bytes) -> dict[str, bytes]:
                 features[name.decode()] = value
     except ValueError as error:
         raise DataError(
-            f"a record of the shard is not a tf.train.Example ({error}); copy the shard again, or pass shards of MaxDiffusion"
+            f"the record is not a tf.train.Example ({error}); copy the shard again, or set SHARDS to shards of MaxDiffusion"
         ) from None
     return features
 
@@ -171,13 +171,13 @@ def parse_tensor(data: bytes) -> Tensor:
         proto = TensorProto.FromString(data)
     except DecodeError as error:
         raise DataError(
-            f"an array of the record is not a serialized tensor ({error}); copy the shard again, or pass shards of "
-            "MaxDiffusion"
+            f"an array of the record is not a serialized tensor ({error}); copy the shard again, or set SHARDS to "
+            "shards that MaxDiffusion wrote"
         ) from None
     kind, shape, content = proto.dtype, [size.size for size in proto.tensor_shape.dim], proto.tensor_content
     if kind not in _DTYPES:
         raise DataError(
-            f"an array of the record has TensorFlow's type {kind}, which is not a float; pass shards that MaxDiffusion wrote"
+            f"an array of the record has TensorFlow's type {kind}, not a float; set SHARDS to shards that MaxDiffusion wrote"
         )
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
     if wanted != len(content) or not content or min(shape, default=0) < 0:

@@ -244,12 +244,12 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
     """
     group = file[sample_path(row)]
     if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the sample has dtype {dtype}, but a cache stores bfloat16")
+        raise ValueError(f"the attribute dtype of the sample is {dtype}, but must be bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
         if stored.dtype != np.uint16:
-            raise ValueError(f"{name} has dtype {stored.dtype}, not uint16")
+            raise ValueError(f"the array {name} has dtype {stored.dtype}, but must have uint16")
         offset = stored.id.get_offset()
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)

@@ -70,10 +70,11 @@ class Variant:
         """Run forward and backward of this variant on the rows of this rank.
 
         Args:
-            inputs: q, k, v and the gradient of the output, as `shard` returns them.
+            inputs: result of `Variant.shard`: this rank's rows of q, k, v and the gradient of the output.
 
         Returns:
-            The output, and the gradients of q, k and v. All four tensors are empty on a rank that only waits.
+            The output, and the gradients of q, k and v. If `attend` is None, this rank computes nothing, and all four tensors
+            are empty.
         """
         if self.attend is None:
             return [inputs[0].new_empty(0, *inputs[0].shape[1:])] * 4
@@ -255,7 +256,10 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 
 
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
-    """Return the variants of self-attention that the ranks of this run can compute. The first variant is the single kernel."""
+    """Return the variants of self-attention that the ranks of this run can compute.
+
+    The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin, without communication.
+    """
     device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
     ring_degrees = (world,) if world > 1 else (2, 4, 8)

@@ -3,14 +3,15 @@
     python scripts/bench_cache.py              # 1 GiB of samples in each layout, two minutes, no GPU, no data
 
 All layouts contain the same bf16 tensors: latents of 33 to 81 frames at 480p, text of 20 to 200 tokens. A round reads every
-sample once in each layout; random reads of `tar scanned` read only six samples. The order of the layouts changes from round to
-round, so that a slower disk affects all layouts. The table shows the speed in MB/s (median of the rounds), and the speed
-divided by the speed of `plain` (median, smallest and largest ratio of a round).
+sample once in each layout. The order of the layouts changes from round to round, so that a slower disk affects all layouts. The
+table shows the speed in MB/s (median of the rounds), and the speed divided by the speed of the layout `plain` (median, smallest
+and largest ratio of a round). Layouts:
 
 plain        one file per shard, one preadv per tensor into new memory, offsets known: the speed of the disk
 wands        LatentCache.read
 safetensors  one file per sample, safetensors.torch.load_file
-tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample
+tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample. For this reason, a
+             round reads only six samples in random order
 tar indexed  the same tars with known offsets of all members, which WebDataset does not store
 
 `sequential` reads the samples in the order of writing, `random` in a random order. In a `warm` round, all files have been read

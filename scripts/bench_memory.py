@@ -77,7 +77,7 @@ class Measured:
     """Measurements of one mode of activation checkpointing.
 
     Attributes:
-        device: peak device memory of a step above the memory before the step, in bytes.
+        device: peak device memory during a step minus the memory before the step, in bytes.
         host: peak host memory of offloaded tensors, in bytes.
         seconds: time of the step in each round.
     """
@@ -173,6 +173,8 @@ def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -
 
 def report(found: dict[str, Measured]) -> list[str]:
     """Print the table, and check the order of the modes by memory (`SMALLER`) and by time (`FASTER`).
+
+    A wrong order by time is only printed, because a busy machine changes the times. A wrong order by memory is also returned.
 
     Returns:
         A text for each pair (a, b) in `SMALLER` for which mode a uses more device memory than mode b.

@@ -16,9 +16,9 @@ s             median time of a step
 tokens/s      tokens of the clips, without padding, per second
 time ratio    time of wands / time of this variant. The ratio is computed in each round; the column is the median over rounds
 peak ratio    peak MiB of wands / peak MiB of this variant
-peak MiB      peak memory during a step above the memory between steps. It contains DeepSpeed's buckets. The buckets of wands
-              have at most the size of all gradients. On CUDA, the buckets of the two other variants have DeepSpeed's default
-              size of 2 GB
+peak MiB      peak memory during a step minus the memory between steps. The difference includes DeepSpeed's buckets. For wands,
+              the buckets are at most as large as all gradients together. For the two other variants on CUDA, the buckets have
+              DeepSpeed's default size of 2 GB
 loss          loss of the first step. All variants start from a head of zeros, so that their losses must be about equal
 """
 

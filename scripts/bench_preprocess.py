@@ -4,11 +4,11 @@
     python scripts/bench_preprocess.py CLIPS --workers 1 --vae-batch 1 8 --max-pixels 6144 --max-frames 17 --copies 8
     python scripts/bench_preprocess.py CLIPS --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --workers 1 2 4 8 --device cuda
 
-CLIPS is a folder of clips, with or without captions. A setting is a number after --workers (processes) and a number after
---vae-batch. The script measures all combinations. Every run encodes --copies copies of each clip into an empty cache. At the end
-of a run, some processes wait for the last clip. With more copies, this wait is a smaller part of the run. The settings
-alternate, so that a busy machine slows down all settings. The table shows the median over --rounds. Each process has
-cores / processes threads.
+CLIPS is a folder of clips, with or without captions. A setting is a pair: a number of processes (--workers) and a batch size of
+the VAE (--vae-batch). The script measures all pairs of the given numbers. Every run encodes --copies copies of each clip into an
+empty cache. At the end of a run, some processes wait for the last clip. With more copies, this wait is a smaller part of the run.
+The settings alternate, so that a busy machine slows down all settings. The table shows the median over --rounds. The CPU cores
+are divided among the processes: with 8 cores and 2 processes, each process has 4 threads.
 
 Without --model, the tiny pipeline of `make_tiny_pipeline.py` encodes the clips. The tiny VAE is much faster than Wan's VAE, so
 the processes spend more of their time on waiting for decoded frames.

@@ -132,7 +132,7 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
 def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tuple[int, str]:
     """Return the number of training steps for a cache, and a sentence with the reason.
 
-    Up to four clips are trained for `STEPS` (500) steps. More clips are trained for more steps, at most twice as many.
+    Up to four clips are trained for `STEPS` (500) steps. More clips are trained for more steps, but at most for 2 x `STEPS`.
 
     Args:
         cache_dir: output of `wands preprocess`.
@@ -185,6 +185,9 @@ def show_progress(log: Path, description: str) -> int:
     """Copy the output of a training run from stdin to a log file, and draw a progress bar from the lines with the loss.
 
     Errors of wands are printed. If stderr is not a terminal, the function prints a line after each 10 % of the steps.
+
+    Returns:
+        The exit code of the helper, which is always 0.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

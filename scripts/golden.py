@@ -62,7 +62,7 @@ class Checkout:
     """Source tree of one version of wands, and the folder to which its commands write.
 
     Args:
-        root: folder of the sources: the working tree, or a worktree of a commit.
+        root: folder of the source code: the working tree, or a worktree of a commit.
         out: folder for caches, runs and exported models.
     """
 
@@ -172,7 +172,7 @@ def cache_digests(cache: Path) -> dict[str, str]:
     """Return a digest of each array of each sample in a cache, the stored checksums, and a digest of each array in the index.
 
     The names of the digests contain the keys of the samples, because the order of the samples in the shards may change.
-    Arrays of the index in `PLACES` are left out.
+    The arrays of the index that `PLACES` names are left out.
     """
     import h5py
     import numpy as np
@@ -223,7 +223,7 @@ def digest(data: bytes) -> str:
 
 
 def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield the name of each result to compare, and a function that computes this result with the sources of `checkout`."""
+    """Yield the name of each result to compare, and a function that computes this result with the code in `checkout`."""
     yield "t2v cache", lambda: cache_digests(checkout.cache("wan2.1-t2v-1.3b"))
     yield "i2v cache", lambda: cache_digests(checkout.cache("wan2.1-i2v-14b"))
     yield "t2v plan", lambda: plan_lines(checkout.plan())
@@ -237,7 +237,10 @@ def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def collect(root: Path, only: str) -> dict[str, Any]:
-    """Run the cases whose name starts with `only`, with the sources in `root`. Return the result of each case by its name."""
+    """Run the cases whose name starts with `only`, with the source code of wands in the folder `root`.
+
+    Return a dictionary that maps the name of each case to its result.
+    """
     results = {}
     with tempfile.TemporaryDirectory(prefix="wands-golden-") as folder:
         out = Path(folder)

@@ -175,8 +175,10 @@ def attention(device: str, heads: int, lens: Sequence[int]) -> Rows:
 def cross_attention(device: str, heads: int) -> Rows:
     """Measure cross-attention with every attention kernel that this machine can run.
 
-    The kernel alone is measured in the backward pass, with 1 key and with 100 keys (text tokens). The attention of the model,
-    which pads the 100 text tokens to 512, is measured in the forward pass and in the backward pass.
+    Each kernel is measured in two ways:
+
+    - by itself: only the backward pass, with 1 key and with 100 keys (text tokens)
+    - in the cross-attention of the model, which pads the 100 text tokens to 512: the forward pass and the backward pass
     """
     tokens, scale = max(CLIPS[device][0]), HEAD_DIM**-0.5
     q, dout = random_rows(device, heads, tokens, tokens)

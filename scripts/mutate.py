@@ -56,9 +56,11 @@ class Outcome(NamedTuple):
     """Outcome for one bug after its tests have run.
 
     Attributes:
-        word: "found", "NOT FOUND" or "broken".
+        word: "found" if a test failed. "NOT FOUND" if no test failed, or if --marker selects no test of the bug. "broken" if
+            pytest could not run the tests.
         seconds: duration of the tests.
-        reason: name of the first failed test, or the reason why the bug was not found.
+        reason: for "found", the name of the failed test. For "broken", the exit code and the last output of pytest. For "NOT
+            FOUND", a text that says whether the tests passed or were not selected.
     """
 
     word: str

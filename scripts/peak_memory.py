@@ -11,9 +11,10 @@ import torch
 
 
 class PeakMemory:
-    """Context manager that measures the memory of a block of code, in bytes above the memory at the start of the block.
+    """Context manager that measures by how many bytes the allocated memory grows in a block of code.
 
-    After the block, `bytes` is the peak, and `kept` is the memory that is still allocated.
+    After the block, `bytes` is the peak memory minus the memory at the start of the block, and `kept` is the memory at the end
+    minus the memory at the start.
 
     The block can call `mark` before each repetition of the same work. `peaks` then contains the peak of each repetition, and
     `bytes` is the lowest of these peaks, so that a disturbance of one repetition does not count.

@@ -216,7 +216,10 @@ def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list
 
 
 def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
-    """Reconstruct `count` windows (ranges of frames) of a clip, and return their common peak signal-to-noise ratio in dB."""
+    """Reconstruct `count` windows (ranges of frames) of a clip, and return one PSNR in dB.
+
+    The peak signal-to-noise ratio is computed from the mean squared error over all windows.
+    """
     errors = [
         (reconstruct(vae, w)[0] - to_pixels(w)).square().mean().item() for w in windows_of(clip, count=count)
     ]

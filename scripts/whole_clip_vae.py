@@ -28,8 +28,9 @@ def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: ob
     diffusers gets the same result by calling its `forward` on chunks of the clip, with a cache. Without a cache, the `forward` of
     diffusers leaves out the temporal convolution.
 
-    The first frame never passes through the temporal convolution. In a downsampling, the temporal convolution has stride 2 and
-    reads all frames. In an upsampling, the temporal convolution reads zeros in place of the first frame.
+    The temporal convolution computes all frames of the result except the first frame, which is only resampled in space. In a
+    downsampling, the temporal convolution has stride 2, and its inputs include the first frame. In an upsampling, its inputs
+    are the other frames, with zeros in place of the first frame.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -270,7 +271,8 @@ def start_encoder(
 
     Returns:
         (spatial, temporal). spatial[i][j] contains the features of clip j before the temporal convolution of downsampling
-        layer i. temporal[i][j] contains the features after this convolution. The shape is [1, C, T, H, W].
+        layer i. temporal[i][j] contains the features after this convolution. If the layer has no temporal convolution, both
+        are equal. The shape is [1, C, T, H, W].
     """
     conv_in, inputs = vae.encoder.conv_in, vae.config.in_channels
     conv_in.weight.mul_(0.1)
@@ -301,8 +303,8 @@ def leading_first(channels: int, kept: int) -> list[int]:
     group, the channels with the largest variance come first. Of the `kept` channels, the first three quarters are means, and the
     last quarter are differences.
 
-    `start_decoder` uses one order for the inputs and the outputs of the decoder's temporal convolution. The reason is the first
-    frame, which does not pass through this convolution: its channels keep their order.
+    `start_decoder` uses this order for the inputs of the decoder's temporal convolution, and the same order for the outputs. The
+    two orders must be equal, because the first frame skips this convolution, so that its channels stay in the input order.
 
     Args:
         channels: number of output channels of the encoder's temporal convolution.

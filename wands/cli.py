@@ -1,7 +1,7 @@
 """The `wands` command, its subcommands, and the environment and exit code of its process.
 
-Each subcommand parses its options and calls one function. If the function raises a WandsError, `wands` exits with code 2. If
-the WandsError is a RankError, because another rank has crashed, `wands` exits with code 3.
+Each subcommand parses its options and calls one function. If the function raises a RankError, because another
+rank has crashed, `wands` exits with code 3. For any other WandsError, `wands` exits with code 2.
 Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 

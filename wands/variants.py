@@ -71,7 +71,7 @@ class DiTShape:
             ValueError: if the config lacks a key.
         """
         if missing := [key for key in _CONFIG_KEYS.values() if key not in config]:
-            raise ValueError(f"the transformer's config has no {', '.join(missing)}")
+            raise ValueError(f"the transformer's config lacks keys of a Wan model: {', '.join(missing)}")
         image_dim, positions = config.get("image_dim"), config.get("pos_embed_seq_len") or 0
         sizes: dict[str, Any] = {field: config[key] for field, key in _CONFIG_KEYS.items()}
         sizes["patch_size"] = tuple(config["patch_size"])

@@ -107,7 +107,7 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
     url = f"{options.endpoint}".rstrip("/") + "/chat/completions"
     if not re.fullmatch(r"https?://[^\s@?#]+", url):  # the message must not contain a key
         raise ConfigError(
-            f"--endpoint must be a URL without password and query, such as http://localhost/v1; put a key into {KEY_VARIABLE}"
+            f"--endpoint must be a URL without password and query, such as http://localhost/v1; set {KEY_VARIABLE} to the API key"
         )
     key = re.sub(r"[^!-~]", "", os.environ.get(KEY_VARIABLE, ""))
     headers = {"Authorization": f"Bearer {key or 'none'}", "Accept-Encoding": "identity"}
@@ -149,7 +149,7 @@ def connect_captioner(options: CaptionOptions) -> Captioner:
             time.sleep(min(pause, options.timeout))
         raise ConfigError(
             f"--endpoint={options.endpoint} does not answer as an OpenAI-compatible server ({reason}); check the URL, --model, "
-            f"--timeout and the key in {KEY_VARIABLE}"
+            f"--timeout and the API key in the environment variable {KEY_VARIABLE}"
         )
 
     return run

@@ -241,9 +241,11 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Cut each shot in `parts` into windows of at most --max-seconds. Yield the windows and the other parts, each with its kind.
+    """Cut each shot in `parts` into windows of at most --max-seconds. Yield the windows and all other parts.
 
-    The kinds are in `KINDS`. If the film's row of the table selects a time range, parts outside the range are left out.
+    Parts that are not shots keep their kind. A window of at least --min-seconds gets the kind "kept". A shorter window gets the
+    kind "too short" if it is a whole shot, or "left over" if it is the rest of a shot. If the film's row of the table selects a
+    time range, everything outside this range is left out.
     """
     for part in parts:
         start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"

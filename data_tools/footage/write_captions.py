@@ -149,7 +149,11 @@ def _read_logs(work: Path) -> dict[str, Any]:
 def caption_clips(
     settings: CaptionSettings, slot: int, devices: Devices, share: Sequence[Sequence[ClipRecord]]
 ) -> Iterator[str]:
-    """Caption the batches of clips in `share`, append the results to a new log, and yield the identity of each finished clip."""
+    """Caption the batches of clips in `share`, and append the results to a new log.
+
+    Yields:
+        For each finished clip, its path, time range and crop as one text (result of `_identity`).
+    """
     options, batches = settings.options, iter(share)
     prompts = options.prompt or (PROMPT,)
     ask = connect_captioner(options) if options.endpoint else load_captioner(options, devices.vae)

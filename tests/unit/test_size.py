@@ -25,7 +25,7 @@ FOLDERS = {
     "encoders": 315,
     "export": 358,
     "flow": 203,
-    "model": 2323,
+    "model": 2326,
     "planning": 684,
     "recipes": 0,
     "report": 264,
@@ -33,7 +33,7 @@ FOLDERS = {
     "train": 3864,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_397
+TOTAL = 20_400
 """Sum of the folders."""
 
 NO_CODE = {

@@ -105,7 +105,7 @@ def test_a_boundary_of_the_pipeline_is_kept():
 def test_other_models_are_refused():
     with pytest.raises(ValueError, match="in_channels=32"):
         variant_of({**CONFIG, "in_channels": 32})
-    with pytest.raises(ValueError, match=r"config has no patch_size, num_layers$"):
+    with pytest.raises(ValueError, match=r"config lacks keys of a Wan model: patch_size, num_layers$"):
         variant_of({key: value for key, value in CONFIG.items() if key not in ("patch_size", "num_layers")})
 
 

@@ -5,10 +5,10 @@ blocks travel around the ring, and every rank attends to each key block that the
 the ring has all tokens of its Ulysses group, for some of the heads. packed.py calls these tokens a ring row.
 
 The forward pass and the backward pass are custom operators. Activation checkpointing therefore sees each pass as one
-operation, and can keep the result of the forward pass instead of running the ring again. The backward operator is
-registered as the gradient of the forward operator, so autograd and torch.compile call it. A custom operator takes only
-tensors, numbers, strings and lists of numbers. The table of the numbers of tokens per rank and sample is therefore passed
-as one flat list, and process groups are passed by name.
+operation, and can keep the result of the forward pass instead of running the ring again. Autograd and
+torch.compile call the backward operator to compute the gradients of the forward operator. A custom operator takes only
+tensors, numbers, strings and lists of numbers. The table of the numbers of tokens per rank and sample is therefore
+passed as one flat list, and process groups are passed by name.
 
 Letters: N tokens of one rank of the ring, H heads, D head dim, R ring degree, S samples.
 Sources: Liu et al. 2023, "Ring Attention with Blockwise Transformers". Backward pass: Dao et al. 2022, "FlashAttention",

@@ -53,9 +53,10 @@ def context_attention(
 
 
 class UlyssesAttention(DistributedAttention):
-    """DeepSpeed's DistributedAttention for packed tokens, with one all-to-all for q, k and v.
+    """DeepSpeed's DistributedAttention for packed tokens.
 
-    If `fused` is False, DeepSpeed's own forward pass runs, with three all-to-alls. Both forward passes return the same bits.
+    If `fused` is true, a forward pass of wands runs, with one all-to-all for q, k and v together. If `fused` is false,
+    DeepSpeed's own forward pass runs, with three all-to-alls. The results of the two forward passes are equal bit for bit.
 
     Args:
         local_attention: attention that runs after the all-to-all, for all tokens of the Ulysses group and some of the heads.

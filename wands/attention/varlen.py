@@ -194,8 +194,8 @@ def merge_pads_backward(
 
     `merge_pads` merges the attention to n copies of one padding key into the attention to all other keys. `log_num_pads`
     contains ln(n) for each row of q. `out` and `lse` are the results of `merge_pads`, with `lse` transposed to [T, H], and `dout`
-    is the gradient of `out`. The argument `dq` is the gradient of q from the other keys. The returned gradient of q also includes
-    the padding keys.
+    is the gradient of `out`. The argument `dq` is the gradient of q from the other keys. The returned gradient of q is the sum of
+    `dq` and the gradient of q from the n copies of the padding key.
     """
     dtype, lse = q.dtype, lse.mT
     q, dout, pad_k, pad_v = (x.to(lse.dtype) for x in (q, dout, pad_k, pad_v))
@@ -238,8 +238,8 @@ def _cut_queries(
     value.
 
     Returns:
-        (pieces, rows). In `pieces`, each piece is a separate segment. `rows` is int64 and lists the rows of k to copy, in
-        order: for each copied row, its index in k.
+        (pieces, rows). In `pieces`, each piece is a separate segment. `rows` is an int64 tensor of indices, so that
+        k[rows] contains the copies of all pieces, piece after piece.
     """
     pieces = [
         (min(piece_len, len_q - begin), len_k, end_k)

@@ -41,11 +41,12 @@ def export(options: ExportOptions) -> Path:
         The absolute path of the written folder.
 
     Raises:
-        CheckpointError: if the checkpoint is incomplete, the checkpoint or the base is damaged, or the written weights
-            differ from the checkpoint's weights. The error is also raised if `options.ema` is set and the checkpoint has no
-            moving average.
+        CheckpointError: if the checkpoint is incomplete or damaged, the base pipeline (`--base`, else the run's base model) is
+            damaged, or the written weights differ from the checkpoint's weights. The error is also raised if `options.ema`
+            is set and the checkpoint has no moving average.
         ConfigError: if the options contradict each other or the checkpoint. The error is also raised if `--out` cannot be
-            replaced, `--base` does not have the DiTs of the run, or `--max-shard-size` is not a size.
+            replaced, or `--max-shard-size` is not a size. It is also raised if the base pipeline lacks a DiT of the run, or
+            has a DiT with a different config.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     _check_size(options.max_shard_size)
@@ -108,19 +109,19 @@ def _check_size(size: str) -> None:
 
 
 def _check_own_base(state: TrainState) -> None:
-    """For an older checkpoint, check that `model.path` of the base model is a folder here.
+    """For an older checkpoint, check that `model.path` is a folder, seen from the current folder.
 
-    Older checkpoints contain `model.path` as the user typed it. A text such as "models/wan" can be a relative path or a Hub
-    id. A relative path is valid only in the folder in which the training was started. An absolute path, a name
-    such as "Wan-AI/Wan2.1-T2V-1.3B", and newer checkpoints are not checked.
+    Older checkpoints contain `model.path` as the user typed it, so "models/wan" can be a relative path or a Hub id. A relative
+    path is valid only in the folder in which the training was started. Three cases are not checked: an absolute path, a
+    text that starts with "Wan-AI/", and a newer checkpoint, which stores whether `model.path` is a Hub id.
 
     Raises:
-        ConfigError: if `model.path` is checked, and is not a folder here.
+        ConfigError: if `model.path` is checked, and is not a folder.
     """
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
-            f"--base is missing: the run's model.path={Path(state.base)} is not a folder here. It may be a relative path or "
-            "a Hub id; checkpoints of older versions do not record which. Set --base to the folder or Hub id of the base model."
+            f"--base is missing: the run's model.path={Path(state.base)} is not a folder, seen from the current "
+            "folder. The old checkpoint does not store whether this is a Hub id. Set --base to the folder or Hub id of the model."
         )
 
 

@@ -1,7 +1,7 @@
 """`wands infer`: sample videos from prompts. Write an mp4 for each video, a contact sheet, and a record of all options.
 
 Sampling uses diffusers' own `WanPipeline` or `WanImageToVideoPipeline`. A user who samples an exported folder with
-diffusers therefore gets the same video.
+diffusers therefore gets the same video as from `wands infer`.
 
 Under a launcher, all processes sample each video together. Every rank runs the whole pipeline on the same latents, but
 the ranks divide the work of the transformer among them. Only the first rank decodes the latents and writes files.
@@ -65,7 +65,7 @@ class InferResult:
         video: the mp4 file.
         latents: safetensors file with the tensor `latents`, normalized as in a training cache. The tensor is fp32
             [latent channels, latent frames, latent height, latent width]. None if the latents were not saved.
-        contact_sheet: PNG that shows all samples of the run.
+        contact_sheet: PNG that shows all videos from the same call of `infer`.
         fps: frames per second of the mp4.
         seconds: time for sampling and decoding, in seconds.
     """

@@ -268,8 +268,8 @@ def start_command(best: Candidate, options: PlanOptions) -> str:
 
     Args:
         best: the settings.
-        options: options of `wands plan`. If `options.out` is set, the returned command uses the recipe and the
-            DeepSpeed JSON in this folder.
+        options: options of `wands plan`. If the folder `options.out` is set, the returned command uses the recipe
+            and the DeepSpeed JSON in this folder.
     """
     gpus, per_node = options.gpus, best.task.ranks_per_node
     if options.out is not None:

@@ -54,8 +54,8 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
-    If `options.directory` is a run folder or a step folder, its checkpoint is first exported to a temporary folder next to
-    the step folder. The exported folder is then uploaded.
+    If `options.directory` is a step folder, its checkpoint is first exported. If `options.directory` is a run folder, the
+    latest checkpoint of the run is first exported. The export is a temporary folder next to the step folder, and is uploaded.
 
     The model card ``README.md`` and the plot ``loss.png`` are written into the folder before the upload. If the folder
     has a ``README.md`` that wands did not write, both files are left unchanged. A second push uploads only files that the

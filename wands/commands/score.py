@@ -45,9 +45,9 @@ def score(options: ScoreOptions) -> str:
     rows = [_compare(video, clip, encoder) for video, clip in pairs if clip]
     if not rows:
         raise ConfigError(
-            f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. A "
-            "video and its reference clip have the same file name without extension, or the clip's caption is the video's "
-            "prompt in samples.jsonl; rename the files of the videos or of the clips."
+            f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. "
+            "Give each video the file name (without extension) of its reference clip, or sample the video with the clip's "
+            "caption as the prompt."
         )
     if options.json_path:
         write_text(options.json_path, json.dumps([json.loads(to_line(row)) for row in rows], indent=2))
@@ -74,8 +74,8 @@ def correlation(a: Tensor, b: Tensor) -> float:
 def _prompt(video: Path) -> str | None:
     """Return the prompt of a sampled video from a file samples.jsonl; None if no file samples.jsonl names the video.
 
-    `wands infer` writes samples.jsonl next to the video, and the file contains only the video's file name. Training writes
-    samples.jsonl into the folder above the video, and the file contains the video's path relative to the run folder.
+    The samples.jsonl of `wands infer` is next to the video, and names the video by its file name. The samples.jsonl of
+    training is in the folder above the video, and names the video by its path relative to the run folder.
     """
     for folder in (video.parent, video.parents[1]):
         for row in read_rows(folder / "samples.jsonl"):

@@ -23,8 +23,8 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Command-line spelling of an option field: flag, placeholder and alias. A field without a
-    `Spelling` uses the default values of the attributes below.
+    """Command-line spelling of an option field: flag, placeholder and alias. If a field has no `Spelling`, the empty
+    `Spelling()` is used.
 
     Attributes:
         name: flag, such as `--set`. If empty, the flag is made from the name of the field: `max_frames` becomes

@@ -1,8 +1,8 @@
 """Merge the DeepSpeed JSON with the recipe.
 
 The JSON may set ZeRO stage, offload, optimizer, scheduler, buckets and profiler. wands adds the batch sizes and the
-precision. If the JSON does not contain settings of the optimizer or gradient clipping, wands takes these settings from
-the recipe. wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no
+precision. If the JSON does not set gradient clipping or a setting of the optimizer, such as the learning rate, wands uses
+the value in the recipe. wands reports an error if a key of the JSON contradicts the recipe, is unknown to DeepSpeed, or has no
 effect in wands. The error names the JSON and the recipe.
 """
 
@@ -68,7 +68,8 @@ def build_ds_config(
 
     Returns:
         A config for `deepspeed.initialize`. It contains the optimizer and gradient clipping, and the scheduler if the
-        JSON has a scheduler. A resumed run with unchanged recipe and world size may pass this config as `user`.
+        JSON has a scheduler. With the same recipe and world size, the returned config is also valid as `user`, so that a
+        resumed run may pass the config again.
 
     Raises:
         ConfigError: if the JSON contradicts the recipe, or contains a value of a wrong type or a key without effect.
@@ -223,11 +224,14 @@ def _choose_adam(config: dict[str, Any], device_type: str) -> None:
 
 
 def learning_rate(config: Mapping[str, Any], recipe: Recipe) -> float:
-    """Return the peak learning rate of a run.
+    """Return the learning rate with which a run creates its optimizer.
 
-    It is the learning rate in the optimizer section of `config`, multiplied by a factor. The factor depends on the recipe key
-    `optim.scale_lr` and on the batch size (see `optim.scale_lr_base`). If `config` has a scheduler section,
-    the factor is 1, because the scheduler defines the learning rates.
+    If `config` has no scheduler section, the result is the peak of the recipe's learning rate schedule. This peak is the
+    learning rate in the optimizer section of `config`, multiplied by a factor. The factor depends on the recipe key
+    `optim.scale_lr` and on the batch size (see `optim.scale_lr_base`).
+
+    If `config` has a scheduler section, the result is the unchanged learning rate in the optimizer section. DeepSpeed's
+    scheduler then sets all learning rates.
 
     Args:
         config: result of `build_ds_config`.

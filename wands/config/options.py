@@ -349,8 +349,8 @@ class CalibrateOptions(Options):
     """
 
     out: Path | None = None
-    """JSON file to write. `wands plan` finds only the default file by itself. For another file, use
-    `wands plan --hardware-file FILE` [default: a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware]."""
+    """JSON file to write. The default is a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware.
+    `wands plan` finds the default file by itself. For another file, use `wands plan --hardware-file FILE`."""
 
 
 class PlanOptions(RecipeOptions):
@@ -492,7 +492,7 @@ class InferOptions(Options):
     """Sample videos from prompts and images.
 
     With a launcher such as torchrun, all processes work together on each video. If you leave out a sampling option, such as
-    --steps, the model gets the official value of its authors. The table below lists the official values.
+    --steps, the model gets the official value of its authors. A table at the end of `wands infer --help` lists these values.
 
     Examples:
         wands infer --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a red kite" --out videos/
@@ -563,8 +563,9 @@ class InferOptions(Options):
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. PATH=0.5
     multiplies the LoRA's update by 0.5. Give the option several times to add several LoRAs. For a model with two experts, a
-    folder can contain one file for each expert, with high_noise or low_noise in the file name. A single file is added to
-    the high-noise expert. But tensors whose names begin with transformer_2 are added to the low-noise expert."""
+    folder can contain one file for each expert, with high_noise or low_noise in the file name. With a single
+    file, tensors whose names begin with transformer_2 are added to the low-noise expert. All other tensors
+    of the file are added to the high-noise expert."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA contains weights for both experts,
     only the weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
@@ -585,7 +586,8 @@ class InferOptions(Options):
     largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
     """With a launcher, the number of processes that divide the tokens among themselves (ring attention) [default: the
-    number of processes that compute one prediction (see --guidance-mode), divided by the Ulysses degree]."""
+    number of processes divided by the Ulysses degree. If --guidance-mode computes each prediction on half of the
+    processes, the default is half of this number]."""
     attention_backend: Literal["auto", "native"] = "auto"
     """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch that
     is installed and passes a test. `native` uses the attention of diffusers. On a CPU or in fp32, `auto` means
@@ -712,8 +714,8 @@ class ConvertOptions(Options):
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
     to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
-    """File layout to write. `official` is the layout of Wan's own repositories. `musubi` is the layout of
-    musubi-tuner, for LoRAs only. This option is required, except with --trust-pickle, which changes SOURCE in place."""
+    """File layout to write: the layout of diffusers, of Wan's own repositories (`official`), of ComfyUI, or of musubi-tuner
+    (`musubi`, for LoRAs only). This option is required, except with --trust-pickle, which changes SOURCE in place."""
     out: Path | None = None
     """Folder to write. The folder must be new or empty. This option is required, except with --trust-pickle, which changes
     SOURCE in place."""
@@ -735,11 +737,11 @@ class ScoreOptions(Options):
     """Compare samples with reference clips by SSIM, PSNR and latents.
 
     A sample is a video of `wands infer` or of a training run. Each sample is compared with the clip that has the same
-    file name without the extension. If no clip has this name, the sample is compared with the clip whose caption is
-    the prompt of the sample. The clip is first converted to the frame rate and the size of the sample. If the numbers
-    of frames then differ, the longer video is cut. SSIM and PSNR are means over the frames. The latent correlation is
-    the correlation of the VAE latents of sample and clip. It compares colors and layout, and is less sensitive to
-    details than SSIM.
+    file name; the extensions may differ. If no clip has the file name of the sample, the sample is compared with the clip
+    whose caption is the prompt of the sample. The clip is first converted to the frame rate and the size of the sample.
+    If the numbers of frames then differ, the longer video is cut. SSIM and PSNR are means over the frames. The latent
+    correlation is the correlation of the VAE latents of sample and clip. It compares colors and layout, and is less
+    sensitive to details than SSIM.
 
     Examples:
         wands score runs/my-run/samples --reference clips/

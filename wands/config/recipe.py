@@ -103,16 +103,20 @@ class ModelConfig(StrictModel):
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:
-        """Names of the tensors to keep in GPU memory: `saved_tensors`, or the default of the checkpointing mode if
-        `saved_tensors` is None.
+        """Names of a block's tensors that activation checkpointing keeps in GPU memory until the backward pass.
+
+        If `saved_tensors` is None, the names are the default of the mode in `checkpointing`. Otherwise, the names are
+        `saved_tensors`.
         """
         default = ["attn_output"] if self.checkpointing == "selective" else []
         return tuple(default if self.saved_tensors is None else self.saved_tensors)
 
     @property
     def kept_on_host(self) -> tuple[str, ...]:
-        """Names of the tensors to move to host memory: `offloaded_tensors`, or the default of the checkpointing mode if
-        `offloaded_tensors` is None.
+        """Names of a block's tensors that activation checkpointing moves to host memory until the backward pass.
+
+        If `offloaded_tensors` is None, the names are the default of the mode in `checkpointing`. Otherwise, the names are
+        `offloaded_tensors`.
         """
         default = ["block_input"] if self.checkpointing == "offload" else []
         return tuple(default if self.offloaded_tensors is None else self.offloaded_tensors)
@@ -336,8 +340,8 @@ FLOW_PRESETS: dict[str, dict[str, Any]] = {
 
 
 class FlowConfig(StrictModel):
-    """Flow matching: distribution and loss weight of the noise level sigma (0 is clean, 1 is pure noise), and dropout of
-    conditions.
+    """Flow matching: distribution and loss weight of the noise level sigma (0 is clean, 1 is pure noise). The section also
+    sets the fraction of samples that train with the empty caption, and the fraction that trains image-to-video.
     """
 
     preset: Literal["pretrain", "finetune"] = "finetune"
@@ -403,7 +407,7 @@ class FlowConfig(StrictModel):
     def _check_timesteps(self) -> FlowConfig:
         if self.min_timestep >= self.max_timestep:
             raise ValueError(
-                f"flow.min_timestep={self.min_timestep} must be < max_timestep={self.max_timestep}; change one of the two keys"
+                f"flow.min_timestep={self.min_timestep} must be < flow.max_timestep={self.max_timestep}; change one key"
             )
         return self
 

@@ -68,7 +68,8 @@ def pack_bins(
 
     Returns:
         Bins that together contain every sample exactly once. With at most `PART` samples and at most `MAX_LENGTHS`
-        distinct lengths, there are never more bins than with best-fit decreasing packing.
+        distinct lengths, there are never more bins than with best-fit decreasing packing. Larger data is packed in parts
+        or with rounded lengths, so there may be more bins.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
@@ -113,17 +114,18 @@ def _few_lengths(seq_lens: np.ndarray, max_tokens: int) -> tuple[np.ndarray, int
 
 
 def _equal_parts(counts: np.ndarray) -> tuple[tuple[np.ndarray, int], tuple[np.ndarray, int]]:
-    """Divide the samples into equal parts and a remainder. An equal part has about `PART` to 2 * `PART` samples.
+    """Divide the samples into equal parts of about `PART` to 2 * `PART` samples each, and a remainder.
 
-    Every equal part has the same number of samples of each length: if one part has three samples of 80 tokens, each
-    equal part has three samples of 80 tokens. Fewer than 2 * `PART` samples form one equal part.
+    The equal parts have equally many samples of each length: for example, every part has three samples of 80 tokens. The
+    remainder contains the samples that are left over. Fewer than 2 * `PART` samples are not divided: one part contains all
+    samples, and the remainder is empty.
 
     Args:
         counts: int64 [D], number of samples of each length.
 
     Returns:
-        Two pairs (array, number of parts). The array contains the number of samples of each length in one part. The first
-        pair describes the equal parts. The second pair describes the remainder, which is 1 part.
+        Two pairs: (counts of one equal part, number of equal parts) and (counts of the remainder, 1). Counts are int64
+        [D], the number of samples of each length.
     """
     num_parts = max(1, int(counts.sum()) // PART)
     return (counts // num_parts, num_parts), (counts % num_parts, 1)

@@ -37,7 +37,7 @@ class Sample:
         image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
             models without CLIP.
         token_weights: bf16, weight of each token in the loss, from 0 to 1. The shape is the number of tokens along (frame, row,
-            column). None without a mask.
+            column). None for a sample without a loss mask.
         loss_weight: factor of the sample's loss. 0 for the placeholder sample of a forward pass that has no other sample.
         caption_dropout: probability of replacing the caption by the empty caption. None means `flow.cfg_dropout`.
     """

@@ -66,8 +66,8 @@ class MockDataset(SampleFacts):
         for latent_shape in self.mock.shapes:
             if any(n < 1 or n % patch for n, patch in zip(latent_shape, patch_size, strict=True)):
                 raise DataError(
-                    f"data.mock.shapes={list(latent_shape)} (frames, height, width) must be multiples of the model's patch "
-                    f"size {list(patch_size)}; change this shape."
+                    f"data.mock.shapes={list(latent_shape)} (latent frames, rows, columns) must be "
+                    f"positive multiples of the model's patch size {list(patch_size)} in the same order; change this shape."
                 )
         self.keys = [f"mock-{i:06d}" for i in range(self.mock.num_samples)]
         self.licenses = np.full(len(self.keys), "", object)
@@ -415,8 +415,8 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
     if not num_held or not num_train:
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
-            "training, but both numbers must be at least 1. (Samples that are next to or nearly equal to held-out samples "
-            f"are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
+            "training, but both numbers must be at least 1. (Samples next to a held-out sample in the same video, and near-"
+            f"duplicates of held-out samples, are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

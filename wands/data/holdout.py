@@ -115,8 +115,8 @@ def signature(latents: Tensor) -> np.ndarray:
     """Return 128 bits for finding duplicates. A video and its copy with another encoding or a similar size have almost the
     same bits.
 
-    The first 64 bits describe the mean frame of the video. In each of 16 latent channels, each of four bits compares two
-    neighboring quadrants of this frame. The bit is 1 if the left (or upper) quadrant has the larger mean.
+    The first 64 bits describe the mean frame of the video. For each of the first 16 latent channels, four bits compare
+    neighboring quadrants of this frame. A bit is 1 if the left (or upper) quadrant has the larger mean.
 
     The other 64 bits compare the quadrants of another image: the mean frame of the second half of the video, minus the mean
     frame of the first half. So two takes of one scene differ in these bits. For a sample of one latent frame, the other 64
@@ -173,18 +173,21 @@ def _hash(name: str, purpose: bytes) -> int:
 def _time_range(key: str, length: float, longest: float) -> Range:
     """Return (start, end) of a sample in its file, in seconds.
 
-    The end of a key can name a time range of the file, and a window (a range of frames) of this time range. For example,
-    "a@2.000-9.500#0003" is window 3, counted from 0, of the time range from 2 to 9.5 seconds.
+    A key can finish with a time range of the file and with the number of a window (a range of frames of this time range):
 
-    If the key has a time range with an end, but no window number, return the whole time range. A key without a window number
-    does not say whether the sample is from the start or from the middle of the range (`--clip-mode middle`).
+    - "a@2.000-9.500#0003": window 3, counted from 0, of the time range from 2 to 9.5 seconds. The start is 2 + 3 * `longest`,
+      and the end is the start + `length`.
+    - "a@2.000-9.500": no window number. Return (2, 9.5), although the sample may be shorter. The key does not state whether
+      the sample is from the start or from the middle of the time range (`--clip-mode middle`).
+    - "a@2.000": only a start time. Return (2, 2 + `length`).
+    - "a#0003": no time range. Windows are counted from the start of the file, so the start is 3 * `longest`.
+    - "a": neither. Return (0, `length`).
 
     Args:
         key: key of the sample.
         length: length of the sample in seconds.
         longest: length of a full window in seconds. This is the length of the longest sample in the cache that contains the
-            sample. Windows follow each other without gaps, so window n starts n * `longest` seconds after the start of the
-            time range. If the key has no time range, window 0 starts at 0.
+            sample. Windows follow each other without gaps.
     """
     start, end, number = next(PLACE.finditer(key)).groups()
     begin = float(start or 0) + int(number or 0) * longest

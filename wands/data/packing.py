@@ -1,9 +1,11 @@
 """Plan an epoch: the samples of each bin (packed sequence), the bins of each optimizer step, and the rank of each bin.
 
-A bin holds the clips of one forward pass. The bins of a step have similar costs, because ranks wait for the slowest bin of a
-step. Steps of bins with equal costs would avoid the waiting, but such steps would contain only long or only short clips. So the
-bins are sorted by cost and divided into ranges, and the bins inside each range are mixed. The distribution of the sample
-lengths in a step is then similar to the distribution in the whole data. `LEVEL` limits the time in which ranks wait.
+A bin holds the clips of one forward pass. Ranks wait for the rank with the most expensive bin. If all bins of a step had equal
+costs, no rank would wait, but some steps would contain only long clips, and others only short clips. The plan is a compromise:
+the bins are sorted by cost and divided into ranges. The bins that ranks process at the same time are a mixture from one range.
+
+A large range makes the sample lengths in a step similar to the lengths in the whole data. A small range makes the ranks wait
+less. `LEVEL` is the smallest allowed efficiency, so it limits the time in which ranks wait.
 
 Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
 communication, before it reads any data. The plan is the same on every machine, because the functions sort only by
@@ -99,8 +101,8 @@ class EpochPlan:
         The measure is the Kolmogorov-Smirnov distance between the two distributions, from 0 (equal) to 1.
 
         Returns:
-            (mean distance of the steps of this plan, mean distance of steps with the same numbers of samples, drawn at
-            random). The second number is for comparison: it is the distance that chance alone causes.
+            (mean distance of the steps of this plan, mean distance of random steps). Each random step has as many samples as
+            a step of the plan, drawn at random from the epoch. The second number shows the distance that chance alone causes.
         """
         of_step = [[i for bin in step for i in bin] for step in self.steps]
         used = np.sort(np.concatenate(of_step))

@@ -97,7 +97,7 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
         patch_size: latent (frames, height, width) of one token.
 
     Returns:
-        fp32 [number of tokens, channels of a token], tokens in the order of `patchify`.
+        fp32 [number of tokens, conditioning channels of a token], tokens in the order of `patchify`.
     """
     f, h, w = image_latents.shape[1:]
     mask = image_mask((f, h, w), last_image)

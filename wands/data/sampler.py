@@ -317,11 +317,11 @@ class PlanSampler:
         return (self.step_plan(step) for step in range(start_step, self.total_steps))
 
     def _windows_of(self, epoch: int) -> list[np.ndarray] | None:
-        """Return the windows (groups of rows that are read one after the other) of an epoch, as int64 arrays of row numbers.
+        """Return the windows of an epoch, in the order in which they are read, as int64 arrays of row numbers.
 
-        A row is one use of a sample. Each window is packed into bins separately. The few bins of a window that do not fill an
-        optimizer step are combined with bins of the next windows, and may exchange rows with these bins. Return None if the
-        epoch uses all rows of the data as one window.
+        A row is one use of a sample. A window is a group of rows that is packed into bins separately. The few bins of a window
+        that do not fill an optimizer step are combined with bins of the next windows, and may exchange rows with these bins.
+        Return None if the epoch uses all rows of the data as one window.
         """
         rows = self.rows(epoch)
         if self._windows is None:

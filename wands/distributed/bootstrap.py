@@ -104,10 +104,10 @@ def start_together() -> Iterator[None]:
     there is no exchange.
 
     Raises:
-        Exception: if the block of this rank raised an exception that is not a WandsError. This exception is raised again.
-        WandsError: if the block raised a WandsError on this rank, or if the block failed only on other ranks. The class and
-            the message are from the lowest rank that failed. If the exception of the lowest rank is not a WandsError, a
-            RankError that names this exception is raised.
+        Exception: if the block of this rank raised an exception that is not a WandsError. The same exception is raised again.
+        WandsError: otherwise, if the block failed on any rank. If the lowest rank that failed raised a WandsError, the error
+            has the class and the message of this WandsError. If the lowest rank that failed raised another exception,
+            the error is a RankError whose message contains this exception.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield

@@ -87,8 +87,8 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     size = parallel.group_size
     if world_size % size:
         raise ConfigError(
-            f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but world_size={world_size} is not a "
-            f"multiple of {size}. Start a multiple of {size} processes, or change the keys of the parallel section."
+            f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but world_size={world_size} is not a multiple of "
+            f"{size}. Start a multiple of {size} processes, or change these keys to a number of ranks that divides {world_size}."
         )
 
 

@@ -32,7 +32,7 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
         patterns: glob patterns of the files to download.
 
     Raises:
-        ConfigError: if the model does not exist or has no such subfolder.
+        ConfigError: if the model does not exist, or has no subfolder for the component.
         CheckpointError: if the weights of the component are pickles.
     """
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])

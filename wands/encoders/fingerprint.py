@@ -52,9 +52,9 @@ PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     """Identify the frozen encoders of a pipeline by their content.
 
-    The fingerprint contains SHA-256 digests of the weight files, and of the config keys that change results. For the
-    tokenizer, it contains a digest of the vocabulary and of the tokens of a test sentence. Weights on the Hub are not
-    downloaded, because the Hub stores their SHA-256.
+    For most components, the fingerprint contains two SHA-256 digests: one for the weights, and one for the config keys that
+    change results. For the tokenizer, the fingerprint contains one digest, for the vocabulary together with the tokens of a test
+    sentence. Weights on the Hub are not downloaded, because the Hub stores the SHA-256 of each weight file.
 
     Args:
         model: diffusers pipeline folder or Hub id.

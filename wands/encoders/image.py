@@ -92,10 +92,11 @@ class ImageEncoder:
 
 
 class WindowEncoder:
-    """Encoder of a window (a range of frames of a clip). It makes the tensors of the latent cache, except text embeddings.
+    """Encoder of windows (ranges of frames of a clip): the VAE and, for some model variants, CLIP.
 
-    CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the
-    VAE. Running CLIP in a separate pass would read and decode every video file twice.
+    The encoder makes the tensors of the latent cache, except text embeddings. CLIP stays loaded next to the VAE. CLIP needs
+    1.3 to 2.5 GB, which is little compared with the activations of the VAE. Running CLIP in a separate pass would read and
+    decode every video file twice.
     """
 
     def __init__(

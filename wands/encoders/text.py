@@ -38,8 +38,8 @@ def check_embedding(model: UMT5EncoderModel, label: str) -> None:
     """
     if not torch.equal(model.encoder.embed_tokens.weight, model.shared.weight):
         raise ConfigError(
-            f"{label}: the installed package transformers loads UMT5 wrongly (embed_tokens is not the shared embedding). Upgrade "
-            "transformers."
+            f"{label}: the installed transformers release loads UMT5 wrongly (embed_tokens.weight differs from shared.weight). "
+            "Run pip install -U transformers."
         )
 
 

@@ -74,7 +74,7 @@ def _verify(weights: Mapping[str, Tensor], folder: Path, dtype: torch.dtype) -> 
             )
     if not torch.isfinite(stock_forward(model, dtype)).all():
         raise CheckpointError(
-            "export: the output of the exported model is not finite, because the run has diverged. Export an earlier checkpoint."
+            "export: the model's output is not finite: the run diverged. Export an earlier checkpoint (RUN/checkpoints/step_*)."
         )
 
 
@@ -133,7 +133,7 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         for tensor in tensors:
             if not torch.isfinite(tensor.read()).all():
                 raise CheckpointError(
-                    f"export: {tensor.name} has non-finite values, because the run has diverged. Export an earlier checkpoint."
+                    f"export: {tensor.name} is not finite: the run diverged. Export an earlier step (RUN/checkpoints/step_*)."
                 )
         write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else {})
         check_written(tensors, [folder / name], "export")

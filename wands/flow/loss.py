@@ -4,8 +4,8 @@ The loss of a training step is a sum over all ranks and micro steps, divided by 
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
 is the mean number of trained tokens per step. No rank divides by the number of samples or tokens on that rank.
 
-If a sample has a mask, the squared error of each token is multiplied by the token's weight in the mask. In a number of
-trained tokens, each token of this sample counts with its weight instead of 1.
+If a sample has a mask, the squared error of each token is multiplied by the token's weight in the mask. When trained tokens
+are counted, a token of a sample with a mask counts as its weight (for example 0.5), and any other token counts as 1.
 
 Letters: L local tokens of a rank, P channels of a token, S samples.
 """
@@ -61,7 +61,7 @@ def loss_weights(
             without data in a micro step process a placeholder sample, so that all ranks take part in communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": all samples have equal total weight, whatever their lengths. "token": all tokens have equal
-            weight, except for the weights of a mask.
+            weight, except for the weights of a mask. In both cases, `batch_weights` and `sigma_weights` are extra factors.
 
     Returns:
         fp32 [S], one factor for each sample. With "token", the factors are `batch_weights` * `sigma_weights`. With "sample",

@@ -97,9 +97,9 @@ def add_noise(
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:
     """Draw the noise level for one use of a sample.
 
-    With `flow.stratified`, the noise level is computed from a number from 0 to 1 (argument `stratum` of `sample_sigma`). In
-    epoch 0, this number is random. In every further epoch, the golden ratio (0.618) is added to the number, modulo 1. The numbers
-    of consecutive epochs then cover the range from 0 to 1 evenly.
+    If `flow.stratified` is off, the noise level is random in every epoch. If `flow.stratified` is on, the noise level is computed
+    from a number u from 0 to 1 (argument `stratum` of `sample_sigma`). In epoch 0, u is random. In every further epoch, the
+    golden ratio (0.618) is added to u, modulo 1. The values of u over the epochs then cover the range from 0 to 1 evenly.
 
     Args:
         seed: `train.seed`.

@@ -58,8 +58,9 @@ class SelectiveCheckpoint:
         offloaded: names of tensors that are offloaded to host memory.
         operators: maps a tensor name to the torch operators whose result is this tensor, such as an attention operator.
             A name in `PROJECTIONS` needs no entry, because hooks find the tensor as the result of a linear layer.
-        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Models can
-            share one offloader, if the backward pass of one model ends before the forward pass of another model starts.
+        offloader: host memory for offloaded tensors. None makes a new offloader in the first forward pass. Several
+            models can share an offloader. The backward pass of one model must then end before the forward pass of the next
+            model starts.
 
     Attributes:
         offloader: host memory for offloaded tensors. If no offloader was given, this attribute is None before the
@@ -160,9 +161,9 @@ class _SavedTensor:
 class _Run(TorchDispatchMode):
     """Dispatch mode for one of the two runs of a block of the model.
 
-    The first run is in the forward pass: for each tensor that is not recomputed, the mode appends (operator, result) to the
-    queue `kept`. The second run is in the backward pass: the mode takes the kept results from the queue, and all other
-    operators run again.
+    The first run is in the forward pass. For each result to keep, the mode appends (operator, result) to the queue `kept`.
+    The second run is in the backward pass. The mode takes the kept results from the queue, and runs only the operators
+    whose results were not kept.
     """
 
     def __init__(self, selection: SelectiveCheckpoint, kept: deque[Any], is_first: bool) -> None:

@@ -30,7 +30,7 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
     The gradients of the modulation (gate, factor and shift, one row per timestep) are sums over the tokens of a timestep.
     The tokens of each timestep are divided into chunks of at most `CHUNK` tokens. First the tokens of each chunk are summed,
-    then the chunks of each timestep. This order of additions is fixed. `index_add_` on a GPU has no fixed order.
+    then the chunks of each timestep. This order of additions is fixed, unlike the order of `index_add_` on a GPU.
 
     Args:
         lens: number of tokens of each of M timesteps; the sum is L.
@@ -38,8 +38,9 @@ def _timestep_rows(lens: tuple[int, ...], device: torch.device) -> tuple[Tensor,
 
     Returns:
         (ids, rows, valid, chunks). ids: int64 [L], index of each token's timestep. rows: int64 [C, CHUNK], indices of the tokens
-        of each of C chunks; a short chunk ends with indices that do not count. valid: fp32 [C, CHUNK, 1], 0 for an index
-        that does not count, 1 for all others. chunks: fp32 [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
+        of each of C chunks. If a chunk has fewer than CHUNK tokens, its row is filled up with arbitrary token indices. valid:
+        fp32 [C, CHUNK, 1], 1 for an index of a token of the chunk, 0 for an index that only fills up the row. chunks: fp32
+        [M, C, 1], 1 if the chunk belongs to the timestep, else 0.
     """
     spans = [
         (timestep, start, end)
@@ -218,8 +219,8 @@ def _rotate(x: Tensor, rotation: Tensor | None, sign: float) -> Tensor:
 def _kept(update: Tensor | None, needs_gate: bool) -> Tensor | None:
     """Return the tensor to save for the backward pass of hidden + update * gate.
 
-    If `needs_gate` is True, return `update`, because the gate's gradient needs its values. Otherwise return an empty tensor
-    with the dtype of `update`. If `update` is None, return None.
+    If `needs_gate` is True, return `update`, because the gradient of gate is computed from `update`. Otherwise return an
+    empty tensor with the dtype of `update`. If `update` is None, return None.
     """
     return update if needs_gate or update is None else update.new_empty(0)
 

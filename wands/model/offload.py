@@ -76,13 +76,13 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 class ActivationOffloader:
-    """Host memory for the activations of one device.
+    """Host memory, allocated in pages of equal size, for the activations of one device.
 
     Args:
         device: device of the activations.
         copy_stream: stream that runs the copies. None means a new CUDA stream for a CUDA device, and blocking copies
             for any other device.
-        page_bytes: size of a page of host memory in bytes.
+        page_bytes: size of one page in bytes.
 
     Attributes:
         host_bytes: size in bytes of the tensors that are offloaded now.

@@ -233,21 +233,22 @@ class PackedWanTransformer(WanTransformer3DModel):
         return embedder(images).flatten(0, 1)
 
     def to_json_string(self) -> str:
-        """Return the config as JSON. Its class name is `WanTransformer3DModel`, so that other tools can load the config."""
+        """Return the config as JSON. `_class_name` is "WanTransformer3DModel", so that diffusers can load the config."""
         config = json.loads(super().to_json_string())
         return json.dumps(config | {"_class_name": "WanTransformer3DModel"}, indent=2, sort_keys=True) + "\n"
 
 
 @dataclass(frozen=True)
 class CrossSegments:
-    """Segments of the cross-attention, the same in every block.
+    """Segments of the cross-attention. All blocks use the same segments.
 
-    There is one segment for each sample. The queries of a segment are the sample's video tokens, and attend only to the keys
-    of this segment.
+    A segment contains the queries and the keys of one sample. The queries are the sample's video tokens, and attend only to
+    the keys in their segment.
 
     Attributes:
-        text: segments whose keys are the sample's padded text tokens.
-        image: segments whose keys are the CLIP tokens of the sample's images. None for a model without CLIP.
+        text: one segment for each sample. The keys are the sample's padded text tokens.
+        image: one segment for each sample. The keys are the CLIP tokens of the sample's images. None for a model without
+            CLIP.
     """
 
     text: PaddedSegments

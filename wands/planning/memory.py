@@ -146,7 +146,9 @@ class _States:
         included.
 
         Args:
-            blocks_left: number of blocks whose backward pass remains. Gradients of these blocks may not exist yet.
+            blocks_left: number of blocks whose backward pass has not finished. With several micro steps in an optimizer step,
+                or at ZeRO stage 3, all gradients are counted. Otherwise, stages 0 and 1 count only the gradients of finished
+                blocks. Stage 2 then counts all gradients as soon as one block has finished.
         """
         workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers

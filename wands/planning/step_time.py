@@ -1,9 +1,10 @@
 """Predict the time of an optimizer step from FLOPs, bytes and bandwidths; nothing is measured.
 
-The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` gives the layout,
-the balance and the communicated bytes of a bin (the clips of one forward pass).
-With several data-parallel ranks, the predicted compute time is divided by `LEVEL`, the smallest efficiency that the packer
-allows, because ranks wait for the slowest rank.
+The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` divides
+the tokens of a bin (the clips of one forward pass) among the ranks of a context-parallel group. It gives the bytes that the
+ranks communicate, and the time that they wait for the rank with the most work.
+With several data-parallel ranks, ranks also wait for the rank with the most expensive bin. The predicted compute time is
+therefore divided by `LEVEL`, the smallest efficiency that the packer allows. A micro step is one forward and backward pass.
 
 - Compute: all linear layers have one speed in FLOP/s. The attention kernel has one speed for its forward pass and one for
   its backward pass. The backward pass of a linear layer has twice the FLOPs of the forward pass. If the weight is frozen,
@@ -182,8 +183,8 @@ def _zero_traffic(
     The work at the end of an optimizer step has up to three parts: reducing the gradients, gathering the updated weights, and
     updating the weights on the host. The ZeRO stage and the offloading decide which parts are needed.
 
-    ZeRO's transfers overlap with compute, but not with compute that already overlaps with the ring's transfers. If ZeRO's
-    transfers take longer than the other compute, the rest of the transfers is exposed (`Traffic.exposed`).
+    ZeRO's transfers overlap only with free compute: compute that does not already overlap with the ring's transfers. If
+    ZeRO's transfers take longer than the free compute, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
 
     Args:
         workload: sizes of the run.

@@ -120,7 +120,8 @@ def _chart(curves: Sequence[tuple[Any, ...]]) -> dict[str, Any] | None:
     Args:
         curves: (name, CSS classes, x, y) of each curve, or (name, CSS classes, x, y, low, high) for a curve with a band from
             `low` to `high`. x, y, low and high are sequences of numbers. Points whose y is not finite are left out. A curve
-            with the CSS class "clipped" may leave the chart: the y axis ignores its lowest and its highest 2 % of values.
+            with the CSS class "clipped" may leave the chart: the y axis ignores the lowest 2 % and the highest 2 % of
+            this curve's values.
 
     Returns:
         None if no curve has a finite value. Otherwise a dict with these keys:

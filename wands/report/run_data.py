@@ -94,7 +94,10 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` file that have a step and all keys in `needed`. Keys whose value is null are left out."""
+    """Yield the rows of a `.jsonl` file that have a step, and for each key in `needed` a value that is not null or empty.
+
+    Keys whose value is null are removed from the rows.
+    """
     for row in iter_rows(path):
         if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
             yield {key: value for key, value in row.items() if value is not None}

@@ -40,9 +40,10 @@ class Lora:
         path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, `path` is
             the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: DiT to which the tensors are added: "transformer", or "transformer_2" (the low-noise expert). A file may
-            contain tensors of both DiTs. The keys of its low-noise tensors then start with "transformer_2". From such a file,
-            "transformer" adds all tensors, each to its DiT, and "transformer_2" adds only the low-noise tensors.
+        subfolder: "transformer", or "transformer_2" (the low-noise expert). With "transformer", tensors whose keys start with
+            "transformer_2." are added to the low-noise expert, and all other tensors to the DiT "transformer". With
+            "transformer_2", all tensors are added to the low-noise expert. But if some keys start with "transformer_2.", only
+            the tensors with these keys are added.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -99,7 +100,8 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
 
     Args:
-        flag: "--lora" or "--lora-2". If there are files for experts, "--lora-2" returns only the LoRA of the low-noise expert.
+        flag: "--lora" or "--lora-2". If there are files for experts, "--lora" returns the LoRA of each expert, and "--lora-2"
+            returns only the LoRA of the low-noise expert.
         subfolder: "transformer" or "transformer_2". If there are no files for experts, the only LoRA gets this subfolder.
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
@@ -182,13 +184,16 @@ def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
 
 
 def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
-    """Read a LoRA file, and return its update for each DiT. Parameters that the DiT lacks are left out with a warning.
+    """Read a LoRA file, and return its update for each DiT.
+
+    If an update contains parameters that its DiT lacks, these parameters are left out with a warning.
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to the update.
+        A dict that maps "transformer" or "transformer_2" to the update of this DiT.
 
     Raises:
-        ConfigError: if the file is damaged or not a LoRA of Wan, or fits no parameter of a DiT.
+        ConfigError: if the file is damaged or not a LoRA of Wan. Also if the pipeline lacks a DiT of the file, or if this DiT
+            lacks all parameters of its update.
     """
     try:
         updates = read_lora_file(TensorFiles([lora.file], lora.label))

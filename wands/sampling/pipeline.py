@@ -197,8 +197,8 @@ def load_pipeline(
         dtype: dtype of the DiTs and the text encoder. The VAE, the image encoder and a few layers of the DiTs stay
             fp32.
         device: device to sample on.
-        offload: "none" keeps all models on `device`. "model" and "sequential" keep the weights on the CPU, and move one
-            model or one layer at a time to `device`.
+        offload: "none" keeps all models on `device`. The two other values keep the weights on the CPU: "model" moves one
+            model at a time to `device`, and "sequential" moves one layer at a time.
 
     Raises:
         ConfigError: if files are missing or damaged, the tensors do not fit the configs, or a LoRA fits no module.

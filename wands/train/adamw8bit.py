@@ -98,11 +98,14 @@ class FragmentAdamW8bit(AdamW8bit):
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state dict, and convert the moments: to 8 bits for large parameters, to fp32 for small parameters.
+        """Load a state dict, and convert Adam's moments to the format that this version of wands uses.
 
-        8-bit moments have one scale for each block of 256 values. In states from earlier versions of wands, the first block
-        starts at the beginning of a flat tensor. Now the first block starts at the beginning of a parameter, so moments with
-        the old blocks are quantized again.
+        Parameters with at least `MIN_8BIT` values get 8-bit moments, with one scale for each block of 256 values. Smaller
+        parameters get fp32 moments.
+
+        In states of earlier versions of wands, the first block starts at the beginning of a flat tensor (a tensor of one or
+        more flattened parameters). Now the first block starts at the beginning of each parameter. So moments with the old
+        blocks are quantized again.
         """
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():

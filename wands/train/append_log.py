@@ -110,13 +110,13 @@ def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], Ap
 class EventLog:
     """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
 
-    The constructor writes the first event: `restart` after a crash, otherwise `start`. A crash means that the last process of
-    the run neither reached the end of the run nor stopped on request. If an exception leaves the `with` block, the log writes
-    an `error` event.
+    The constructor writes the first event: `restart` after a crash, otherwise `start`. A crash means that the previous launch of
+    the run neither reached the last step nor stopped on request. If an exception leaves the `with` block, the log writes an
+    `error` event.
 
     Args:
-        run: the checked training run. If it resumes, create this log before the `StepLog`. This log reads the last step in
-            `metrics.jsonl` for the `restart` event, and the `StepLog` removes rows from `metrics.jsonl`.
+        run: the checked training run. If the run resumes, create this log before the `StepLog`. The `restart` event contains
+            the last step in `metrics.jsonl`, but the `StepLog` removes the rows of later steps than the checkpoint's step.
         rank: rank of this process.
 
     Attributes:

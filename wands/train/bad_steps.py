@@ -44,7 +44,8 @@ class BadSteps:
 
     Attributes:
         state: values that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
-            The name of each DiT's subfolder, such as "transformer", maps to the [loss, gradient norm] of its last updates.
+            The name of each DiT's subfolder, such as "transformer", maps to a list with one [loss, gradient norm] pair for
+            each of the last `WINDOW` updates of the DiT. Bad updates are left out.
     """
 
     def __init__(self, run: TrainingRun, events: EventLog) -> None:
@@ -62,7 +63,8 @@ class BadSteps:
         - The step has no samples, because `data.exclude` names all of its samples: every function returns True.
         - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
           ends the run after a loss or a gradient norm that is not finite.
-        - Otherwise each function compares the update with past updates.
+        - Otherwise each function returns True if the loss or the gradient norm is not finite, or is far above the values of
+          past updates (see `train.spike_zscore`).
 
         Args:
             plan: packing plan of the step.
@@ -84,7 +86,13 @@ class BadSteps:
         return bool(verdict)
 
     def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
-        """Record a good update for later comparisons, or report a bad update. Every rank must call this function.
+        """Write a bad update to `events.jsonl`, or store the loss and the gradient norm of a good update.
+
+        The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if it
+        was skipped, or if its loss or gradient norm is not finite. If `train.on_bad_step` is `stop`, a spike is a good update,
+        but it is also written to `events.jsonl`.
+
+        Every rank must call this function.
 
         Args:
             plan: packing plan of the step.
@@ -93,8 +101,8 @@ class BadSteps:
             result: result of the step on this rank.
 
         Raises:
-            DataError: on all ranks, if the loss or the gradient norm is not finite and `train.on_bad_step` is `stop`, or
-                if more than `train.max_bad_steps` updates were skipped.
+            DataError: on all ranks, if a bad update ends the run. With `train.on_bad_step=stop`, every bad update ends the run.
+                With `skip`, a bad update ends the run if more than `train.max_bad_steps` updates of the run were skipped.
         """
         step, norm, budget = plan.step + 1, result.grad_norm, self._config.max_bad_steps
         if not plan.num_samples:

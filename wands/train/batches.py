@@ -110,8 +110,8 @@ def read_rows_of_bin(
 def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
     """Assert that all ranks together train on exactly the bins (packed sequences) of the plan.
 
-    Also assert that the step contains each (sample, repeat) only once. An epoch can use a sample several times; each
-    use is a repeat.
+    An epoch can use a sample several times, and each use is a repeat. The function also asserts that the step contains each
+    (sample, repeat) only once.
     """
     bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
     assert bins == sorted(plan.bins), (

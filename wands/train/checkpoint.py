@@ -132,14 +132,16 @@ class CheckpointSaver:
         return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
 
     def save(self, state: TrainState, plan: StepPlan, required: bool, is_best: bool = False) -> None:
-        """Save a checkpoint. With `checkpoint.asynchronous`, only start the save. Every rank must call this method.
+        """Save a checkpoint. Every rank must call this method.
+
+        With `checkpoint.asynchronous`, the method only starts the save, unless the checkpoint is required.
 
         If a checkpoint that is not required cannot be saved, log the reason and return, so that the training continues.
 
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
             plan: packing plan of the last step. It contains the plan of the whole epoch, which is written to `epoch.json`.
-            required: whether the checkpoint must be complete when this method returns.
+            required: whether the checkpoint must be complete when this method returns, and a failure raises an error.
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
         Raises:
@@ -273,8 +275,8 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
-    if first_problem := next(filter(None, gather_objects(problem)), None):
-        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {first_problem}.", agreed=True)
+    if needs_x_and_fix := next(filter(None, gather_objects(problem)), None):
+        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -141,7 +141,7 @@ def build_model(
         run: the checked training run.
         groups: process groups in which the attention of this rank communicates with other ranks.
         device: device of this rank.
-        expert: DiT to load; None loads the first trained DiT.
+        expert: DiT to load; None loads the first DiT that the run trains.
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
             memory for this DiT.
         backend: attention kernel; None for the kernel that `attention_backend` returns.

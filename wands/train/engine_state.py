@@ -36,17 +36,18 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 class Fragment(NamedTuple):
     """Range of a flattened parameter that this rank owns.
 
-    A flat tensor is a tensor that the optimizer updates. Above ZeRO-0 it contains fragments of many parameters.
+    A flat tensor is a tensor that the optimizer updates. At ZeRO-1 to 3, a flat tensor contains ranges of many parameters.
 
     Attributes:
         name: name of the parameter.
         start: index of the first value of the range in the flattened parameter.
         numel: number of values of the range.
         shape: shape of the whole parameter.
-        tensor: tensor that contains the range: a flat tensor, or for a frozen parameter the parameter's values on this rank.
+        tensor: tensor that contains the range. For a trained parameter, this is a flat tensor. For a frozen parameter, it is
+            the tensor of the parameter's values on this rank.
         offset: index of the first value of the range in `tensor`.
-        flat: index of the flat tensor in the order of the optimizer's parameters. A frozen parameter has no flat tensor, and
-            the index 0.
+        flat: index of the flat tensor in the order of the optimizer's parameters. For a frozen parameter, the index is 0 and
+            has no meaning.
     """
 
     name: str
@@ -80,9 +81,9 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
     With `weights_only`, the states of the optimizer, such as its momentum, are left out. A flat tensor is a tensor that the
     optimizer updates. The JSON object has these keys:
 
-    - "fragments": maps the name of each trained parameter that this rank stores to a list [start, shape, number]. This rank
-      stores a range of the flattened parameter: `start` is the index where the range starts. `shape` is the shape of the
-      whole parameter. `number` is the index of the flat tensor that contains the range.
+    - "fragments": maps the name of each trained parameter to a list [start, shape, number]. The dict contains the parameters
+      of which this rank stores a range (values of the flattened parameter). `start` is the index of the range's first value.
+      `shape` is the shape of the whole parameter. `number` is the index of the flat tensor that contains the range.
     - "frozen": a dict like "fragments", for frozen parameters. `number` is not used. A LoRA run has an empty dict.
     - "flat_sizes": number of values of each flat tensor.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
@@ -302,7 +303,8 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
     """Read from a checkpoint the optimizer states that belong to a whole flat tensor, such as a step count.
 
     A flat tensor is a tensor that the optimizer updates. The run that wrote the checkpoint may have divided the parameters into
-    other flat tensors. The result contains the states of the old flat tensor with the first value of `fragment`.
+    other flat tensors. The result contains the states of the checkpoint's flat tensor that contains the first value of
+    `fragment`.
 
     Args:
         fragment: range of a flattened parameter that this rank owns.
@@ -311,7 +313,7 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
 
     Raises:
         CheckpointError: if the checkpoint's flat tensors differ from `layout`, and a state is a tensor with several values.
-            wands cannot divide such a tensor again.
+            wands cannot divide this state for other flat tensors.
     """
     # The ranks stored ascending ranges of each parameter.
     *_, (path, header) = (
@@ -325,8 +327,8 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
         fixed = [key for key, value in tensors.items() if value.numel() > 1]
         if fixed:
             raise CheckpointError(
-                f"--resume {path.parents[1]}: the optimizer's {', '.join(fixed)} cannot be divided differently among the "
-                "ranks; use the number of processes and the ZeRO stage of the run that wrote the checkpoint.",
+                f"--resume {path.parents[1]}: wands cannot divide the optimizer states {', '.join(fixed)} in another way among "
+                "the ranks; use the number of processes and the ZeRO stage of the run that wrote the checkpoint.",
                 agreed=True,
             )
     return {**header["optimizer"]["state"].get(str(number), {}), **tensors}
@@ -357,13 +359,14 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
     """Return the optimizer states of a flat tensor (a tensor that the optimizer updates) as one dict without nested dicts.
 
     Args:
-        values: the states. A nested dict contains the states of one parameter if its key is in `names`. Under any other
-            key, it contains states of the whole flat tensor, as written by earlier versions of wands.
+        values: the states. Some values are nested dicts. If the key of a nested dict is in `names`, the dict contains the states
+            of this parameter. Otherwise the dict contains states of the whole flat tensor, and was written by an earlier
+            version of wands.
         names: names of the parameters in the flat tensor.
 
     Returns:
-        The states. The state of a single parameter has a key such as "blocks.0.attn1.to_q.weight/state1". All other
-        states keep their keys.
+        The states. A state of a single parameter has a key such as "blocks.0.attn1.to_q.weight/state1". A state of the whole
+        flat tensor keeps its key, also if it comes from a nested dict.
     """
     result = {key: value for key, value in values.items() if not isinstance(value, dict)}
     for owner, states in values.items():

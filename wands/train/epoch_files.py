@@ -127,8 +127,8 @@ def follow_data(run: TrainingRun) -> TrainingRun:
         row = rows.get((key, repeat_index))
         if row is not None and run.data.checksums[row] != crc32:
             raise CheckpointError(
-                f"--resume {folder}: the training sample {key} was encoded again since the checkpoint; use the cache of the "
-                "checkpoint's run, or export the checkpoint and start a new run from it."
+                f"--resume {folder}: the training sample {key} was encoded again since the checkpoint was saved. Restore the "
+                "cache of the checkpoint's run, or export the checkpoint (wands export) and start a new run from the export."
             )
     plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
     start = (values["epoch"] + 1, values["first_step"] + len(steps))

@@ -281,9 +281,10 @@ def summarize(
         `gap`: `held_out` - `train`.
         `change`, `train_change`: mean change of the loss since the first evaluation, for held-out clips and for training
             clips, with its confidence interval (result of `paired_change`). None in the first evaluation.
-        `by`: mean losses of groups of samples. The keys say how samples are grouped: "sigma" (by DiT and quantile of the
-            noise level), "expert", "kind" (by condition) and "length" (by number of tokens). Each value is a list with a
-            dict for each group: "name" of the group, mean losses "held_out" and "train", and mean noise level "sigma".
+        `by`: mean losses of groups of samples: a dict that maps each kind of grouping to a list of groups. The groupings are
+            "sigma" (by DiT and quantile of the noise level), "expert", "kind" (by condition) and "length" (by number of
+            tokens). A group is a dict with the keys "name", "held_out" and "train" (mean losses), and "sigma" (mean noise
+            level of the group).
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]

@@ -133,14 +133,15 @@ def kinds_of(variant: Variant) -> tuple[str, ...]:
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
     """Choose how many noise levels and how many clips to evaluate within a budget of FLOPs.
 
-    The number of noise levels is 9, 5, 3 or 1. The function starts with `USUAL_CLIPS` clips, or with all clips if there are
-    fewer. It chooses the largest number of noise levels with which the budget is enough for these clips. If the budget is too
-    small even for one noise level, the function tries one clip less, and so on. Last, clips are added as long as the
-    budget allows them with the chosen number of noise levels.
+    If the run evaluates held-out clips and training clips, "clip" means a pair here: one held-out clip and one training clip.
+
+    1. The function starts with `USUAL_CLIPS` clips, or with all clips if there are fewer.
+    2. It chooses the largest number of noise levels (9, 5, 3 or 1) that the budget allows for these clips.
+    3. If the budget does not allow these clips even at one noise level, the function repeats step 2 with one clip less.
+    4. With the chosen number of noise levels, the function adds more clips as long as the budget allows them.
 
     Args:
-        costs: FLOPs of each clip at a single noise level, summed over all evaluations of the run. If the run has held-out
-            clips and training clips, each value is for a pair: one clip of each kind.
+        costs: FLOPs of each clip or pair at a single noise level, summed over all evaluations of the run.
         budget: largest number of FLOPs for all evaluations of the run.
 
     Returns:

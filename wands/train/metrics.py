@@ -163,8 +163,9 @@ def step_metrics(
         of_sigmas: sums of losses and numbers of clips in ranges of the noise level: `sigma_sums`, summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
         measured: a dict with the keys `lr` (learning rate of this step), `seconds` (duration of the step including the wait
-            for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (seconds of each rank in
-            the feed-forward layers, or None: the result of `ComputeTimes.end_step`).
+            for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (result of
+            `ComputeTimes.end_step`: for each rank, the seconds per step in the feed-forward layers; None if the ranks were
+            not compared after this step).
 
     Returns:
         A dict with the items of `measured` and these keys:
@@ -176,8 +177,9 @@ def step_metrics(
         `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
-        `fill`: `tokens` / (number of bins (packed sequences) with samples x `packing.max_tokens`).
-        `imbalance`: cost of the slowest rank of each micro step / mean cost of the ranks, both summed over the micro steps.
+        `fill`: `tokens` / (B * `packing.max_tokens`), where B is the number of bins (packed sequences) that are not empty.
+        `imbalance`: predicted FLOPs of the slowest rank / mean predicted FLOPs of all ranks. Both are sums over the micro steps,
+        and each micro step can have another slowest rank.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.

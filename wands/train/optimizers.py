@@ -55,9 +55,9 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
 def muon_ratio(rows: int, columns: int) -> float:
     """Return Muon's learning rate for a matrix, divided by AdamW's learning rate.
 
-    With this ratio, the updates of both optimizers have the same root mean square. The root mean square of an
-    orthogonal matrix is 1 / sqrt(max(rows, columns)). The root mean square of AdamW's update is about 0.2. DeepSpeed
-    already multiplies Muon's update by sqrt(max(1, rows / columns)).
+    With this ratio, the updates of both optimizers have the same root mean square (RMS). The RMS of AdamW's update is about
+    0.2. Muon's update is an orthogonal matrix, whose RMS is 1 / sqrt(max(rows, columns)). DeepSpeed multiplies this matrix by
+    sqrt(max(1, rows / columns)), so the ratio is divided by this factor.
 
     Source: Liu et al. 2025, Muon is Scalable for LLM Training, eq. 4 (arXiv:2502.16982).
     """

@@ -113,14 +113,14 @@ def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
 def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
     """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
-    The check does not change the training. Parts of parameters and optimizer states that ZeRO divides among the ranks are not
-    compared, because each rank has different parts.
+    The check does not change the training. It does not compare optimizer states or fp32 master weights, because ZeRO divides
+    them among the ranks.
 
     Args:
         engine: DeepSpeed engine of a DiT.
         device: device of this rank.
-        gather: whether to gather and compare also partitioned parameters (ZeRO-3). All ranks gather such a parameter from the
-            same partitions, so a difference shows an error of the gathering.
+        gather: whether to also compare the parameters that ZeRO-3 has partitioned, after gathering them. All ranks gather a
+            parameter from the same partitions, so a difference shows that the gathering failed.
 
     Returns:
         Number of compared parameters.

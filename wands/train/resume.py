@@ -137,7 +137,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         rule = f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run}"
         rules[f"{rule} (for a LoRA, set lora.init_from)."] = value != saved_value
     if problems := failed_rules(rules):
-        raise CheckpointError([f"{label}: {problem}" for problem in problems])
+        raise CheckpointError([f"{label}: {difference_and_fix}" for difference_and_fix in problems])
 
 
 def list_changes(saved: TrainState, current: TrainState) -> list[str]:

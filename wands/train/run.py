@@ -192,11 +192,12 @@ class TrainingRun:
     def denominator(self, plan: StepPlan) -> float:
         """Return the number by which the summed loss of a step is divided before the backward pass.
 
-        All steps of an epoch have the same denominator. With `loss.reduction: sample`, it is the mean number of samples per
-        step. With `loss.reduction: token`, it is the mean number of trained tokens per step. If a sample has a mask, each
-        token counts with its weight in the mask. Some samples, chosen at random, have their first frame as a condition, and
-        the tokens of this frame are not trained. The expected number of these tokens is subtracted.
-        `data.sources[].loss_weight` does not change the denominator.
+        All steps of an epoch have the same denominator. `data.sources[].loss_weight` does not change the denominator.
+
+        - With `loss.reduction: sample`, the denominator is the mean number of samples per step.
+        - With `loss.reduction: token`, the denominator is the mean number of trained tokens per step. If a sample has a mask,
+          each token counts with its weight in the mask. Some samples, chosen at random, have their first frame as a condition.
+          The tokens of such a first frame are not trained, so the expected number of these tokens is subtracted.
         """
         value = plan.denominators[self.recipe.loss.reduction]
         if self.recipe.loss.reduction == "token":
@@ -266,10 +267,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Return the weight that each of the N samples loses if its first latent frame is left out of the loss, float64 [N].
+        """Return the sum of the mask weights in the first latent frame of each of the N samples, float64 [N].
 
-        The weight is the sum of the mask weights of the first frame's tokens. Without a mask, every token has weight 1. The
-        value is 0 for a sample with a single latent frame, because this frame is never left out.
+        Without a mask, every token has weight 1. For a sample with a single latent frame, the value is 0, because this frame is
+        never left out of the loss.
         """
         frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
         counts = np.where(frames > 1, rows * columns, 0).astype(float)

@@ -236,10 +236,10 @@ class _StoredVae(nn.Module):
 class RunSamples:
     """Generator of a training run's sample videos, and writer of their files.
 
-    Each context-parallel group generates different videos. At ZeRO-3, all groups must make the same number of forward passes,
-    because all ranks gather the weights together. So videos that are generated at the same time have the same number of forward
-    passes. If there are fewer such videos than groups, each remaining group generates the first video again, and discards
-    the result.
+    The videos are generated in rounds. In a round, each context-parallel group generates a different video. At ZeRO-3, all
+    groups must make the same number of forward passes, because all ranks gather the weights together. So all videos of a round
+    need the same number of forward passes. If a round has fewer videos than groups, each remaining group generates the first
+    video of the round again, and discards the result.
 
     Args:
         trainer: objects of the training process.

@@ -51,7 +51,8 @@ class Terminal:
     def show(self, text: str) -> bool:
         """Replace the text of the live line, which shows the progress below all other output.
 
-        Return True on rank 0 if its terminal has a live line. Otherwise there is no live line: do nothing and return False.
+        Return whether this process has a live line: True on rank 0 if the output is a terminal that supports a live line.
+        Without a live line, do nothing and return False.
         """
         if self._live.is_started:
             self._last = time.monotonic()

@@ -122,8 +122,8 @@ class Watchdog:
         Args:
             output_dir: run folder.
             step_timeout: seconds that a step may take. None computes the limit from the durations of the last steps.
-            timeout: seconds that any other work may take, such as a check or a checkpoint. The start, including the first
-                step, also counts as such work.
+            timeout: seconds that any other work may take, such as a check, a checkpoint, or the start of the run. The start
+                includes the first step.
         """
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout

@@ -281,7 +281,7 @@ def test_an_older_checkpoints_folder_is_not_asked_of_the_hub(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(
-        ConfigError, match=r"--base is missing: the run's model\.path=\S*models/wan is not a folder here"
+        ConfigError, match=r"--base is missing: the run's model\.path=\S*models/wan is not a folder, seen"
     ):
         export(older, tmp_path / "out")
     assert (asked, sorted(os.listdir(tmp_path))) == ([], ["here", "older"])

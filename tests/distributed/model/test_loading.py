@@ -175,7 +175,10 @@ def test_a_folder_that_is_no_pipeline(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [('{"_class_name": "FluxTransformer2DModel"}', "_class_name=Flux"), ("{", r"config\.json cannot be read")],
+    [
+        ('{"_class_name": "FluxTransformer2DModel"}', "_class_name=Flux"),
+        ("{", r"config\.json cannot be read"),
+    ],
 )
 def test_a_config_of_something_else(pipeline: Path, text: str, says: str):
     (pipeline / "transformer" / "config.json").write_text(text)

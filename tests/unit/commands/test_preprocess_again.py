@@ -143,7 +143,8 @@ def test_a_wrong_sum_in_the_shard_is_not_taken_for_latents(
     shard.write_bytes(content)
     (source / "bikes.txt").write_text("Something else.")
     with pytest.raises(
-        CacheError, match=r"damaged shard-00000\.h5 \(wrong checksum of sample bikes\); delete that file"
+        CacheError,
+        match=r"damaged shard-00000\.h5 \(sample bikes does not match its stored checksum\); delete that file",
     ):
         run(source, tmp_path / "cache", tiny_pipeline, SMALL)
     shard.unlink()

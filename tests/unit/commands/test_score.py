@@ -88,5 +88,5 @@ def test_latents(tmp_path: Path, tiny_pipeline: Path):
 def test_nothing_to_compare(tmp_path: Path):
     save_video(tmp_path / "samples" / "a.mp4", movie(0), 16)
     save_video(tmp_path / "clips" / "b.mp4", movie(0), 16)
-    with pytest.raises(ConfigError, match=r"has a reference clip in --reference=.*rename the files"):
+    with pytest.raises(ConfigError, match=r"has a reference clip in --reference=.*Give each video"):
         run(tmp_path / "samples", tmp_path / "clips")

@@ -141,6 +141,17 @@ def test_a_part_is_the_merged_part(part: str, tmp_path: Path):
     assert_close(predict(pipeline), wanted)
 
 
+def test_two_files_for_one_expert_are_refused(tmp_path: Path):
+    for name in ("a_high_noise", "b_high_noise", "low_noise"):
+        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    files = r"a_high_noise\.safetensors, b_high_noise\.safetensors"
+    with pytest.raises(
+        ConfigError, match=rf"--lora=\S+ contains several files for one expert: {files}\. Keep one"
+    ):
+        find_loras([tmp_path])
+    assert [lora.file.name for lora in find_loras([], [tmp_path])] == ["low_noise.safetensors"]
+
+
 def test_several_files_add_up(tmp_path: Path):
     """The full differences of the second file also reach layers to which the first file has added matrices."""
     pipeline = build()

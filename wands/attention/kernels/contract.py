@@ -16,7 +16,7 @@ Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring 
 How to add a kernel:
 
 1. Write the kernel's two functions (`run_forward`, `run_backward`): in flash.py for a `FlashBackend`, otherwise in a new
-   file. Put Triton code into a new file next to flash.py, and import this file in the two functions. wands has no build
+   file. Put Triton code into a new file next to flash.py. Import the new file inside the two functions. wands has no build
    step: compile CUDA code at the first use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data`
    of pyproject.toml. Alternatively, publish the kernel as a package (step 3).
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
@@ -28,12 +28,12 @@ How to add a kernel:
    `_unmet_requirement`. Examples are a kernel for CPUs, and an fp8 kernel whose errors exceed `TOLERANCE` and
    `LSE_TOLERANCE` of self_check.py. Such a kernel is not checked at the start of a run, and runs only if the user sets
    `attention.backend` to its name.
-   `wands infer` and `wands selftest` cannot select a kernel by its name, so such a kernel never runs there.
+   `wands infer` and `wands selftest` never run such a kernel, because they have no option for the name of a kernel.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
    the docstring of `choose_backend` in registry.py. In tests/unit/test_size.py, raise the budgets of code lines that the
-   kernel exceeds (`attention` and `TOTAL`, perhaps `config`), and add a line to CHANGELOG.md. `CORE` stays at 2,700. The
-   core is the files of `CORE_FILES`, and includes this folder. If the core exceeds `CORE`, shorten other code of the core,
-   or discuss the kernel in an issue.
+   kernel exceeds (`attention` and `TOTAL`, perhaps `config`), and add a line to CHANGELOG.md. Do not raise `CORE`, the
+   budget of the core. The core is the code in `CORE_FILES`, which includes this folder. If the core exceeds `CORE`,
+   shorten other code of the core, or discuss the kernel in an issue.
 3. For an optional package, import the package inside the two functions. Add an extra to pyproject.toml and to the table
    of extras in docs/quickstart.md. Add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
@@ -44,8 +44,8 @@ How to add a kernel:
      in the help text of `InferOptions.attention_backend`. In wands/planning/hardware.py, add the kernel's measured speeds
      on the GPUs that run the kernel: the TFLOP/s of the forward pass and of the backward pass, each divided by
      `PEAK_TFLOPS`. Measure one clip of 32,760 tokens with 12 heads. For `auto`, `wands plan` uses the speeds of the fastest
-     kernel there. If the new kernel is the fastest, also update the predictions in docs/performance.md and
-     docs/long-videos.md.
+     kernel that hardware.py lists for the GPU. If the new kernel is the fastest, also update the predictions in
+     docs/performance.md and docs/long-videos.md.
    - A CPU kernel: add it to `CPU_DTYPES` of tests/support/plain.py, and its name to the tests of padding rows, autocast
      and self-check in test_kernels.py.
    - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the

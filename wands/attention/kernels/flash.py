@@ -168,7 +168,7 @@ def _flash4_backward(
 
 
 def _options(s: Segments, scale: float) -> dict[str, Any]:
-    """Return the keyword arguments that are the same for the flash-attn packages 2, 3 and 4."""
+    """Return keyword arguments for the forward and backward functions of the flash-attn packages 2, 3 and 4."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     return {name: getattr(s, name) for name in names} | {"softmax_scale": scale}
 

@@ -69,11 +69,10 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
             _log_once(logging.WARNING, text)
         _log_once(logging.INFO, f"attention.backend=auto: {chosen} ({target})")
         return get_backend(chosen)
-    error = f"attention.backend={name} cannot run on {target}"
     if unmet := _unmet_requirement(name, device, dtype):
-        raise ConfigError(f"{error}: {unmet}.")
+        raise ConfigError(f"attention.backend={name} cannot run on {target}: {unmet}.")
     if isinstance(get_backend(name), FlashBackend) and (fault := _fault(name, device, dtype, head_dim)):
-        raise ConfigError(f"{error}: the kernel's results are wrong ({fault}). Use attention.backend=auto.")
+        raise ConfigError(f"attention.backend={name} fails on {target}: {fault}. Use attention.backend=auto.")
     _log_once(logging.INFO, f"attention.backend={name} ({target})")
     return get_backend(name)
 

@@ -161,9 +161,9 @@ def _blocks() -> list[tuple[Tensor, Segments]]:
     """Split the keys that the check uses into two blocks, as in ring attention with two ranks.
 
     Returns:
-        (rows, segments) for each block. `rows` are the indices in k of the block's rows. `segments` contains, for each
-        segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS` rows of k are padding
-        in no segment. Both blocks end with these padding rows.
+        (rows, segments) for each block. `rows` lists the rows of k that are in the block: their indices in k. `segments`
+        contains, for each segment, the number of rows of q and the number of rows of the block. The last `SPARE_ROWS`
+        rows of k are padding, which is in no segment. Each block ends with all of these padding rows.
     """
     lens = list(zip(LENS_K, FIRST_BLOCK, strict=True))
     is_first = torch.cat([torch.arange(length) < cut for length, cut in lens])

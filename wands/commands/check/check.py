@@ -247,7 +247,7 @@ def _decode_all(
 
     Args:
         decode: function that decodes the clip of a task.
-        tasks: clips to decode. A task is None for a rejected entry of the source that has no clip file. The
+        tasks: clips to decode. A task is None if a rejected entry of the source has no clip file. The
             result for None is an empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
@@ -327,8 +327,8 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
 
     Args:
         path: the file.
-        clip: the last decoded window (range of frames) of the file. Its attributes `variable_fps` and `interlaced` describe
-            all frames that were read from the file.
+        clip: the last decoded window (range of frames) of the file. `clip.variable_fps` and `clip.interlaced`
+            describe all frames that were read from the file.
         longest: number of frames of the longest sample from the file.
         spec: frame rate, size and length of the samples.
     """

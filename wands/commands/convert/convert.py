@@ -167,7 +167,7 @@ def _convert_lora(
         if update is None:
             raise CheckpointError(
                 f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder indicates {expert}. "
-                "Rename the file or folder, or set SOURCE to the path of this file. wands then ignores the name of the file."
+                f"Rename the file or folder, or set SOURCE={source}, because wands ignores the name of a single file."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -326,8 +326,8 @@ class ModelConversion:
 
         - If --base is set, the parts are copied from the pipeline folder of --base (attribute `rest`).
         - If --base is not set and the source is a diffusers pipeline, the parts are copied from the source.
-        - Otherwise, the source's tokenizer is copied, and new files are written for the other parts. If the source lacks a
-          model or the tokenizer, no part is added, and the result gets a note.
+        - Otherwise, the source's tokenizer is copied, and new scheduler files and model_index.json are written. If the
+          source lacks one of the pipeline's models or the tokenizer, nothing is added, and the result gets a note.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:

@@ -143,7 +143,9 @@ def _to_yaml(value: Any) -> str:
 
 
 def _describe_machine(options: InitOptions) -> PlanOptions:
-    """Return options of `wands plan` that describe the user's GPUs, or the GPUs of this machine if the user describes none."""
+    """Return options of `wands plan` that describe the GPUs of `options`. If `options` describes no GPU, describe the GPUs of
+    this machine.
+    """
     count, hardware, memory, node = torch.cuda.device_count(), options.hardware, options.gpu_memory, {}
     if not (count or hardware or memory):
         fix = "describe the GPU for the training with --gpu-memory GB, or with --hardware and a name such as rtx4090."

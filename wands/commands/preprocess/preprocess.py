@@ -54,10 +54,10 @@ SUSPECT_SECONDS = 1800.0
 def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
-    A clip is not encoded again if the cache contains its samples, and its file, caption and time range are unchanged. If the
-    name or the caption changed, but not the file and the time range, the cached latents are reused. Only the caption is
-    then encoded. A run on an existing cache needs the same settings as the earlier run. After the run, the index of the
-    cache contains exactly the samples of the source.
+    A clip is not encoded again if the cache contains its samples, and its file content, time range, crop, mask and caption
+    are unchanged. If only the file's name or the caption changed, the cached latents are reused, and only a new caption is
+    encoded. A run on an existing cache needs the same settings as the earlier run. After the run, the index of the cache
+    contains exactly the samples of the source.
 
     If a time range of a file has several captions, this time range is decoded and encoded once. The samples of these
     captions share the latents in a shard.
@@ -197,7 +197,7 @@ class PreprocessRun:
         return sorted(caption for caption in captions if caption not in spool)
 
     def encode(self) -> None:
-        """Encode the captions and the clips that the cache lacks: first these captions, then these clips.
+        """Encode the captions that the cache lacks, then the clips that the cache lacks.
 
         Raises:
             WandsError: if every worker failed, or workers died repeatedly without finishing a caption or clip.

@@ -61,9 +61,9 @@ class Clip:
         part: time range, crop and mask.
         video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
-        latents: (shard name, index of the sample in the shard, suffix) of each cached sample of this time range whose latents
-            can be reused for `rows`. The suffix is the end of the sample's key. It names the window (range of frames) and the
-            size.
+        latents: cached samples of this time range, each as a tuple (shard name, index of the sample in the shard, suffix). The
+            latents of these samples can be reused for `rows`. The suffix is the end of the sample's key, which names the
+            window (range of frames) and the size.
         decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
     """
 
@@ -334,8 +334,9 @@ def select_part(items: Sequence[FromSource], source: str, part: tuple[int, int])
     """Return the items of a source that belong to one part (the value of --part). All captions of a file belong to
     the same part.
 
-    The part of a file depends only on the file's path relative to the source folder. If files are added to the source, the
-    other files stay in their parts.
+    The part of a file depends only on the file's path. If files are added to the source, the other files stay in their parts.
+    The path is relative to the folder `source`, or to the folder that contains the table or archive `source`. The path of
+    a file in another folder is absolute.
 
     Args:
         items: rows (clips with one caption) or rejections of the source.

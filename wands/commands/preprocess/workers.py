@@ -70,9 +70,9 @@ class WorkerPool:
         A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
 
         Args:
-            workers: number of worker processes if there is no launcher. If `workers` is None and `device` is None or "cuda",
-                there is one worker per GPU, and a single worker without a GPU. For other devices, None gives a single
-                worker. Several workers on one device waste memory, because each worker loads all encoders.
+            workers: number of worker processes if there is no launcher. None chooses the number: one worker per GPU if `device`
+                is None or "cuda", and one worker on a machine without a GPU or for any other device. Several workers on one
+                device waste memory, because each worker loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
 

@@ -102,7 +102,7 @@ def check_statistics(part: VaePart) -> Result:
 
     If the model has the layer sizes of a published Wan model, compare the config with the published statistics. If the
     user gives a clip, check that the mean and the standard deviation of the clip's normalized latents are in the usual
-    ranges (`MEAN_BAND` and `STD_BAND`). In all other cases, only measure the values.
+    ranges (`MEAN_BAND` and `STD_BAND`). If neither condition is met, only measure the values.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
@@ -134,7 +134,7 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
 def check_roundtrip(part: VaePart) -> Result:
     """Encode and decode the clip with the VAE, and measure the PSNR of the decoded clip relative to the original clip.
 
-    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB.
+    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB. The PSNR of any other VAE is only measured.
     """
     decoded = part.encoder.decode(part.latents)
     psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))

@@ -29,8 +29,8 @@ class Check(NamedTuple):
     Attributes:
         name: name of the check.
         load: function that loads the part of the model that the check needs; None if nothing is loaded before the check.
-        run: function that runs the check and returns a `Result` whose name is still empty. Its argument is the result of
-            `load`, or the `Setup` (model, clip and settings) if `load` is None.
+        run: function that runs the check and returns a `Result` with an empty name. The argument of the function is the
+            result of `load`, or the `Setup` (model, clip and settings) if `load` is None.
         condition: name of an input, such as "image". The check applies only to models with this input. If the name is
             empty, the check applies to every model.
     """

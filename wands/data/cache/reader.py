@@ -127,16 +127,17 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: its latents, its text embeddings without padding, and its loss mask if it has a mask. The result
-        also contains the image arrays that the attribute `conditions` (inputs of the model, such as "image") requires. `Sample`
-        describes the arrays and their shapes.
+        """Read a sample in bf16: its latents, its text embeddings without padding, and its loss mask if it has a mask.
+
+        The reader's attribute `conditions` lists inputs of the model, such as "image". The result also contains the image
+        arrays for these inputs. `Sample` describes the arrays and their shapes.
 
         Args:
             i: number of the sample: its position in the reader's attribute `keys`.
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
-                are zero in the returned latents, and are not read from the file. A rank of a context-parallel group needs only
-                the frames that contain its tokens (`wands.data.patchify.frames_of_tokens`). A reader that was
-                opened with `verify` reads the whole sample to compute its checksum.
+                are zero in the returned latents. They are not read from the file, unless the reader was opened with `verify`,
+                which needs the whole sample to compute the checksum. A rank of a context-parallel group needs only the frames
+                that contain the rank's tokens (`wands.data.patchify.frames_of_tokens`).
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
@@ -232,8 +233,8 @@ class LatentCache(SampleFacts):
             if actual != size:
                 what = "is missing" if actual is None else f"has {actual} bytes, but the index says {size}"
                 raise CacheError(
-                    f"cache={self.path} is incomplete: {name} {what}; restore the file, or delete it and run "
-                    "the same wands preprocess command again."
+                    f"cache={self.path} is incomplete: {name} {what}; restore {name}. Or delete only {name}, "
+                    "if it exists, and run the same wands preprocess command again, which encodes the missing samples."
                 )
 
     @contextmanager
@@ -263,7 +264,8 @@ class LatentCache(SampleFacts):
         """Compare an open shard with the index, and return the HDF5 group of sample `i`.
 
         Raises:
-            CacheError: if the index has another key or other array shapes for the sample, or another digest of the shard.
+            CacheError: if the sample's key, the shape of an array or the digest of the shard differs from the index, or an
+                array is not uint16.
         """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:

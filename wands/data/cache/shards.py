@@ -101,7 +101,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     file = h5py.File(path, "r", locking=False)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
-        raise OSError("the shard has another fingerprint (encoders and settings) than the cache")
+        raise OSError("the shard was made with other encoders or settings than the cache")
     return file
 
 
@@ -217,7 +217,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         group = file[sample_path(row)]
         arrays = {name: group[name][()] for name in stored_names(group)}
         if checksum(*arrays.values()) != int(group.attrs["crc32"]):
-            raise OSError(f"wrong checksum of sample {json.loads(group.attrs['key'])}")
+            raise OSError(f"sample {json.loads(group.attrs['key'])} does not match its stored checksum")
         del arrays["text_embeds"]
         return arrays, json.loads(group.attrs["meta"])
 

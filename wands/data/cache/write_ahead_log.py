@@ -138,7 +138,7 @@ class WriteAheadLog:
         """Append one record. After this method returns, the record survives a kill of the process.
 
         Args:
-            name: name of the record, which contains the digest of a caption or of a clip, see `LogRecord`.
+            name: name of the record: the digest of a caption, or the digest of a video with a suffix, see `LogRecord`.
             arrays: uint16 arrays, contiguous.
             meta: metadata, as JSON values.
 

@@ -95,7 +95,7 @@ class TarReader:
             DataError: if the member has more than `max_bytes` bytes, or the archive ends inside the member.
         """
         if member.size > max_bytes:
-            raise DataError(f"member {member.name} has {member.size:,} bytes (max {max_bytes:,}); remove it")
+            raise DataError(f"{member.name} has {member.size:,} bytes (max {max_bytes:,}); remove this file")
         buffer = io.BytesIO()
         self._copy(member, buffer)
         return buffer.getvalue()

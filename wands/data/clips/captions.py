@@ -57,7 +57,7 @@ def check_caption(value: Any, place: str) -> str:
         place: file or row that contains the caption, for error messages.
 
     Raises:
-        DataError: if the caption is missing, empty, not a text, or not valid Unicode.
+        DataError: if the caption is missing, empty, not a text, longer than `MAX_CHARACTERS`, or not valid Unicode.
     """
     if value is None or value != value:
         raise DataError(f"missing caption; write a caption in {place}, or run wands caption")

@@ -1,9 +1,12 @@
 """Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
 
-The key of a sample is the key of its clip and a suffix. `--clip-mode slide` cuts a clip into consecutive windows (ranges
-of frames). The suffix of a sample then contains the number of its window: "#0003" for the fourth window. A clip can have
-samples of several sizes, one size for each value of `--max-pixels`. For all values except the first, the suffix also
-contains the size (width x height), such as "#640x352" or "#0003#640x352". Keys of clips never contain "#".
+The key of a sample is the key of its clip, followed by a suffix. The suffix has a part for the window and a part for the
+size. Each part can be empty, and keys of clips never contain "#".
+
+- Window: with `--clip-mode slide`, a clip is cut into consecutive windows (ranges of frames). The part is the number of the
+  window, such as "#0003" for the fourth window. In other clip modes, the part is empty.
+- Size: with several values of `--max-pixels`, a clip has samples of several sizes. The part is empty for the first value. For
+  other values, the part is width x height, such as "#640x352". With a window, the suffix is, for example, "#0003#640x352".
 """
 
 from __future__ import annotations

@@ -151,8 +151,10 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
     """Return a dictionary from column name to the clip's value, with all columns that the condition of --where can name.
 
     Every clip has the columns "key", "path", "caption", "license", "start" and "end". The values of "start" and "end" are
-    seconds or None. If neither is None, the column "seconds" is the length of the clip's time range. The other columns
-    come from the clip's row in the source's table. `identifier` changes their names to words that a condition can contain.
+    seconds or None. If both are numbers, the column "seconds" is added: the length of the clip's time range.
+
+    All other columns come from the clip's table row or JSON object. `identifier` changes the names of these columns to words
+    that a condition can contain.
     """
     own = {name: getattr(record, name) for name in ("key", "path", "caption", "license", "start", "end")}
     if record.start is not None and record.end is not None:

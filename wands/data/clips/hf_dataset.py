@@ -174,8 +174,8 @@ def write_clip(data: bytes, written: str | None, folder: Path) -> tuple[str, Pat
         folder: folder in which the file is written.
 
     Returns:
-        (name, path of the file). The name is the file name in `written`, or "clip" if `written` is None, with a part of the
-        hash added.
+        A pair (name, path). `path` is the written file. `name` is the file name in `written` with 12 digits of the hash
+        added: "cat-0123456789ab.mp4" for "videos/cat.mp4". If `written` is None, `name` is, for example, "clip-0123456789ab".
 
     Raises:
         CacheError: if the disk is full or not writable.

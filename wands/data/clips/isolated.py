@@ -54,7 +54,7 @@ class IsolatedWorker:
         """Choose how to start the subprocess. The first call of `run` starts it.
 
         Args:
-            preload: modules that the fork server imports once for all its subprocesses.
+            preload: modules that the fork server imports once for all its subprocesses. Not used with "spawn".
             method: "forkserver" starts a subprocess in milliseconds. "spawn" is slower, but its subprocess may start
                 subprocesses itself.
         """

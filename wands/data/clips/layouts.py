@@ -10,10 +10,12 @@ To add a layout:
    the layout cheaply, from names of files. The function must not contain `yield`, because a generator function never
    returns None. Write a second function, a generator function, and return its generator.
 2. In the generator function, check the captions of each clip with `source.check_captions`. Pass the checked captions to
-   `records.records_of_clip`, and yield its records. Both functions raise DataError. Catch this error for each clip, and
-   yield `records.reject(key, path, error)`, as `_scan_folder` in sidecars.py does. Never use a file name as a caption.
-3. Add the first function to `SECTION_LAYOUTS` in trainer_configs.py, before every layout that would also match. If no dataset
-   configuration of another trainer can name such a source, use `LAYOUTS` in place of `SECTION_LAYOUTS`.
+   `records.records_of_clip`, and yield its records. `check_captions` and `records_of_clip` raise DataError. Catch this
+   error for each clip, and yield `records.reject(key, path, error)`. `_scan_folder` in sidecars.py is an example. Never use
+   a file name as a caption.
+3. Add the function of step 1 to one of two tuples, before every function that would also accept the same source.
+   `SECTION_LAYOUTS` in trainer_configs.py is for a source that a dataset configuration of another trainer (such as
+   musubi-tuner) can name. `LAYOUTS` in this file contains `SECTION_LAYOUTS`, and is for all other sources.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
    test_listings.py. One of these tests damages the files in `LISTINGS` at random.
 

@@ -88,10 +88,10 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Part of the key after the path. It contains the time range, if the record has a time range.
+        """Part of the key after the path, such as "@2.000-9.500~0123abcd". "" without a time range and a hash.
 
-        For every caption of a clip except the first, it also contains a hash of the caption. Each caption of a clip therefore
-        has its own key.
+        The suffix contains the time range, if the record has a time range. For every caption of a clip except the first, the
+        suffix also contains a hash of the caption. Each caption of a clip therefore has its own key.
         """
         if not self.is_extra_caption:
             return self.range_suffix
@@ -163,6 +163,8 @@ def _check_name(name: str) -> None:
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
     """Return the loss mask of a clip: the file that `written` names, else the mask next to the clip, else None.
 
+    For a clip a.mp4, the mask next to the clip is a.mask.png or a.mask.mp4.
+
     Args:
         path: file of the clip.
         written: path of the mask in the table row that describes the clip. Empty if the row names no mask.
@@ -187,7 +189,10 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
 
 
 def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENSIONS) -> list[str]:
-    """Return the sorted names of the clips among the files of a folder, without masks such as a.mask.png of a.mp4."""
+    """Return the sorted names of the clips among the files of a folder. Loss masks are left out.
+
+    For example, if the folder contains a.mp4, the file a.mask.png is a loss mask.
+    """
     stems = {PurePosixPath(file).stem for file in files}
     masks = {stem + ending for stem in stems for ending in MASK_ENDINGS}
     return sorted(file for file in files if file.lower().endswith(extensions) and file not in masks)

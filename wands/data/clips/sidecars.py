@@ -109,8 +109,8 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                     raise DataError(f"video={path} {explain_no_file(path)}")
                 if clip := _clip_of_poster(file, siblings, source.sidecars):
                     raise DataError(
-                        f"the image has the same name as {clip} and may be a preview of this video, so the image is "
-                        "not used; rename the image if it is a separate clip"
+                        f"image {file} may be a preview of the video {clip} of the same name, so the image is not used; "
+                        "rename the image if it is a separate clip"
                     )
                 if sidecar := _sidecar_of(siblings, source.sidecars):
                     captions, row = _parse_captions(sidecar, _read_small(path.with_name(sidecar)), source)
@@ -382,7 +382,7 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
         return clips
     names = ", ".join(sorted(members))
     if "pth" in members:
-        raise DataError(f"sample has latents ({names}), not a clip; use python -m data_tools.import_shards")
+        raise DataError(f"files {names} are latents; import them with python -m data_tools.import_shards")
     raise DataError(
         f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     )

@@ -107,10 +107,12 @@ class Source:
             place: file or row that contains the captions, for error messages.
 
         Returns:
-            The captions. If `value` is empty and the source needs no captions, the result is [""].
+            The captions. If `value` is None, NaN, an empty list or a text of only white space, and the source needs no
+            captions, the result is [""].
 
         Raises:
-            DataError: if there is no caption although one is needed, or a caption is empty, not a text, or not valid Unicode.
+            DataError: if the source needs captions and `value` contains none. The error is also raised if a list contains an
+                empty caption, or if a caption is not a text, too long or not valid Unicode.
         """
         if not self.needs_caption and (not value or is_empty(value)):
             return [""]

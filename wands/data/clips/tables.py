@@ -108,7 +108,7 @@ def _csv_rows(table: Path) -> Iterator[NumberedRow]:
         cells, end = _csv_row(lines, begin, separator)
         if isinstance(cells, str):
             if names is None:
-                raise DataError(f"SOURCE={table}: line {begin + 1} must be column names, but is an {cells}")
+                raise DataError(f"SOURCE={table}: line {begin + 1} must name the columns, but is an {cells}")
             yield begin + 1, cells
         elif names is None:
             names = cells or None  # an empty line has no cells
@@ -168,7 +168,7 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             for name, value in rows.items()
         ]
     if not isinstance(rows, list):
-        raise ValueError(f"the file contains a value of type {type(rows).__name__}, not a list of objects")
+        raise ValueError(f"JSON value has type {type(rows).__name__}, but must be a list or an object")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             row = "item is not a JSON object; write an object with video and caption"

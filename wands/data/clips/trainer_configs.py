@@ -67,7 +67,7 @@ def trainer_config(source: Source) -> Iterator[ClipRecord | Rejection] | None:
         return None
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"the file has more than {MAX_BYTES:,} bytes")
+            raise ValueError(f"the file has more than {MAX_BYTES:,} bytes; move sections to another file")
         config: Any = parse(file.read_text(encoding="utf-8-sig"))
         name = "directory" if "directory" in config else "datasets"
         sections, general = config.pop(name, None), config.pop("general", {})
@@ -142,21 +142,22 @@ def _read_section(
         settings: keys and values of the section.
 
     Returns:
-        (folder, table or dataset with the section's clips, extensions of files to ignore, text to put before each caption,
-        mask files). The mask file of a clip has the clip's name, apart from the extension.
+        (part, ignored, prefix, masks). `part` is the source of the section's clips: a folder, a table or a dataset. `ignored`
+        contains the extensions of clips that are left out. `prefix` is the text to put before each caption. `masks` contains
+        files of loss masks. The mask of a clip has the clip's name, apart from the extension.
 
     Raises:
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
     """
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
-        raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} is not a text; write the value in quotes")
+        raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} must be a text; write the value in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
         raise DataError(f"this section of {source.name} names no clips; set {' or '.join(_CLIPS)} to a path")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]
         if not (path := next(filter(os.path.exists, paths), default)):
-            raise DataError(f"{key}={settings[key][:99]}: {paths[0][:500]} does not exist; correct the path")
+            raise DataError(f"{key}={settings[key][:99]} does not exist ({paths[0][:500]}); correct the path")
         return path
 
     name, kind = settings[key], settings.get("dataset_type") or key.partition("_")[0]

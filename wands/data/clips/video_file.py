@@ -105,8 +105,9 @@ class VideoFrame:
 def open_video(path: Path) -> Iterator[VideoReader]:
     """Context manager that opens a video.
 
-    The context manager yields a `VideoReader`. Some errors in the `with` block become a DataError that names the file:
-    errors that show that the video is damaged, too small or too long. Other errors pass unchanged.
+    The context manager yields a `VideoReader`. Three kinds of errors in the `with` block become a DataError that names the
+    file. These are the errors in `BROKEN` (the video is damaged), TooSmallError (the frames are too small for the model) and
+    MemoryError (the decoded frames do not fit the memory). Other errors pass unchanged.
     """
     try:
         with _open_container(path) as container:

@@ -57,21 +57,22 @@ class TrainState:
             `TrainingRun.data_fingerprint`).
         data_summary: numbers about the training data for the model card (see `TrainingRun.data_summary`).
         recipe: the recipe of the run, with all defaults filled in.
-        base: `model.path` of the run. A folder is stored as an absolute path, in older checkpoints as the user typed it.
+        base: `model.path` of the run. A folder is stored as an absolute path. Older checkpoints store the path that the user
+            typed.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not store this fact. With None, a `base`
-            that starts with "Wan-AI/" may be a folder or a Hub id: if the folder exists, wands uses the folder. Any other
-            `base` is a folder, and this class puts "./" before a relative path.
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not contain this entry. In older
+            checkpoints, a `base` that starts with "Wan-AI/" is a folder if this folder exists, and a Hub id otherwise. Any
+            other `base` is a folder: for example, this class changes "models/wan" to "./models/wan".
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
         hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
             wands that stored pickles.
-        data_start: (epoch, step of the run) from which the run uses its current training data and packing. Later than (0, 0)
-            only if the data or the packing changed when the run was resumed.
+        data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is
+            (0, 0) unless the data or the packing changed when the run was resumed.
         attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
             measurement. "setup" is the GPU and software of the measurement. None without a measurement, and in older
             checkpoints.
@@ -200,7 +201,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError(f"hash_of_this_file={digest} is not the hash of the other values")
+            raise ValueError(f"hash_of_this_file={digest} does not match the rest of {STATE_FILE}")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -233,7 +234,7 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
 
     Returns:
-        An error message for the first damaged file; None if no file is damaged.
+        An error message for the first damaged file that this rank read. None if this rank read no damaged file.
     """
     folder, state = checkpoint
     damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
@@ -244,20 +245,21 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
 def find_checkpoint(
     where: Path, *, verify: bool = False, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Checkpoint:
-    """Find a complete checkpoint, and read its state.
+    """Find a usable checkpoint, and read its state.
+
+    A checkpoint is usable if all of its files have the sizes (and, with `verify`, the hashes) in `wands_state.json`, and its
+    step folder is not in `damaged`.
 
     Args:
-        where: place of the checkpoint. Step folder: return its checkpoint. File `best` or `latest`: return the checkpoint
-            that the file names. Run folder, or its folder `checkpoints`: return the checkpoint that the file `latest` names.
-            If `latest` is missing or empty, or names a damaged checkpoint, log a warning and return the newest checkpoint
-            that is not damaged.
+        where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
+            of a run. For a run folder or its folder `checkpoints`, the checkpoint that the file `latest` names is returned.
+            If `latest` names no usable checkpoint, a warning is logged and the newest usable checkpoint is returned.
         verify: whether to compare the hash of every file, in addition to the size.
-        damaged: maps each step folder that is known to be damaged to an error message. The checkpoints in these folders are
-            not returned.
+        damaged: maps each step folder that is known to be damaged to an error message.
 
     Raises:
-        CheckpointError: if the folder contains no complete checkpoint, or the checkpoint contains pickles of an earlier
-            version of wands.
+        CheckpointError: if `where` contains no usable checkpoint, or the checkpoint contains pickles of an earlier version
+            of wands.
     """
     if where.name in ("best", "latest") and where.is_file():
         where = where.parent / where.read_text(encoding="utf-8").strip()
@@ -399,14 +401,16 @@ class FragmentFiles:
     def read_overlapping(
         self, ranges: Mapping[str, tuple[int, int]]
     ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
-        """Read the optimizer state of all stored fragments that overlap with given ranges of the flattened parameters.
+        """Read the optimizer state of stored fragments (slices of flattened parameters) that overlap with given ranges.
 
         Args:
-            ranges: maps the name of a parameter to (index of the first value, index after the last value) of a range.
+            ranges: maps the name of a parameter to a range (index of the first value, index after the last value) in the
+                flattened parameter.
 
         Returns:
-            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each fragment. start is the
-            index of the fragment's first value. tensors maps the name of an optimizer state, such as "exp_avg", to its tensor.
+            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each overlapping fragment.
+            start is the index of the fragment's first value. tensors maps the name of an optimizer state, such as "exp_avg",
+            to the state's tensor for the whole fragment.
         """
         found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
         for path, header in self.headers.items():

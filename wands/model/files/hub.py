@@ -37,7 +37,7 @@ def published_name(model: str) -> str | None:
 def is_downloaded(model: str) -> bool:
     """Return whether the Hub cache on this machine contains all weights in a pipeline's folder `transformer`.
 
-    These are the weights of the only DiT, or, in a model with two experts, of the high-noise expert.
+    If a model has two experts, the folder `transformer` contains the high-noise expert. The low-noise expert is not checked.
 
     Args:
         model: Hub id of a diffusers pipeline.

@@ -111,7 +111,9 @@ class LoraUpdate:
         return [*matrices, *((name, tuple(value.shape)) for name, value in self.differences.items())]
 
     def merge(self, name: str, weight: Tensor, scale: float) -> Tensor:
-        """Return a parameter plus `scale` times the LoRA's update, in float64. Without an update, return `weight` itself.
+        """Return a parameter plus `scale` times the LoRA's update, in float64.
+
+        If the LoRA does not change this parameter, return `weight` itself.
 
         Args:
             name: diffusers name of the parameter.
@@ -156,7 +158,8 @@ class LoraUpdate:
 def experts_in(folder: Path) -> list[str]:
     """Return the experts (DiTs for high or low noise) for which a folder contains a LoRA.
 
-    A LoRA belongs to an expert if the name of its file or subfolder contains "high_noise" or "low_noise".
+    A LoRA belongs to an expert if its file name contains "high_noise" or "low_noise", or is in a subfolder
+    with one of these names.
 
     Returns:
         A list with "transformer" if the high-noise expert has a LoRA, and "transformer_2" if the low-noise expert has a
@@ -169,13 +172,16 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
     """Return the safetensors file of one DiT's LoRA.
 
     Args:
-        path: a file, a folder with one file, or a folder that has one file or one subfolder for each expert.
+        path: a LoRA file or a folder. The folder contains either one LoRA file, or a separate LoRA for each expert. The LoRA
+            of an expert is a file with "high_noise" or "low_noise" in its name, or a subfolder called "high_noise" or
+            "low_noise".
         key: option or recipe key that the user typed, for error messages.
         expert: "transformer" or "transformer_2" for a model with two experts; None for a model with one DiT.
 
     Raises:
         ConfigError: if `path` does not exist, contains no LoRA for `expert`, or contains several files that could be
             the LoRA.
+        CheckpointError: if the LoRA file changed after wands stored its hash.
     """
     if path.is_file():
         if path.suffix != ".safetensors":  # a pickle can run any code
@@ -190,7 +196,12 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
                 f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add a .safetensors file with {name} in "
                 f"its name, or train only the other expert with model.experts={'low' if name == 'high_noise' else 'high'}."
             )
-        found = _with_name(path, name)[0]
+        found, *others = _with_name(path, name)
+        if others:
+            files = ", ".join(file.name for file in (found, *others))
+            raise ConfigError(
+                f"{key}={path} contains several files for one expert: {files}. Keep one of them."
+            )
         check_files(path, f"{key}={path}", parts={found.name})
         return find_lora_file(found, key)
     files = sorted(path.glob("*.safetensors"))
@@ -323,8 +334,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
         )
     if unknown or not state:
         raise CheckpointError(
-            f"{where} is not a LoRA of Wan. Unknown keys: {shorten(unknown) or 'none, because the file is empty'}. Use a file "
-            "with only keys of lora_A and lora_B (or lora_down and lora_up), alpha, diff, diff_b and diff_m of Wan's modules."
+            f"{where} is not a LoRA of Wan. Unknown keys: {shorten(unknown) or 'none, because the file is empty'}. Use a LoRA in "
+            "which each key names a module of Wan, then lora_A, lora_B, lora_down, lora_up, alpha, diff, diff_b or diff_m."
         )
     broken = [
         ".".join(module)
@@ -341,8 +352,10 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
 def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], where: str) -> LoraPair:
     """Return the LoRA of the module `name`: two matrices and a scale, which is computed from the rank and alpha.
 
-    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1. If the
-    module is a convolution, lora_A and lora_B have more than two dimensions. All dimensions after the first are flattened.
+    The alpha comes from `tensors`, or from PEFT's `settings` if `tensors` has no alpha. Without any alpha, the scale is 1.
+
+    The returned matrices have two dimensions. For a convolution, the matrices in `tensors` have more than two dimensions, and
+    all dimensions after the first are flattened.
     """
     lora_A, lora_B = tensors["A"], tensors["B"]
     if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:

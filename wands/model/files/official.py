@@ -111,7 +111,7 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     if not num_heads or dim % num_heads:
         if "num_heads" in official_config:
             raise CheckpointError(
-                f"{where}: num_heads={num_heads} in config.json must divide the model's width {dim}. Use the model's config."
+                f"{where}: num_heads={num_heads} in config.json must divide the model width {dim}. Use the original config.json."
             )
         raise CheckpointError(
             f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of the "

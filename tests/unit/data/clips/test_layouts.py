@@ -153,7 +153,7 @@ def test_captions_in_capital_letters(tmp_path: Path) -> None:
         ("c.mp4", "three"),
     ]
     assert [r.reason for r in rejections] == [
-        "the image has the same name as UP.MP4 and may be a preview of this video, so the image is not used; "
+        "image UP.JPG may be a preview of the video UP.MP4 of the same name, so the image is not used; "
         "rename the image if it is a separate clip"
     ]
 
@@ -488,7 +488,7 @@ def test_an_unclosed_quote_of_a_csv_costs_one_row(tmp_path: Path) -> None:
     lay(tmp_path, {"list.csv": 'video,"caption\na.mp4,one\n'})
     with pytest.raises(
         DataError,
-        match=r"list\.csv: line 1 must be column names, but is an unreadable row \(unexpected end of data\); close",
+        match=r"list\.csv: line 1 must name the columns, but is an unreadable row \(unexpected end of data\); close",
     ):
         load_source(str(tmp_path / "list.csv"))
 
@@ -517,7 +517,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
         ({"metadata.json": "{"}, "", r"metadata\.json cannot be read: .*; correct the JSON"),
-        ({"metadata.json": '"a.mp4"'}, "", "the file contains a value of type str, not a list of objects"),
+        ({"metadata.json": '"a.mp4"'}, "", "JSON value has type str, but must be a list or an object"),
         ({"metadata.csv": "video,caption\na,\xe9".encode("latin-1")}, "", "; save the file as UTF-8 text"),
         (
             {"metadata.csv": "a", "metadata.json": "[]"},

@@ -238,7 +238,7 @@ def test_diffusion_pipe_accents_composed_otherwise(tmp_path: Path, written: Any,
     ("content", "message"),
     [
         ("{", "cannot be read"),
-        ("3", "the file contains a value of type int, not a list of objects"),
+        ("3", "JSON value has type int, but must be a list or an object"),
         ("{}", "lists no clip"),
         ('{"clip.mp4": ["a", 3]}', None),
         ('{"clip.mp4": []}', None),
@@ -417,7 +417,7 @@ def test_images_are_clips_of_one_frame(tmp_path: Path) -> None:
     }
     assert rows["poster"][0] == "poster.mp4"
     assert set(rejected) == {"poster", "mute"}
-    assert "same name as poster.mp4" in rejected["poster"]
+    assert "poster.mp4 of the same name" in rejected["poster"]
     still = next(decode_clip(tmp_path / "c.webp", ClipSpec(fps=16, max_frames=81)))
     assert still.frames.shape == (1, 32, 48, 3)
     assert abs(int(still.frames[0, 5, 5, 0]) - 60) <= 3
