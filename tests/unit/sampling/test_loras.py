@@ -146,7 +146,7 @@ def test_two_files_for_one_expert_are_refused(tmp_path: Path):
         save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
     files = r"a_high_noise\.safetensors, b_high_noise\.safetensors"
     with pytest.raises(
-        ConfigError, match=rf"--lora=\S+ contains several files for one expert: {files}\. Keep one"
+        ConfigError, match=rf"--lora=\S+ has several files for one expert: {files}\. Keep one"
     ):
         find_loras([tmp_path])
     assert [lora.file.name for lora in find_loras([], [tmp_path])] == ["low_noise.safetensors"]
