@@ -7,8 +7,8 @@ OUT contains export.json (manifest of the cache), null_text.safetensors (embeddi
 - With --format safetensors, each sample is one file with latents and text_embeds in bf16. For image-to-video models, the
   file also contains image_latents and image_embeds. If a clip has a mask, its file contains token_weights. The file's
   header contains the key, the caption and other metadata.
-- With --format webdataset, these files are in tars of about 1 GiB. Next to each file, the tar contains the caption as
-  .txt and the metadata as .json.
+- With --format webdataset, the safetensors files are in tars of about 1 GiB. Next to each safetensors file, the tar
+  contains the caption as .txt and the metadata as .json.
 
 python -m data_tools.import_cache converts an export of either format to an identical cache.
 """

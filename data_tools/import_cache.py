@@ -2,11 +2,12 @@
 
 python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
 
-SOURCE is a folder with export.json (safetensors files or tars), or the cache_directory of musubi-tuner for Wan, with the
-files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not store the names of its encoders, so its cache
-needs --model.
+SOURCE is a folder that data_tools.export wrote, with export.json and safetensors files or tars. SOURCE can also be the
+cache_directory of musubi-tuner for Wan, with the files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not
+store the names of its encoders, so its cache needs --model.
 
-The program opens no pickle and unpacks no archive. If the program is killed, the same command continues the import.
+The program opens no pickle, and reads tars without unpacking them. If the program is killed, the same command continues
+the import.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ def _import_export(source: Path, out: Path) -> int:
         variant, fingerprint = stored["variant"], stored["fingerprint"]
         names = array_names(variant["conditions"])
         if stored.pop("digest", None) not in (None, digest(stored)):
-            raise ValueError(f"the digest of 'cache' in {EXPORT_NAME} is wrong: the file was changed")
+            raise ValueError(f"'cache' in {EXPORT_NAME} does not match its digest: it was changed")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT:
-            raise ValueError(f"{EXPORT_NAME} has format={manifest['format']}; wands reads {EXPORT_FORMAT}")
+            raise ValueError(f"format={manifest['format']} in {EXPORT_NAME} must be {EXPORT_FORMAT!r}")
         if layout not in FORMATS:
             raise ValueError(f"layout={layout} in {EXPORT_NAME} must be one of {', '.join(FORMATS)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); export the cache again."
+            f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); run data_tools.export again."
         ) from None
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
@@ -113,14 +114,14 @@ def _import_export(source: Path, out: Path) -> int:
         for sample, meta in items:
             if sample.sample_id in seen:
                 raise DataError(
-                    f"SOURCE={source} contains the sample {sample.sample_id} twice; export the cache again."
+                    f"SOURCE={source} contains the sample {sample.sample_id} twice; run data_tools.export again."
                 )
             seen.add(sample.sample_id)
             if not writer.has(sample.sample_id, meta["content"]):
                 writer.add(sample.sample_id, meta=meta, **sample.arrays)
         if len(seen) != count:
             raise DataError(
-                f"SOURCE={source} has {len(seen):,} of {count:,} samples; restore the missing files, or export the cache again."
+                f"SOURCE={source} has {len(seen):,} of {count:,} samples; restore missing files, or run data_tools.export again."
             )
         writer.commit(null_text, seen)
     return count
@@ -148,10 +149,10 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                     if f".{extension.rpartition('.')[2]}" in PICKLES:
                         raise DataError(
                             f"{path}: {key}.{extension} is a pickle, which can run any code when it is opened. An export has no "
-                            "pickles: export the cache again. For shards of other trainers, use data_tools.import_shards."
+                            "pickles: run data_tools.export again. For shards of other trainers, use data_tools.import_shards."
                         )
                 if "safetensors" not in members:
-                    raise DataError(f"{path}: sample {key} has no .safetensors file; export the cache again.")
+                    raise DataError(f"{path}: sample {key} has no .safetensors; run data_tools.export again.")
                 content = tar.read(members["safetensors"], MAX_LATENT_BYTES)
                 yield _exported(content, f"{path}: {key}.safetensors", names)
 
@@ -172,17 +173,17 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         tensors = {name: stored[name] for name in (*names, *stored.keys() & {MASK_ARRAY})}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
-                f"the tensors have the dtypes {', '.join(str(t.dtype) for t in tensors.values())}, but every tensor of an "
-                "export must have dtype torch.bfloat16"
+                f"the tensors have the dtypes {', '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export "
+                "writes only torch.bfloat16, so another program wrote the file"
             )
         crc32 = checksum(*map(to_bits, tensors.values()))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(
-                f"the tensors have the checksum {crc32:08x}, not {header['crc32']} as in the header: the file was changed"
+                f"the checksum of the tensors is {crc32:08x}, but the header says {header['crc32']}, so the file was changed"
             )
         return Sample(json.loads(header["key"]), **tensors), json.loads(header["meta"])
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DataError(f"{place} is damaged ({reason(error)}); export the cache again.") from None
+        raise DataError(f"{place} is damaged ({reason(error)}); run data_tools.export again.") from None
 
 
 def _header(content: bytes) -> dict[str, str]:

@@ -35,8 +35,7 @@ class Merged:
     Attributes:
         num_samples: number of samples in the merged cache.
         num_copied: number of samples that this run copied. An earlier run copied the other samples.
-        duplicates: keys that are in several caches with equal content. The merged cache contains each of these samples
-            once.
+        duplicates: keys for which several caches contain equal samples. The merged cache contains each of these keys once.
         num_rejected: number of rejected clips of all caches, which rejects.jsonl lists.
     """
 

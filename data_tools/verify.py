@@ -85,7 +85,7 @@ def verify(
     - The manifest: the file stores a digest of its content.
 
     Unused bytes, such as gaps in a shard, are not read. If a sample has more than 64 KiB of metadata, HDF5 stores the
-    metadata outside the header, without a checksum. Changes in this metadata are not found.
+    metadata outside the header of the sample's HDF5 group, without a checksum. Changes in this metadata are not found.
 
     Args:
         path: folder of a finished or unfinished cache.
@@ -244,12 +244,12 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
     """
     group = file[sample_path(row)]
     if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the attribute dtype of the sample is {dtype}, but must be bfloat16")
+        raise ValueError(f"the attribute dtype of the sample is {dtype}, but wands writes only bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
         if stored.dtype != np.uint16:
-            raise ValueError(f"the array {name} has dtype {stored.dtype}, but must have uint16")
+            raise ValueError(f"the array {name} has dtype {stored.dtype}, but wands writes only uint16")
         offset = stored.id.get_offset()
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)

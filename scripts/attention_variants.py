@@ -258,7 +258,8 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
 def variants_of(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backend) -> list[Variant]:
     """Return the variants of self-attention that the ranks of this run can compute.
 
-    The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin, without communication.
+    The first variant is `single kernel`: rank 0 calls the attention kernel once for the whole bin (packed
+    sequence), without communication.
     """
     device, rank = inputs[0].device, dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -12,7 +12,7 @@ wands        LatentCache.read
 safetensors  one file per sample, safetensors.torch.load_file
 tar scanned  WebDataset: a shard is a stream, so a random read also reads everything before the sample. For this reason, a
              round reads only six samples in random order
-tar indexed  the same tars with known offsets of all members, which WebDataset does not store
+tar indexed  the same tars, read at the offsets that the script stored when it wrote the tars. WebDataset stores no offsets
 
 `sequential` reads the samples in the order of writing, `random` in a random order. In a `warm` round, all files have been read
 before. In a `cold` round, the files of a layout are removed from the page cache before the layout is read (POSIX_FADV_DONTNEED;
@@ -214,7 +214,7 @@ class TarScanned(Plain):
 
 
 class TarIndexed(TarScanned):
-    """Samples in the tars of `TarScanned`, read at known offsets. WebDataset does not store the offsets."""
+    """Samples in the tars of `TarScanned`, read at the offsets that `TarScanned.write` stored. WebDataset stores no offsets."""
 
     def share(self, other: TarScanned) -> None:
         self.members = other.members

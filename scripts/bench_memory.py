@@ -19,7 +19,7 @@ The modes `none`, `selective`, `full` and `offload` are values of the recipe key
 modes list every tensor in the recipe key model.saved_tensors or model.offloaded_tensors:
 
 selective, every name  keeps every named tensor: projections and result of self-attention, and hidden state of the feed-forward
-offload, every name    stores these tensors and the inputs of the blocks in host memory
+offload, every name    stores the named tensors and the inputs of the blocks in host memory
 
 The last lines show whether the modes are in the expected order, by memory as in `SMALLER`, and by time as in `FASTER`. If the
 order by memory is wrong, the exit code is 1. A wrong order by time does not change the exit code, because the machine may be
@@ -88,7 +88,7 @@ class Measured:
 
 
 def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable[[], None]]:
-    """Return a DiT with random weights, and a function that runs its forward and backward pass on one bin of two clips."""
+    """Return a DiT with random weights, and a function that runs its forward and backward pass on two packed clips."""
     torch.manual_seed(0)
     device = torch.device(args.device)
     model = PackedWanTransformer(
@@ -152,8 +152,8 @@ def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
 
     Args:
         model: the model.
-        way: object that checkpoints the blocks; None switches activation checkpointing off. The object keeps the host
-            memory that it has allocated. If a later call of `take` selects the object again, it reuses this memory.
+        way: object that checkpoints the blocks; None switches activation checkpointing off. The object keeps its
+            host memory. If a later call of `take` selects the object again, the object reuses the host memory.
     """
     if way is None:
         model.disable_gradient_checkpointing()

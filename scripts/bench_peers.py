@@ -4,7 +4,7 @@
     python scripts/bench_peers.py --device cuda     # ten layers of the width of 1.3B, bf16
     python scripts/bench_peers.py --kind lora --set model.checkpointing=selective
 
-wands           `train_step` on one bin of all clips
+wands           `train_step` on all clips, packed into one sequence (bin)
 one at a time   diffusers' WanTransformer3DModel in accelerate's DeepSpeed engine, a forward and backward per clip, one update
 padded          the same engine on one batch. Latents are padded to the largest clip, and the loss of the padding is masked
 
@@ -46,7 +46,8 @@ Step = Callable[[], float]
 
 
 def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -> Step:
-    """Build the training engine of wands, and return a function that runs one step on a bin with all clips of bench_step.py.
+    """Build the training engine of wands, and return a function that runs one step on a bin (packed sequence) with all
+    clips of bench_step.py.
 
     Args:
         device: "cuda" or "cpu".

@@ -3,10 +3,11 @@
     bash scripts/gpu.sh --only compare --out gpu_out
     python scripts/bench_record.py record.jsonl gpu_out/compare.json gpu_out/memory.json
 
-The first argument is the record file. The other arguments are JSON files that scripts/gpu.sh wrote. Each JSON file becomes one
-line of the record. Every number is compared with the newest earlier line of the same stage, machine and recipe overrides. Counts,
-sizes and ratios hardly vary on one machine, so each relative change above --tolerance is printed. Times and speeds vary from run
-to run, so they are printed only if they change by more than 10 times --tolerance.
+The first argument is the record file. The other arguments are JSON files that scripts/gpu.sh wrote. Each JSON file has the
+results of one stage (a group of measurements, such as `compare`), and becomes one line of the record. Every number is compared
+with the newest earlier line of the same stage, machine and recipe overrides. Counts, sizes and ratios hardly vary on one
+machine, so each relative change above --tolerance is printed. Times and speeds vary from run to run, so they are printed only
+if they change by more than 10 times --tolerance.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
     python scripts/bench_scaling.py --published                       # published speeds of other trainers and their prediction
     python scripts/bench_scaling.py --network-bandwidth 12 --frames 241 --checkpointing full
 
-The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin contains
-the clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the data-parallel
-ranks process in several micro steps. cp is the number of ranks that share a bin. The script chooses the smallest power of two
-with which a rank needs at most 90 % of the memory and every data-parallel rank has a bin. Ulysses runs inside a node, and the
-ring runs between nodes.
+The prediction uses the formulas and assumptions of `wands plan` (wands/planning). Every clip has the same length. A bin
+contains the clips of one forward pass: as many clips as fit in --max-tokens, at least one. A step has --bins bins, which the
+data-parallel ranks process in several micro steps. cp is the number of ranks that share a bin. As cp, the script chooses the
+smallest power of two with which a rank needs at most 90 % of the memory and every data-parallel rank has a bin. Ulysses runs
+inside a node, and the ring runs between nodes.
 
 The column `needs L_eff` shows the smallest effective length of a bin at which the transfers of the ring's forward pass overlap
 with compute completely. The effective length is sum(L^2) / sum(L), where L is the number of tokens of each clip. The smallest
@@ -130,7 +130,7 @@ def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setti
 
 
 def effective_len(one: Prediction) -> float:
-    """Return the effective length of a bin: sum(L^2) / sum(L) over the lengths L of its clips.
+    """Return the effective length of a bin (packed sequence): sum(L^2) / sum(L) over the lengths L of its clips.
 
     A bin whose clips all have this length needs as much attention work per token as the given bin.
     """

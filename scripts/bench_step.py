@@ -4,7 +4,7 @@
     python scripts/bench_step.py --threads 1 --clock cpu    # on a busy machine
     python scripts/bench_step.py --device cuda              # bf16 autocast, fp32 weights, full checkpointing
 
-packed          PackedWanTransformer on one bin of all clips
+packed          PackedWanTransformer on all clips, packed into one sequence (bin)
 one at a time   stock diffusers, a forward and backward per clip, gradients accumulated
 padded batch    stock diffusers, one batch, latents padded with zeros to the largest frames, height and width. The loss of the
                 pads is masked, but attention to the pads is not

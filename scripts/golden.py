@@ -70,7 +70,7 @@ class Checkout:
         self.root, self.out = root, out
 
     def run(self, *command: str, root: Path | None = None) -> None:
-        """Run Python with the arguments `command`, so that it imports wands from `root`, or by default from this checkout.
+        """Run Python with the arguments `command`. Python imports wands from the folder `root`; None means `self.root`.
 
         If the command fails, exit with the last 20 lines of the log.
         """
@@ -142,7 +142,7 @@ class Checkout:
         return path
 
     def export(self, case: str) -> Path:
-        """Return the folder of the exported pipeline or LoRA. The exported training run of `case` has two processes."""
+        """Return the folder of the exported pipeline or LoRA of `case`. The first call trains on two processes and exports."""
         run = self.train(case, 2)
         command = ["-m", "wands", "export", str(run), "--copy"]
         command = command[:-1] if case == "lora" else command

@@ -244,12 +244,12 @@ def attention_stage(args: argparse.Namespace, results: Results) -> None:
 def overrides_of(
     device: str, variant: str, shapes: Sequence[Sequence[int]], folder: Path, num_layers: int | None
 ) -> list[str]:
-    """Return recipe overrides for a run with random weights on one bin of random clips.
+    """Return recipe overrides for a run with random weights, on random clips that are packed into one sequence (bin).
 
     Args:
         device: "cuda" or "cpu". On a CPU the model is tiny.
         variant: name of the model.
-        shapes: latent shape of each clip of the bin.
+        shapes: latent shape (frames, rows, columns) of each clip.
         folder: folder for the run, and for the config of a model that differs from the published model.
         num_layers: number of blocks; None for the number of blocks in the published model.
     """
@@ -291,10 +291,11 @@ class Counter(TorchDispatchMode):
 
 
 def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None], int, int]:
-    """Build a model of one block as a training run does. Return the block's forward and backward pass on one bin.
+    """Build a model of one block as a training run does. Return a function that runs the block on one bin.
 
     Returns:
-        (function that runs the passes, number of tokens, width of the model).
+        (function that runs the block's forward and backward pass on one bin (packed sequence), number of tokens of the
+        bin, width of the model).
     """
     from wands.distributed.dims import ProcessGroups
     from wands.train.batches import read_rows_of_bin
@@ -330,7 +331,7 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
 
 
 def block(args: argparse.Namespace, variant: str, shapes: Sequence[Sequence[int]]) -> Rows:
-    """Measure one transformer block on one bin. Return two rows of totals, and a row for each of the 25 slowest kernels."""
+    """Measure one transformer block on packed clips. Return two rows of totals, and a row for each of the 25 slowest kernels."""
     device = args.device
     with tempfile.TemporaryDirectory() as folder:
         overrides = [*overrides_of(device, variant, shapes, Path(folder), 1), *args.overrides]

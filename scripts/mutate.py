@@ -172,10 +172,15 @@ def judge(tree: Path, code: int, seconds: float, marker: str | None) -> Outcome:
 
 
 def judge_all(mutations: list[dict], trees: list[Path], marker: str | None) -> list[Outcome]:
-    """Judge every bug in `mutations`, and return the outcomes.
+    """Check whether the tests find each bug in `mutations`, and return the outcomes.
 
-    For each bug, the function waits for a free copy of the repository in `trees`, inserts the bug there, and runs the tests of
-    the bug. It then prints the outcome and removes the bug.
+    For each bug, the function waits for a free copy of the repository in `trees` and inserts the bug there. It runs the tests
+    that tests/mutations.yaml names for the bug. It then prints the outcome and removes the bug.
+
+    Args:
+        mutations: entries of the bugs in tests/mutations.yaml.
+        trees: copies of the repository without a bug. One copy is used for one bug at a time.
+        marker: value of --marker; None if the option is not set.
     """
     waiting, running, outcomes = list(mutations), {}, []
     while waiting or running:

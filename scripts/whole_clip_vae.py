@@ -28,9 +28,9 @@ def whole_clip_resample(self: WanResample, x: torch.Tensor, *_: object, **__: ob
     diffusers gets the same result by calling its `forward` on chunks of the clip, with a cache. Without a cache, the `forward` of
     diffusers leaves out the temporal convolution.
 
-    The temporal convolution computes all frames of the result except the first frame, which is only resampled in space. In a
-    downsampling, the temporal convolution has stride 2, and its inputs include the first frame. In an upsampling, its inputs
-    are the other frames, with zeros in place of the first frame.
+    The first frame of the result is the first frame of the clip, resampled only in space. The temporal convolution computes
+    all other frames of the result. In a downsampling, the temporal convolution has stride 2 and reads all frames. In an
+    upsampling, it does not read the first frame, and reads zeros instead.
     """
     if self.mode == "upsample3d" and x.shape[2] > 1:
         b, c, t, h, w = x.shape
@@ -100,8 +100,8 @@ def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 def silence_branches(vae: AutoencoderKLWan) -> None:
     """Set weights so that every residual and attention block returns only its shortcut, which is linear.
 
-    The last layer of each block gets zero weights. A convolution in a shortcut copies each channel. Its other weights stay
-    random, but become ten times smaller.
+    The last layer of each block gets zero weights. In a convolution of a shortcut, the weight from each channel to the
+    channel with the same number becomes 1. All other weights become ten times smaller.
     """
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):

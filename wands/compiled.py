@@ -27,8 +27,8 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
             no argument. The operator has the arguments and results of the function. A size that differs between calls, such as
             the number of tokens, must be the first dimension of its tensors, because only first dimensions are compiled as
-            variable sizes. If another dimension differs between calls, PyTorch compiles another version. A weight [width] may
-            also be an argument. Its width is compiled as a constant, because tokens [rows, width] have the same width.
+            variable sizes. If another dimension differs between calls, PyTorch compiles another version. A weight [width] is
+            an exception: if tokens [rows, width] are also an argument, the width is compiled as a constant.
     """
     compiled = torch.compile(function, dynamic=False)  # only marked dimensions vary
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)

@@ -187,8 +187,8 @@ _ONE_SHOT = f"镜头切换，{_STEADY}"  # change of the camera
 class SamplingDefaults:
     """Options for sampling videos from a model. For a published model, these are the options of the model's authors.
 
-    Any other model gets the default values of this class, and the scheduler's shift of a published model of the same kind (such
-    as Wan 2.1 text-to-video).
+    Any other model gets the default values of this class, except for the shift. Its `flow_shift` and `scheduler_shift` are the
+    `scheduler_shift` of a published model of the same kind, such as Wan 2.1 text-to-video.
 
     Source: `generate.py` and `wan/configs` of Wan 2.1 and 2.2. For the 1.3B model, the size, the guidance scale 6 and the
     shift 8 (recommended: 8 to 12) are from the README of Wan 2.1.

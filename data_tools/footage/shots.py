@@ -244,8 +244,8 @@ def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) ->
     """Cut each shot in `parts` into windows of at most --max-seconds. Yield the windows and all other parts.
 
     Parts that are not shots keep their kind. A window of at least --min-seconds gets the kind "kept". A shorter window gets the
-    kind "too short" if it is a whole shot, or "left over" if it is the rest of a shot. If the film's row of the table selects a
-    time range, everything outside this range is left out.
+    kind "too short" if it is a whole shot, or "left over" if it is the rest of a shot. If `record` selects a time range of the
+    film, everything outside this range is left out.
     """
     for part in parts:
         start, end, rest = max(part["start"], record.start or 0.0), part["end"], "too short"

@@ -1,7 +1,7 @@
 """Variable-length attention on packed rows (tokens), with gradients.
 
-All keys to which a rank's queries attend must be on this rank. The model uses these functions for cross-attention.
-Self-attention uses ring.py, even on a single rank.
+All keys to which a rank's queries attend must be on this rank. The model uses the functions of this module for
+cross-attention. Self-attention uses ring.py, even on a single rank.
 
 Letters: T rows, H heads, D head dim.
 """
@@ -43,9 +43,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backen
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments whose keys are padded, with copies of one padding key, until all segments have equally many keys.
+    """Attention segments that are padded to an equal number of keys, with copies of one padding key.
 
-    Rows of q attend only to keys of their segment. The copies are not stored, only the logarithm of the number of copies.
+    Rows of q attend only to keys of their segment. The logarithm of the number of copies is stored instead of the copies.
 
     Attributes:
         segments: number of rows of q and of k in each segment, without the copies of the padding key.

@@ -38,7 +38,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         is_run = where.is_file() or where.match("step_*") or (where / "checkpoints").is_dir()
         checkpoint = find_checkpoint(where) if is_run else None
         if options.ema and checkpoint is None:
-            raise ConfigError(f"--ema needs a run, but MODEL={where} is not a run; leave --ema out.")
+            raise ConfigError(f"--ema needs a training run, but MODEL={where} is not a run; leave --ema out.")
         run = prepare_run(_recipe(options, checkpoint), {"zero_optimization": {"stage": 0}})
     _, _, device = init_process_group()
     groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute

@@ -46,7 +46,7 @@ def export(options: ExportOptions) -> Path:
             is set and the checkpoint has no moving average.
         ConfigError: if the options contradict each other or the checkpoint. The error is also raised if `--out` cannot be
             replaced, or `--max-shard-size` is not a size. It is also raised if the base pipeline lacks a DiT of the run, or
-            has a DiT with a different config.
+            if the base pipeline's DiT and the run's DiT have different configs.
         WandsError: if `--out` cannot be written. In this case no incomplete export is left.
     """
     _check_size(options.max_shard_size)
@@ -121,7 +121,7 @@ def _check_own_base(state: TrainState) -> None:
     if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
         raise ConfigError(
             f"--base is missing: the run's model.path={Path(state.base)} is not a folder, seen from the current "
-            "folder. The old checkpoint does not store whether this is a Hub id. Set --base to the folder or Hub id of the model."
+            "folder. This old run does not store whether model.path is a Hub id. Set --base to the model's folder or Hub id."
         )
 
 

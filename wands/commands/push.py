@@ -55,11 +55,12 @@ def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
     If `options.directory` is a step folder, its checkpoint is first exported. If `options.directory` is a run folder, the
-    latest checkpoint of the run is first exported. The export is a temporary folder next to the step folder, and is uploaded.
+    latest checkpoint of the run is first exported. The export is written to a temporary folder next to the step folder. This
+    temporary folder is uploaded instead of `options.directory`.
 
-    The model card ``README.md`` and the plot ``loss.png`` are written into the folder before the upload. If the folder
-    has a ``README.md`` that wands did not write, both files are left unchanged. A second push uploads only files that the
-    repository lacks. The visibility of an existing repository is never changed.
+    Before the upload, the model card ``README.md`` and the plot ``loss.png`` are written into the uploaded folder. If
+    this folder has a ``README.md`` that wands did not write, neither file is written. A second push uploads only new and
+    changed files. The visibility of an existing repository is never changed.
 
     Args:
         options: options of the command.

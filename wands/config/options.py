@@ -185,8 +185,8 @@ class CaptionOptions(Options):
     the end. If the environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""
     prompt: tuple[str, ...] = ()
     """Instruction for the model. A column name in braces, such as {film}, is replaced by the clip's value in this
-    column. With --captions above 1, give the option several times to use several instructions [default: describe the
-    video in two to four sentences]."""
+    column of SOURCE. If --captions is above 1, you can give --prompt several times to use several instructions
+    [default: describe the video in two to four sentences]."""
     captions: Annotated[int, Field(ge=1)] = 1
     """Number of captions of each clip. If --prompt is given several times, the captions use the prompts in turn. The
     first caption from each prompt is not random. Further captions from the same prompt are sampled at random, and
@@ -232,8 +232,9 @@ class MeasureOptions(Options):
     """Table to write (.csv or .jsonl). It has all columns of SOURCE and the measured values. A file next to the table,
     such as measured.measures.jsonl, lets later runs skip unchanged clips."""
     duplicate_bits: Annotated[int, Field(ge=0, le=64)] = 6
-    """Largest number of bits in which the hashes of two near-duplicates differ. Each clip has three perceptual hashes
-    of 64 bits, one for each of three frames. Two clips are near-duplicates if the limit holds for all three hashes."""
+    """Number of bits in which the hashes of near-duplicates may differ. Each clip has three perceptual hashes of 64
+    bits, one for each of three frames. Two clips are near-duplicates if their first hashes, their second hashes and
+    their third hashes each differ in at most this number of bits."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
@@ -349,8 +350,9 @@ class CalibrateOptions(Options):
     """
 
     out: Path | None = None
-    """JSON file to write. The default is a file in ~/.cache/wands/hardware, or in $XDG_CACHE_HOME/wands/hardware.
-    `wands plan` finds the default file by itself. For another file, use `wands plan --hardware-file FILE`."""
+    """JSON file to write. The default is a file in ~/.cache/wands/hardware. If the environment variable XDG_CACHE_HOME
+    is set, the file is in $XDG_CACHE_HOME/wands/hardware. `wands plan` finds the default file by itself. For another
+    file, use `wands plan --hardware-file FILE`."""
 
 
 class PlanOptions(RecipeOptions):
@@ -492,7 +494,8 @@ class InferOptions(Options):
     """Sample videos from prompts and images.
 
     With a launcher such as torchrun, all processes work together on each video. If you leave out a sampling option, such as
-    --steps, the model gets the official value of its authors. A table at the end of `wands infer --help` lists these values.
+    --steps, wands uses the value that the authors of the model use. A table at the end of `wands infer --help` lists these
+    values.
 
     Examples:
         wands infer --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers --prompt "a red kite" --out videos/
@@ -586,8 +589,8 @@ class InferOptions(Options):
     largest valid degree]."""
     ring_degree: Annotated[int | None, Field(ge=1)] = None
     """With a launcher, the number of processes that divide the tokens among themselves (ring attention) [default: the
-    number of processes divided by the Ulysses degree. If --guidance-mode computes each prediction on half of the
-    processes, the default is half of this number]."""
+    number of processes divided by the Ulysses degree. If --guidance-mode gives the prompt one half of the
+    processes and the negative prompt the other half, only one half is counted]."""
     attention_backend: Literal["auto", "native"] = "auto"
     """Kernel of self-attention. In bf16 on a GPU, `auto` uses the first of flash3, flash4, cudnn, flash2 and torch that
     is installed and passes a test. `native` uses the attention of diffusers. On a CPU or in fp32, `auto` means

@@ -55,7 +55,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
         overrides: texts of the form `section.key=value`. The value is YAML.
         problems: receives one error with all wrong keys and values. `problems` then has one failed check with the name
             "recipe", and one failed check for each section with a wrong key or value, with the name of the section.
-            `problems` skips later checks that need a failed check.
+            `problems` later skips every check that depends on a failed check.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.

@@ -299,8 +299,8 @@ def level(bins: Contents, lengths: np.ndarray, costs: np.ndarray, max_tokens: in
     3. Two random bins.
 
     For each pair, `SPLITS` random splits of the pair's samples into two new bins are compared. Splits with a bin of more
-    than `max_tokens` tokens are ignored. The best split is the split whose two bins have the most similar costs. If the
-    costs of the two old bins are less similar, the new bins replace the old bins.
+    than `max_tokens` tokens are ignored. The best split is the split whose two new bins have the most similar costs. If
+    these two costs are more similar than the costs of the two old bins, the new bins replace the old bins.
 
     Args:
         bins: bins as lists with one index per sample. The index selects the sample's entry in `lengths` and `costs`. Samples

@@ -173,8 +173,7 @@ class PackedBatch(BinSamples):
     def trained_lens(self) -> tuple[float, ...]:
         """For each sample, sum of the token weights of all tokens that have a loss. Conditioning tokens have no loss.
 
-        If all these weights of a sample are 0, the number for this sample is 1e-30. The weighted loss divided by this number
-        is then 0, not NaN.
+        A sum of 0 is replaced by 1e-30. The weighted loss of the sample, divided by 1e-30, is then 0 and not NaN.
         """
         pairs = zip(self.token_weights.double().split(self.seq_lens), self.num_cond_tokens, strict=True)
         return tuple(max(float(rows[num_cond:].sum()), 1e-30) for rows, num_cond in pairs)

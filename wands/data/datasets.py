@@ -415,8 +415,8 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
     if not num_held or not num_train:
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
-            "training, but both numbers must be at least 1. (Samples next to a held-out sample in the same video, and near-"
-            f"duplicates of held-out samples, are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
+            "training, but evaluation and training need at least 1 each. (Samples next to a held-out sample in the same video, "
+            f"and near-duplicates of it, are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

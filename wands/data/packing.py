@@ -5,7 +5,7 @@ costs, no rank would wait, but some steps would contain only long clips, and oth
 the bins are sorted by cost and divided into ranges. The bins that ranks process at the same time are a mixture from one range.
 
 A large range makes the sample lengths in a step similar to the lengths in the whole data. A small range makes the ranks wait
-less. `LEVEL` is the smallest allowed efficiency, so it limits the time in which ranks wait.
+less. `LEVEL` limits the waiting: the ranks should work for at least this share of the time.
 
 Every function is a pure function of lengths, seed and epoch. So every rank computes the whole plan without
 communication, before it reads any data. The plan is the same on every machine, because the functions sort only by
@@ -302,7 +302,7 @@ def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
 
 def _check_lengths(seq_lens: np.ndarray, max_tokens: int, keys: Sequence[str] | None) -> None:
     if len(seq_lens) == 0:
-        raise DataError("data.cache or data.sources has no sample; run wands preprocess on clips.")
+        raise DataError("the data is empty; set data.cache to the --out folder of a wands preprocess run.")
     assert seq_lens.min() > 0
     too_long = np.flatnonzero(seq_lens > max_tokens)
     if len(too_long):
@@ -320,10 +320,17 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    Later, `_spread` moves the samples of the chosen bins to `bins_per_step` smaller bins, so that every rank has work. A sample
-    is called expensive if it costs more than the expected mean cost of the smaller bins. The other ranks would wait for the
-    rank with an expensive sample. Bins without expensive samples are therefore chosen first. The next choice is the bins
-    whose most expensive sample costs least. `costs` contains the cost of each sample.
+    Later, `_spread` splits the chosen bins into `bins_per_step` smaller bins, so that every rank has work. A sample is called
+    expensive if the sample alone costs more than a smaller bin should cost on average. All ranks would wait for the rank with
+    an expensive sample. The bins are therefore chosen in this order:
+
+    1. Bins without expensive samples.
+    2. Other bins, sorted by the cost of their most expensive sample, the lowest cost first.
+
+    Args:
+        bins: sample indices of each bin.
+        bins_per_step: number of bins of a step.
+        costs: cost of each sample.
 
     Returns:
         The chosen bins, and the bins of all other steps.
@@ -476,14 +483,15 @@ def _choose_cuts(
 
 
 def _best_cuts(bias: np.ndarray, waits: np.ndarray, allowed: float) -> list[int]:
-    """Divide G groups of bins, sorted by cost, into intervals whose biases have the smallest sum, by dynamic programming.
+    """Divide G groups of bins, sorted by cost, into intervals of consecutive groups, by dynamic programming.
 
-    The total waiting cost of the intervals (time in which ranks wait for the most expensive bin) may not exceed `allowed`.
+    Every possible interval has a bias and a waiting cost. The bias measures how much the sample lengths in the interval differ
+    from the lengths in the whole data. The waiting cost is the time in which ranks wait for the most expensive bin. The total
+    waiting cost of a division may be at most `allowed`. Of these divisions, choose the division with the smallest total bias.
 
     Args:
-        bias: float64 [G, G+1]. bias[i, j] is the bias of the groups i to j - 1. It measures how much the
-            lengths of their samples differ from the lengths in the whole data.
-        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the groups i to j - 1, never negative.
+        bias: float64 [G, G+1]. bias[i, j] is the bias of the interval of groups i to j - 1.
+        waits: float64 [G, G+1]. waits[i, j] is the waiting cost of the interval of groups i to j - 1, never negative.
         allowed: limit of the total waiting cost. If no division satisfies the limit, every interval has length 1.
 
     Returns:

@@ -70,7 +70,7 @@ class RepeatSchedule:
 
     @property
     def is_constant(self) -> bool:
-        """Whether every epoch uses every row (use of a sample), because the `repeat` of every source is an integer."""
+        """Whether the `repeat` of every source is an integer. If so, all epochs have the same rows (uses of samples)."""
         return all(repeat.denominator == 1 for repeat in self.repeats)
 
     def phase(self, epoch: int) -> tuple[tuple[int, int], ...]:

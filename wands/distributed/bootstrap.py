@@ -104,10 +104,10 @@ def start_together() -> Iterator[None]:
     there is no exchange.
 
     Raises:
-        Exception: if the block of this rank raised an exception that is not a WandsError. The same exception is raised again.
-        WandsError: otherwise, if the block failed on any rank. If the lowest rank that failed raised a WandsError, the error
-            has the class and the message of this WandsError. If the lowest rank that failed raised another exception,
-            the error is a RankError whose message contains this exception.
+        Exception: on a rank whose block raised an exception that is not a WandsError. The rank raises its exception again.
+        WandsError: on all other ranks, if the block failed on any rank. The error reports the lowest rank that failed. If
+            that rank raised a WandsError, the error has the class and the message of that WandsError. For any other
+            exception, the error is a RankError whose message contains the exception.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield

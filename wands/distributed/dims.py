@@ -88,7 +88,7 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % size:
         raise ConfigError(
             f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but world_size={world_size} is not a multiple of "
-            f"{size}. Start a multiple of {size} processes, or change these keys to a number of ranks that divides {world_size}."
+            f"{size}. Start a multiple of {size} processes, or set only parallel.cp_size, to a divisor of {world_size}."
         )
 
 
@@ -97,10 +97,11 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If the recipe sets a degree, this degree is used. If the recipe sets only `cp_size`, the Ulysses degree is the largest
-    number that divides `cp_size`, the number of heads and `ranks_per_node`. A large Ulysses degree is best, because
-    an all-to-all always sends less than a ring of the same degree. The ring degree is `cp_size` divided by the Ulysses
-    degree.
+    If the recipe sets both degrees, both are used. If the recipe sets one degree, the other degree is
+    `parallel.group_size` (the number of ranks in a context-parallel group) divided by the given degree. If the recipe sets
+    only `cp_size`, the Ulysses degree is the largest number that divides `cp_size`, the number of heads and
+    `ranks_per_node`. The ring degree is then `cp_size` divided by the Ulysses degree. A large Ulysses degree is best,
+    because an all-to-all always sends less than a ring of the same degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.

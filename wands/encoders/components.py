@@ -98,9 +98,9 @@ def loading_part(model: str | Path, part: str) -> Iterator[None]:
 def quiet_loading() -> Iterator[None]:
     """Hide notices of diffusers and transformers inside a `with` block. If stderr is not a terminal, also hide progress bars.
 
-    The hidden notices are about unused config keys, unused tensors and fallbacks of image processors. Reports of
-    missing tensors are still shown. `wands --verbose` shows all notices. In a log file, a progress bar would write a new
-    line for each of its updates.
+    In a log file, a progress bar would write a new line for each of its updates. The hidden notices are about unused
+    config keys, unused tensors and fallbacks of image processors. Reports of missing tensors are still shown.
+    `wands --verbose` shows all notices.
     """
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging

@@ -84,7 +84,7 @@ class WanVideoEncoder:
         Args:
             pixels: float32 [3, F, H, W] in [-1, 1], for F frames of H rows and W columns, or a batch [N, 3, F, H, W] of
                 N clips. F must be 1 + a multiple of the temporal stride (4). H and W must be multiples of the spatial
-                stride. The VAE would silently crop pixels of any other size.
+                stride. The function asserts these sizes, because the VAE would silently crop a clip of any other size.
 
         Returns:
             float32 [C, f, h, w] on the CPU: channels, frames, rows and columns of the latents. For a batch, [N, C, f, h, w].

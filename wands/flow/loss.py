@@ -2,7 +2,8 @@
 
 The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
 With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
-is the mean number of trained tokens per step. No rank divides by the number of samples or tokens on that rank.
+is the mean number of trained tokens (tokens that count in the loss) per step. No rank divides by the number of samples or
+tokens on that rank.
 
 If a sample has a mask, the squared error of each token is multiplied by the token's weight in the mask. When trained tokens
 are counted, a token of a sample with a mask counts as its weight (for example 0.5), and any other token counts as 1.

@@ -198,9 +198,9 @@ def _logit(value: float) -> float:
 
 
 def _mode(uniform: float, scale: float) -> float:
-    """Map `uniform` in [0, 1] to sigma, for the distribution "mode".
+    """Map `uniform` in [0, 1] to sigma, for `flow.timestep_sampling: mode`.
 
-    Sigma falls from 1 to 0 as `uniform` grows. If scale > 0, sigma falls most slowly in the middle.
+    Sigma falls from 1 to 0 as `uniform` grows. If scale > 0, sigma falls most slowly at `uniform` = 0.5.
     """
     return 1.0 - uniform - scale * (math.cos(math.pi * uniform / 2) ** 2 - 1.0 + uniform)
 

@@ -2,9 +2,9 @@
 
 A row contains the channels of one token or one timestep.
 
-A mask is a hash, not a stream of random numbers. A sample therefore has the same mask in every bin, on every rank,
-after a restart, and on CPU and GPU. The mask is also the same when activation checkpointing runs a block again in the
-backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
+A mask is a hash, not a stream of random numbers. The mask of a sample therefore does not depend on the other packed
+samples, the rank, restarts or the device (CPU or GPU). The mask is also the same when activation checkpointing runs a block
+again in the backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
 
 Letters: N rows, C channels, S samples.
 """

@@ -1,8 +1,9 @@
-"""Pointwise parts of a transformer block in few passes over memory: add, normalize, modulate, rotate and cast.
+"""Fused pointwise operations of a transformer block: add, normalize, modulate, rotate and cast.
 
-Each part is an autograd function with a hand-written backward pass. `compiled_op` of wands/compiled.py compiles the function of
-each forward pass and of each backward pass, and registers the compiled function as a custom operator. The plain PyTorch code
-that computes the same values stays the reference: `AddNorm` and `NormRotate` in transformer.py, and `gated_add` in modulation.py.
+Each operation is an autograd function with a hand-written backward pass. The forward pass and the
+backward pass each run one custom operator, which `compiled_op` of wands/compiled.py compiles. A compiled operator reads and
+writes memory less often than the plain PyTorch code. The plain code is the reference for the values: `AddNorm` and
+`NormRotate` in transformer.py, and `gated_add` in modulation.py.
 
 Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
 """

@@ -157,8 +157,8 @@ class ActivationOffloader:
 class _Group:
     """Tensors that one block of the model offloads.
 
-    When the backward pass takes the first tensor of the group, `prefetch` starts to copy back all other tensors before they
-    are needed.
+    When the backward pass takes the first tensor of the group, `prefetch` starts to copy the other tensors of the group back to
+    the device. `prefetch` then also starts to copy the group of the previous block.
     """
 
     def __init__(self, previous: weakref.ref[_Group] | None) -> None:

@@ -156,7 +156,7 @@ class PackedWanTransformer(WanTransformer3DModel):
             tokens: [L, P + P'], for L tokens of P noisy channels and P' conditioning channels. The first P channels are
                 the noisy channels of the token's patch in the order (latent channel, frame, row, column). The P'
                 conditioning channels follow; P' is 0 for models without conditioning channels.
-            meta: positions, samples and lengths of the tokens.
+            meta: position and sample of each token, and the number of tokens of each sample and timestep.
             timesteps: fp32 [M] for M timesteps, 1000 * sigma. There is one timestep for each entry of
                 `meta.timestep_lens`, or one for each sample if `meta.timestep_lens` is empty.
             text_embeds: [sum of meta.text_lens, text_dim], without padding.

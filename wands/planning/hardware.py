@@ -93,8 +93,8 @@ class Machine:
     def world_bandwidth(self, gpus: int) -> float:
         """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
-        On one node, the result is `node_bandwidth`. On several nodes, the result is `node_bandwidth` or the total
-        bandwidth of one node's network cards, whichever is smaller.
+        On one node, the result is `node_bandwidth`. On several nodes, the network cards of a node share the transfers to the
+        node. The result is then the smaller of two numbers: `node_bandwidth`, and `network_bandwidth` x `ranks_per_node`.
         """
         cards = self.ranks_per_node * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)

@@ -146,9 +146,10 @@ class _States:
         included.
 
         Args:
-            blocks_left: number of blocks whose backward pass has not finished. With several micro steps in an optimizer step,
-                or at ZeRO stage 3, all gradients are counted. Otherwise, stages 0 and 1 count only the gradients of finished
-                blocks. Stage 2 then counts all gradients as soon as one block has finished.
+            blocks_left: number of blocks whose backward pass has not finished. If an optimizer step has several micro steps, all
+                gradients are counted. With a single micro step, the ZeRO stage decides. Stages 0 and 1 count only the gradients
+                of finished blocks. Stage 2 counts all gradients as soon as one block has finished. Stage 3 always counts all
+                gradients.
         """
         workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers

@@ -3,8 +3,9 @@
 The prediction uses functions that a training run also uses. `DiTShape` gives the FLOPs. `ContextPlan` divides
 the tokens of a bin (the clips of one forward pass) among the ranks of a context-parallel group. It gives the bytes that the
 ranks communicate, and the time that they wait for the rank with the most work.
-With several data-parallel ranks, ranks also wait for the rank with the most expensive bin. The predicted compute time is
-therefore divided by `LEVEL`, the smallest efficiency that the packer allows. A micro step is one forward and backward pass.
+With several data-parallel ranks, ranks also wait for the rank with the most expensive bin. The packer plans bins so that the
+ranks compute during a fraction of the time of at least `LEVEL`, and wait for the rest. The predicted compute time is therefore
+divided by `LEVEL`. A micro step is one forward and backward pass.
 
 - Compute: all linear layers have one speed in FLOP/s. The attention kernel has one speed for its forward pass and one for
   its backward pass. The backward pass of a linear layer has twice the FLOPs of the forward pass. If the weight is frozen,

@@ -94,7 +94,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` file that have a step, and for each key in `needed` a value that is not null or empty.
+    """Yield the rows of a `.jsonl` file with an integer "step" and, for each key in `needed`, a value that is not null or empty.
 
     Keys whose value is null are removed from the rows.
     """

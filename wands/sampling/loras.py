@@ -42,8 +42,8 @@ class Lora:
         file: the safetensors file on this machine.
         subfolder: "transformer", or "transformer_2" (the low-noise expert). With "transformer", tensors whose keys start with
             "transformer_2." are added to the low-noise expert, and all other tensors to the DiT "transformer". With
-            "transformer_2", all tensors are added to the low-noise expert. But if some keys start with "transformer_2.", only
-            the tensors with these keys are added.
+            "transformer_2", only the low-noise expert changes. If some keys start with "transformer_2.", the expert gets only
+            the tensors with these keys. Otherwise the expert gets all tensors.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -98,10 +98,11 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
 
     A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
+    If there are files for experts, the result contains the LoRA of each expert for --lora, and only the LoRA of the low-noise
+    expert for --lora-2.
 
     Args:
-        flag: "--lora" or "--lora-2". If there are files for experts, "--lora" returns the LoRA of each expert, and "--lora-2"
-            returns only the LoRA of the low-noise expert.
+        flag: "--lora" or "--lora-2".
         subfolder: "transformer" or "transformer_2". If there are no files for experts, the only LoRA gets this subfolder.
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
@@ -192,8 +193,8 @@ def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
         A dict that maps "transformer" or "transformer_2" to the update of this DiT.
 
     Raises:
-        ConfigError: if the file is damaged or not a LoRA of Wan. Also if the pipeline lacks a DiT of the file, or if this DiT
-            lacks all parameters of its update.
+        ConfigError: if the file is damaged or not a LoRA of Wan. Also if the file has an update for a DiT that the pipeline
+            lacks, or if a DiT lacks all parameters of its update.
     """
     try:
         updates = read_lora_file(TensorFiles([lora.file], lora.label))

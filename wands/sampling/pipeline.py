@@ -222,7 +222,7 @@ def apply_options(pipeline: AnyPipeline, options: InferOptions) -> None:
 
     Args:
         pipeline: result of `load_pipeline`.
-        options: options of `wands infer`. `vae_dtype` applies to the VAE's decoder; its encoder stays fp32.
+        options: options of `wands infer`. `vae_dtype` applies to the VAE's decoder. The VAE's encoder stays fp32.
     """
     if options.scheduler == "euler":
         shift = pipeline.scheduler.config[shift_key(pipeline.scheduler)]

@@ -115,8 +115,8 @@ class EventLog:
     `error` event.
 
     Args:
-        run: the checked training run. If the run resumes, create this log before the `StepLog`. The `restart` event contains
-            the last step in `metrics.jsonl`, but the `StepLog` removes the rows of later steps than the checkpoint's step.
+        run: the checked training run. If the run resumes, create this log before the `StepLog`: the `restart` event contains
+            the last step in `metrics.jsonl`, and the `StepLog` removes the last rows from this file.
         rank: rank of this process.
 
     Attributes:

@@ -134,8 +134,8 @@ class BadSteps:
         fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"
         of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
         raise DataError(
-            f"step {step}: the loss{of_expert} is {loss} and the gradient norm is {norm}, a bad update (see train.on_bad_step; "
-            f"clips without a finite loss: {names}); {fix}, or lower optim.lr. Then start the run again with --resume.",
+            f"step {step}: the update{of_expert} is bad (see train.on_bad_step): the loss is {loss} and the gradient norm is "
+            f"{norm} (clips without a finite loss: {names}); {fix}, or lower optim.lr. Then start the run again with --resume.",
             agreed=True,
         )
 

@@ -31,10 +31,10 @@ its clean tokens. The second item contains the noisy tokens and their targets.""
 def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
     """Read and pack the samples that one rank trains on in one step.
 
-    Return one rank slice (the rank's part of a packed batch) per micro step. With packing, a micro step trains on one
-    bin (the samples that are packed into one sequence). Without packing, a micro step trains on one sample. ZeRO-3
-    needs the same number of forward passes on every rank, so a rank with fewer samples adds micro steps whose loss
-    has weight zero. This function does not communicate with other ranks.
+    Return one rank slice (the rank's part of a batch) per micro step. With packing, the batch of a micro step is one bin
+    (the samples that are packed into one sequence). Without packing, the batch is one sample, and a rank with fewer samples
+    than another rank gets additional micro steps. The loss of these additional micro steps has weight zero. ZeRO-3 needs
+    the same number of forward passes on every rank. This function does not communicate with other ranks.
 
     Args:
         run: the checked training run.

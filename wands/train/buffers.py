@@ -1,4 +1,4 @@
-"""Host memory for the moving average, and for the copy of the state from which a checkpoint is written."""
+"""Host memory for the moving average of the weights, and for the copy of the tensors from which a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def allocate(sizes: Sequence[int], device: torch.device, pinned: bool, key: str,
         if device.type != "cpu":
             raise
         raise ConfigError(
-            f"{key} cannot allocate {sum(rounded) / 2**30:.1f} GiB of {'pinned ' * pinned}host memory on this rank "
-            f"({str(error).splitlines()[0]}); {fix}, or use more nodes: ZeRO stages 1 to 3 divide this memory."
+            f"{key} needs {sum(rounded) / 2**30:.1f} GiB of {'pinned ' * pinned}host memory on this rank, but allocation failed "
+            f"({str(error).splitlines()[0]}); {fix}, or use more nodes: ZeRO stages 1 to 3 divide the memory among the ranks."
         ) from error
     vectors = [
         vector for tensor, block in zip(tensors, blocks, strict=True) for vector in tensor.split(block)

@@ -141,7 +141,7 @@ class CheckpointSaver:
         Args:
             state: training state for `wands_state.json`, without sizes and hashes of the files.
             plan: packing plan of the last step. It contains the plan of the whole epoch, which is written to `epoch.json`.
-            required: whether the checkpoint must be complete when this method returns, and a failure raises an error.
+            required: whether the method must complete the checkpoint before it returns. If so, a failure raises an error.
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
         Raises:

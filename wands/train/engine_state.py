@@ -84,7 +84,8 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
     - "fragments": maps the name of each trained parameter to a list [start, shape, number]. The dict contains the parameters
       of which this rank stores a range (values of the flattened parameter). `start` is the index of the range's first value.
       `shape` is the shape of the whole parameter. `number` is the index of the flat tensor that contains the range.
-    - "frozen": a dict like "fragments", for frozen parameters. `number` is not used. A LoRA run has an empty dict.
+    - "frozen": a dict like "fragments", for frozen parameters. Each `number` is 0 and has no meaning. In a LoRA run, the
+      dict is empty.
     - "flat_sizes": number of values of each flat tensor.
     - "optimizer" and "scheduler": state dicts of the optimizer and of the learning rate schedule, without tensors.
     - "counters": numbers of steps and samples that DeepSpeed counts.
@@ -255,9 +256,10 @@ def _optimizer_state(
 
 
 def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) -> dict[int, list[Fragment]]:
-    """Find the parameters whose whole momentum DeepSpeed stores on this rank, although the rank may own only a part.
+    """Find the parameters whose whole momentum DeepSpeed stores on this rank.
 
-    DeepSpeed stores whole momentum for parameters that Muon updates, at ZeRO-1 and 2 without CPU offload.
+    At ZeRO-1 and 2 without CPU offload, a rank that owns a part of a parameter stores the momentum of the whole parameter if
+    Muon updates this parameter.
 
     Args:
         engine: DeepSpeed engine.
@@ -266,8 +268,8 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
 
     Returns:
         A dict that maps the index of each tensor that Muon updates to the fragments in this tensor. The fragments are in the
-        order in which DeepSpeed stores their momentum. The dict is empty at other ZeRO stages, with CPU offload, or
-        without Muon.
+        order in which DeepSpeed stores their momentum. The dict is empty at ZeRO-0 and 3, with CPU offload, or without
+        Muon.
     """
     if engine.zero_optimization_stage() not in (1, 2) or engine.zero_cpu_offload():
         return {}
@@ -359,9 +361,9 @@ def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[st
     """Return the optimizer states of a flat tensor (a tensor that the optimizer updates) as one dict without nested dicts.
 
     Args:
-        values: the states. Some values are nested dicts. If the key of a nested dict is in `names`, the dict contains the states
-            of this parameter. Otherwise the dict contains states of the whole flat tensor, and was written by an earlier
-            version of wands.
+        values: the states by name. Some values are nested dicts, of two kinds. If the key is the name of a parameter, the
+            nested dict contains the states of this parameter. Any other nested dict contains states of the whole flat
+            tensor, and was written by an earlier version of wands.
         names: names of the parameters in the flat tensor.
 
     Returns:

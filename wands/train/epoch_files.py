@@ -2,9 +2,9 @@
 
 `wands pack` writes a plan file for `packing.plan`. Every new checkpoint contains the plan of its epoch in `epoch.json`.
 A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
-plans the epoch in another way than the version that wrote the checkpoint. Then the run finishes the epoch as it was
-planned, without the removed clips, and plans the next epoch anew. The noise of a clip depends only on the clip and the
-epoch, so the noise of unchanged clips stays the same.
+plans the epoch in another way than the version that wrote the checkpoint. In both cases, the run finishes the epoch with
+the plan in `epoch.json`, without the removed clips. The run plans the next epoch without a file. The noise of a clip depends
+only on the clip and the epoch, so the noise of unchanged clips stays the same.
 """
 
 from __future__ import annotations

@@ -99,12 +99,14 @@ class Evaluator:
         return plan
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Return whether to evaluate after a step. The result is equal on all ranks.
+        """Return whether to evaluate after a step: `step` is a multiple of `eval.every`, or the last step of the run.
+
+        The result is equal on all ranks.
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether the user has requested to stop the run now. If so, the result is True only if the run has made all
-                its steps. A skipped evaluation is made when the run is resumed.
+            ends: whether the user has requested to stop the run now. If so, the result is True only after the last step of
+                the run. When the run is resumed, it makes the evaluation that was left out.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
@@ -270,7 +272,8 @@ def summarize(
 
     Args:
         plan: clips and noise levels.
-        samples: result of `EvaluationPlan.samples`. A sample is a clip at one noise level, with one DiT and condition.
+        samples: result of `EvaluationPlan.samples`. A sample is a clip at one noise level, with one expert (a trained DiT) and
+            one condition: "text", "image" or "first frame".
         losses: loss of each sample, the result of `measure`.
         base: the value of the key `losses` of the first evaluation (mean loss of each clip), for comparison. None if this is
             the first evaluation.
@@ -282,9 +285,9 @@ def summarize(
         `change`, `train_change`: mean change of the loss since the first evaluation, for held-out clips and for training
             clips, with its confidence interval (result of `paired_change`). None in the first evaluation.
         `by`: mean losses of groups of samples: a dict that maps each kind of grouping to a list of groups. The groupings are
-            "sigma" (by DiT and quantile of the noise level), "expert", "kind" (by condition) and "length" (by number of
-            tokens). A group is a dict with the keys "name", "held_out" and "train" (mean losses), and "sigma" (mean noise
-            level of the group).
+            "sigma" (by expert and quantile of the noise level), "expert" (by expert), "kind" (by condition) and "length" (by
+            number of tokens). A group is a dict with the keys "name", "held_out" and "train" (mean losses), and "sigma"
+            (mean noise level of the group).
         `losses`: mean loss of each clip of the plan over its samples; None for a clip without samples.
     """
     of_clips: list[list[float]] = [[] for _ in plan.clips]

@@ -191,7 +191,7 @@ def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
 def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
     """Choose clips of a data set for the evaluation.
 
-    Return pairs (key of the clip, number of its video tokens), the first choice first.
+    Return pairs (key of the clip, number of its video tokens) in the order of the choice.
 
     Clips that the recipe key `data.exclude` names, and clips with more than `packing.max_tokens` tokens, are left out. The
     order of the choice is pseudorandom: the clips are sorted by a hash of their keys. If several clips come from the same

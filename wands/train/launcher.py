@@ -26,7 +26,7 @@ _LAUNCHERS = {
 
 
 class Ancestor(NamedTuple):
-    """Ancestor of this process: its parent, the parent of its parent, and so on.
+    """One ancestor of this process, such as the parent, or the parent of the parent.
 
     Attributes:
         process: the ancestor; None if the ancestor ended before `find_launcher` was called.

@@ -160,7 +160,7 @@ def step_metrics(
         results: result of each trained DiT on this rank.
         losses: mean weighted squared error of the step for each trained DiT. The mean is over samples or over tokens, as
             `loss.reduction` selects.
-        of_sigmas: sums of losses and numbers of clips in ranges of the noise level: `sigma_sums`, summed over the ranks.
+        of_sigmas: result of `sigma_sums` (losses and numbers of clips in ranges of the noise level), summed over the ranks.
         peaks: result of `memory_peaks`, the largest over the ranks.
         measured: a dict with the keys `lr` (learning rate of this step), `seconds` (duration of the step including the wait
             for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (result of
@@ -178,8 +178,8 @@ def step_metrics(
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
         `fill`: `tokens` / (B * `packing.max_tokens`), where B is the number of bins (packed sequences) that are not empty.
-        `imbalance`: predicted FLOPs of the slowest rank / mean predicted FLOPs of all ranks. Both are sums over the micro steps,
-        and each micro step can have another slowest rank.
+        `imbalance`: predicted FLOPs of the slowest rank / mean predicted FLOPs of all ranks, both summed over the micro steps.
+        The slowest rank can differ between the micro steps.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.

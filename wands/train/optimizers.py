@@ -24,8 +24,8 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
         named: (name, parameter) of each trained parameter, in the model's order. Under ZeRO-3 the parameters
             may be partitioned.
         section: section `optimizer` of the DeepSpeed config.
-        fused: whether to use torch's fused AdamW kernel for the parameters that Muon does not update, such as biases. The
-            other optimizers ignore this argument.
+        fused: whether the Muon optimizer uses torch's fused AdamW kernel for parameters that Muon does not update, such as
+            biases. 8-bit AdamW and Adafactor ignore this argument.
 
     Returns:
         A torch optimizer, or None if DeepSpeed builds the optimizer from `section`.
@@ -96,8 +96,8 @@ def split_by_dtype(
             their gradients in fp32 instead of bf16.
 
     Raises:
-        ConfigError: at ZeRO-2, if no trained parameter is fp32, or if `reduce` is "fp32" and a matrix does not fit into
-            a gradient bucket.
+        ConfigError: at ZeRO-2 in two cases: no trained parameter is fp32, or `reduce` is "fp32" and a bf16 matrix does not
+            fit into a gradient bucket.
     """
     from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 
@@ -117,9 +117,9 @@ def split_by_dtype(
         )
     if stage == 2 and not wide:
         raise ConfigError(
-            "precision.weights=bf16: model.trainable and model.freeze leave no fp32 parameter to train, so ZeRO-2 would sum "
-            "gradients in bf16, which is inexact. Use precision.weights=fp32, or zero_optimization.stage=1 in the DeepSpeed "
-            "JSON.",
+            "precision.weights=bf16 with ZeRO-2 needs a trained parameter that stays fp32, such as a norm gain. Otherwise ZeRO-2 "
+            "would sum gradients in bf16. But model.trainable and model.freeze leave no fp32 parameter to train. Use "
+            "precision.weights=fp32, or zero_optimization.stage=1 in the DeepSpeed JSON.",
             agreed=True,
         )
     for group in narrow if reduce == "fp32" else ():

@@ -51,7 +51,8 @@ class TrainingRun:
         checkpoint: checkpoint that the run resumes from; None for a new run.
         held_out: data set that is evaluated and not trained on; None if no clip is held out.
         samples: requests for the sample videos that the run generates during the training.
-        has_model_files: False for a dry run of a model that is not downloaded, because there were no files to check.
+        has_model_files: False in a dry run of a model that is not downloaded, so that its files cannot be checked. Otherwise
+            True.
         data_change: text that says what has changed since the checkpoint: clips were added or removed, or clips are now packed
             differently. None if nothing has changed.
     """
@@ -267,10 +268,10 @@ class TrainingRun:
 
     @cached_property
     def _first_frames(self) -> np.ndarray:
-        """Return the sum of the mask weights in the first latent frame of each of the N samples, float64 [N].
+        """Return the token weight that is missing in each sample's loss if its first latent frame is a condition, float64 [N].
 
-        Without a mask, every token has weight 1. For a sample with a single latent frame, the value is 0, because this frame is
-        never left out of the loss.
+        This weight is the sum of the mask weights of the frame's tokens. Without a mask, every token has weight 1. A sample
+        with a single latent frame has the value 0, because its frame always stays in the loss.
         """
         frames, rows, columns = (self.data.latent_shapes // self.shape.patch_size).T
         counts = np.where(frames > 1, rows * columns, 0).astype(float)

@@ -134,8 +134,8 @@ def train_step(
 def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
     """Update the weights. If `is_bad` returns True for the gradient norm, discard the update instead.
 
-    ZeRO computes the norm inside `engine.step`, where it also discards updates whose gradients overflow. This function marks
-    a bad update as an overflow, so that ZeRO discards it. The learning rate schedule counts a discarded update as a step.
+    ZeRO computes the norm inside `engine.step`, and discards updates whose gradients overflow. This function marks a bad
+    update as an overflow, so that ZeRO discards the update. The learning rate schedule counts a discarded update as a step.
 
     Args:
         engine: DeepSpeed engine after the backward pass.

@@ -35,8 +35,8 @@ def check_trackers(names: Sequence[str]) -> None:
     if missing:
         packages = " ".join(missing)
         raise ConfigError(
-            f"logging.trackers={packages} cannot be used, because the package is not installed; run pip install {packages}, or "
-            "remove the name from logging.trackers."
+            f"logging.trackers needs these packages, which are not installed: {packages}. Run pip install {packages}, or remove "
+            "the names from logging.trackers."
         )
 
 

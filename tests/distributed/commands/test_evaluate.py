@@ -61,5 +61,7 @@ def test_it_is_the_evaluation_of_the_run(
     # Before training: the model itself, with the noise levels of the defaults.
     worlds[1].run(of_cache, tiny_pipeline, held_out, tmp_path / "base.json", False)
     assert json.loads((tmp_path / "base.json").read_text())["step"] is None
-    with pytest.raises(ConfigError, match=r"--ema needs a run, but MODEL=.* is not a run; leave --ema out"):
+    with pytest.raises(
+        ConfigError, match=r"--ema needs a training run, but MODEL=.* is not a run; leave --ema"
+    ):
         evaluate(tiny_pipeline, held_out, ema=True)

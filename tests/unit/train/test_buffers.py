@@ -47,7 +47,7 @@ def test_host_memory_that_runs_out_has_a_cure(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("CUDA error: out of memory\nmore")
 
     monkeypatch.setattr(torch, "empty", pin)
-    said = r"ema\.device=cpu cannot allocate 2\.0 GiB of pinned .*\(CUDA error: out of memory\); set ema\.device=gpu"
+    said = r"ema\.device=cpu needs 2\.0 GiB of pinned .*\(CUDA error: out of memory\); set ema\.device=gpu"
     with pytest.raises(ConfigError, match=said):
         allocate([2**30, 2**30], CPU, True, *TEXTS)
     with pytest.raises(RuntimeError, match="more"):

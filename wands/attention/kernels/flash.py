@@ -2,8 +2,8 @@
 
 Letters: T rows, H heads, D head dim. The calls use the signatures of torch 2.11 to 2.13, flash-attn 2.8.3, flash-attn-4
 4.0.0b36, and the ``flash_attn_interface.py`` of flash-attn 3 since September 2025. Functions of earlier versions of
-flash-attn 3 have no default arguments, so with these versions the kernel fails its check (self_check.py). For packed rows,
-every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
+flash-attn 3 have no default arguments, so with earlier versions the kernel flash3 fails its check (self_check.py). For
+packed rows, every kernel returns the log-sum-exp as natural logarithms, fp32 [H, T].
 """
 
 from __future__ import annotations
@@ -190,14 +190,14 @@ def _batched(x: Tensor) -> Tensor:
 def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     """Return a kernel that runs cuDNN once for each long segment, and `short` once for all short segments together.
 
-    cuDNN builds an execution plan for each new pair of lengths (rows of q, rows of k), which takes about 0.1 s. Short segments
-    have so many different lengths that building their plans would take too long.
+    cuDNN needs an execution plan for each new pair of lengths (rows of q, rows of k). Building a plan takes about 0.1 s. Short
+    segments have so many different lengths that building all plans would take too long.
 
-    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. A stored plan for other strides of dout or out
-    would be used again, and would give wrong results without an error. All tensors are therefore made contiguous.
+    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. If dout or out had other strides than before,
+    PyTorch would use the old plan, and the results would be wrong without an error. All tensors are therefore made contiguous.
 
-    cuDNN needs a head dim that is a multiple of 8, and on most GPUs at most 128. The log-sum-exp from cuDNN is
-    [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.
+    cuDNN needs a head dim that is a multiple of 8. On most GPUs, the head dim must also be at most 128. The log-sum-exp from
+    cuDNN is [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.
 
     Args:
         min_rows: a segment is long if it has at least this number of rows of q and also of k.
@@ -240,11 +240,11 @@ def _long_pairs(s: Segments, min_rows: int) -> list[tuple[slice, slice]]:
 
 @lru_cache(maxsize=512)
 def _short_segments(lens_q: Lens, lens_k: Lens, min_rows: int, device: torch.device) -> Segments:
-    """Return segments for attention in the short segments only. Rows of q attend only to rows of k in the same segment.
+    """Return segments in which the rows of long segments attend to nothing. Short segments stay unchanged.
 
     `lens_q` and `lens_k` are the numbers of rows of q and of k in each segment. A segment is long if both numbers are at least
-    `min_rows`. Each long segment becomes two segments without attention. The first contains only the rows of q, and the
-    second contains only the rows of k.
+    `min_rows`. Each long segment is replaced by two segments: the first contains only its rows of q, and the second
+    contains only its rows of k.
     """
     pairs = zip(lens_q, lens_k, strict=True)
     parts = [((q, k),) if min(q, k) < min_rows else ((q, 0), (0, k)) for q, k in pairs]

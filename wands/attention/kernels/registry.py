@@ -2,9 +2,9 @@
 
 For training in bf16 on a GPU, `auto` selects the fastest kernel instead (wands/train/attention_choice.py).
 
-A `FlashBackend` is used only after a check of its results (self_check.py), once per process. The check
-compares the kernel's output, log-sum-exp and gradients with exact values. The check also tests several blocks of keys, as
-in ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
+A `FlashBackend` (a CUDA kernel for bf16 or fp16) is used only after a check of its results (self_check.py), once per
+process. The check compares the kernel's output, log-sum-exp and gradients with exact values. The check also tests several
+blocks of keys, as in ring attention. The check runs on the user's GPU, in the dtype and head dim of the training run.
 """
 
 from __future__ import annotations

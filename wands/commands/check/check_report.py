@@ -75,8 +75,8 @@ class CheckedClip:
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
             samples would use with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few
             frames at the end stay unused. Three zeros for an image and for a clip that cannot be decoded.
-        columns: values in the clip's table row or JSON object, by column name: a number for each numeric column, and a text
-            for each of the columns "duplicate_of", "license" and "source". Empty cells are left out.
+        columns: maps a column name to the clip's value in the source's table. Values of numeric columns are numbers. Values
+            of the columns "duplicate_of", "license" and "source" are texts. Other columns and empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
         thumbnail: JPEG image of the middle frame of the first sample; empty if no thumbnail was made.
@@ -131,7 +131,7 @@ class CheckReport:
         variant: name of the model variant whose VAE strides and frame rate were used.
         spec: frame rate, size and length of the samples.
         clips: all clips, sorted by verdict and key: rejected clips, then clips with warnings, then clips without warnings.
-        exact_text: whether the model's tokenizer counted the caption tokens. If false, their numbers are estimates.
+        exact_text: whether the model's tokenizer counted the caption tokens. If false, the token counts are estimates.
         cache_bytes: expected size in bytes of the shards that `wands preprocess` will write.
         packing: prediction of the bins (packed sequences) in training; None if there is no sample.
         seconds: duration of the check.

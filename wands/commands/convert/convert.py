@@ -79,7 +79,7 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         return convert_run(options.source)
     if options.to is None or options.out is None:
         raise ConfigError(
-            "--to or --out is missing: wands convert needs a file layout (--to) and a folder to write (--out). Set both options."
+            "wands convert needs the options --to (file layout of the result) and --out (folder to write). Set both options."
         )
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
@@ -166,8 +166,8 @@ def _convert_lora(
         update = lora_files.update_of(loras, expert)
         if update is None:
             raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of its file or folder indicates {expert}. "
-                f"Rename the file or folder, or set SOURCE={source}, because wands ignores the name of a single file."
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder indicates {expert}. "
+                f"Rename the file or folder, or convert only this file: with SOURCE={source}, wands ignores the names."
             )
         loras = {expert: update}
     several = expert is not None or len(loras) > 1
@@ -325,9 +325,10 @@ class ModelConversion:
         """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
 
         - If --base is set, the parts are copied from the pipeline folder of --base (attribute `rest`).
-        - If --base is not set and the source is a diffusers pipeline, the parts are copied from the source.
-        - Otherwise, the source's tokenizer is copied, and new scheduler files and model_index.json are written. If the
-          source lacks one of the pipeline's models or the tokenizer, nothing is added, and the result gets a note.
+        - Otherwise, if the source is a diffusers pipeline, the parts are copied from the source.
+        - Otherwise, if the source has the tokenizer and all models of the pipeline, the tokenizer is copied. New scheduler
+          files and a new model_index.json are written.
+        - Otherwise, nothing is added. A note in the result names the missing parts.
         """
         rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
         if rest is not None:
@@ -350,9 +351,9 @@ class ModelConversion:
         write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
 
     def _complete_official(self) -> None:
-        """Complete a result in the official layout: copy the tokenizer and the model files that the conversion did not write.
+        """Complete a result in the official layout: copy the files that the result lacks, such as tokenizer and CLIP.
 
-        The files are copied from the source of the conversion. Model files that the source lacks come from the model in --base.
+        The files are copied from the source of the conversion. Files that the source lacks are copied from the model in --base.
         """
         if (self.root / "tokenizer").is_dir():
             copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
@@ -381,7 +382,8 @@ def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
 def _is_wans_own(config: Mapping[str, Any]) -> bool:
     """Return whether a VAE has the latent mean and standard deviation of the published Wan VAE.
 
-    The official code contains these values as constants, so an official file cannot store different values.
+    The official code contains these values as constants. Only diffusers' layout can store other values, in the VAE's
+    config. A VAE with other values can therefore not be converted to the official layout or to ComfyUI's layout.
 
     Args:
         config: diffusers config of the VAE.

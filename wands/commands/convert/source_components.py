@@ -229,7 +229,8 @@ def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     The tensors of all other models are returned unchanged.
 
     Args:
-        stored: maps a tensor name without ComfyUI's prefix to the tensor.
+        stored: maps each tensor name to the tensor. The prefix that ComfyUI adds to all names, such as "diffusion_model.", is
+            already removed.
 
     Returns:
         A dict that maps the new tensor names to tensors. `LazyTensor.name` is still the name of the tensor in the file.

@@ -66,7 +66,7 @@ class Window:
 
     Attributes:
         clip: clip that contains the window.
-        suffix: end of the keys of the window's samples, which names the window and the size.
+        suffix: end of the sample keys, such as "#0003#640x352". The suffix names the window and the size.
         meta: metadata that is equal for all samples of the window.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
@@ -175,7 +175,8 @@ def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]
     window are held back until the next window or the end of the file, because the flag is known only then.
 
     Raises:
-        DataError: if `clips` raises a DataError. The windows that were decoded before the error are yielded first.
+        DataError: if `clips` raises a DataError. The items that are held back are yielded first. Their flag is True for a
+            `TooSmallError`, because all windows were decoded before this error. For other errors, the flag is False.
     """
     window: list[DecodedClip] = []
     try:

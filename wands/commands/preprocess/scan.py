@@ -64,7 +64,7 @@ class Clip:
         latents: cached samples of this time range, each as a tuple (shard name, index of the sample in the shard, suffix). The
             latents of these samples can be reused for `rows`. The suffix is the end of the sample's key, which names the
             window (range of frames) and the size.
-        decode: whether the file must be decoded, because the cache lacks latents or the number of samples is unknown.
+        decode: whether the file must be decoded. True if the cache lacks latents, or the number of samples is unknown.
     """
 
     path: str

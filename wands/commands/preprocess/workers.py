@@ -60,8 +60,8 @@ class WorkerPool:
         size: number of workers.
         rank: rank of this process under a launcher; 0 without a launcher. Rank 0 leads the run.
         launched: whether a launcher such as torchrun has started several processes.
-        slots: list of the workers that have not failed, by worker number (0, 1, ...). Only these workers get captions and
-            clips.
+        slots: numbers (0, 1, ...) of the workers that have not failed, in ascending order. Only these workers get
+            captions and clips.
     """
 
     def __init__(self, workers: int | None, device: str | None, text_device: str | None) -> None:
@@ -86,7 +86,7 @@ class WorkerPool:
         if world_size > 1 and workers > 1:
             raise ConfigError(
                 f"--workers {workers} starts processes, but a launcher has started {world_size} already. "
-                "Remove --workers or the launcher."
+                "Remove --workers, or start wands without the launcher."
             )
         self.launched = world_size > 1
         self.size = world_size if self.launched else workers

@@ -1,8 +1,10 @@
 """Checks of a DiT that compare two computations on the same samples.
 
-One kind of check compares a training step on a bin (packed sequence of samples) with stock diffusers, which runs the samples
-one by one. The second kind of check runs a bin twice, divided among all ranks and whole on one process. The stock model is
-deleted before wands' model (`PackedWanTransformer`) is loaded.
+One kind of check compares two models. The stock DiT of diffusers runs the samples one by one, and is then deleted. wands'
+DiT (`PackedWanTransformer`) runs a training step on a bin (packed sequence) of the same samples.
+
+The second kind of check runs wands' DiT twice on the same bin: the bin is divided among all ranks in one run, and is
+processed by each rank alone in the other run.
 
 The letter P in shapes is the number of channels of a token.
 """

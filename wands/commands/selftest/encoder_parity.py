@@ -47,7 +47,7 @@ class VaePart:
         """Load the VAE, and let the stock pipeline encode the clip.
 
         Args:
-            setup: setup with the model and the clip.
+            setup: setup of `wands selftest`, with the model's folder and the frames of the clip.
 
         Raises:
             ConfigError: if the VAE is missing or cannot be loaded.
@@ -211,10 +211,10 @@ class TextPart:
         """Load the tokenizer and UMT5.
 
         Args:
-            setup: setup with the model.
+            setup: setup of `wands selftest`, with the model's folder.
 
         Raises:
-            ConfigError: if a part is missing or cannot be loaded.
+            ConfigError: if the tokenizer or UMT5 is missing or cannot be loaded.
         """
         self.pipeline = _load_stock(setup, setup.dtype, "text encoder", "tokenizer", "text_encoder")
         self.tokenizer, self.model = self.pipeline.tokenizer, self.pipeline.text_encoder

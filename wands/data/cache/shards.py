@@ -101,7 +101,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     file = h5py.File(path, "r", locking=False)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
-        raise OSError("the shard was made with other encoders or settings than the cache")
+        raise OSError("the shard belongs to another cache: it was made with other encoders or settings")
     return file
 
 
@@ -198,7 +198,7 @@ def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
 
 
 def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a sample of a finished shard, and verify its checksum.
+    """Read a sample of a finished shard, and verify the checksum of the sample.
 
     Args:
         path: file of the shard.
@@ -211,7 +211,7 @@ def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.nd
         values, such as "fps" and "num_frames".
 
     Raises:
-        CacheError: if the shard is damaged or belongs to another cache.
+        CacheError: if the checksum is wrong, or the shard is damaged or belongs to another cache.
     """
     with damage_named(path), open_shard(path, fingerprint) as file:
         group = file[sample_path(row)]
@@ -354,7 +354,7 @@ class CacheIndex:
             of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text"}
             wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
-                raise ValueError("the arrays of the index have different lengths")
+                raise ValueError("index arrays for the same samples or shards have different lengths")
         return index
 
 

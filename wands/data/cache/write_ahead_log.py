@@ -138,7 +138,8 @@ class WriteAheadLog:
         """Append one record. After this method returns, the record survives a kill of the process.
 
         Args:
-            name: name of the record: the digest of a caption, or the digest of a video with a suffix, see `LogRecord`.
+            name: name of the record. The name is the digest of a caption, or the digest of a video followed by a suffix such as
+                "#0003#640x352" (see `LogRecord`).
             arrays: uint16 arrays, contiguous.
             meta: metadata, as JSON values.
 

@@ -66,8 +66,8 @@ class ShardWriter:
     Attributes:
         path: cache folder.
         digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
-        entries: maps the key of each known sample to its index entry. Known are the samples in the shards that this writer has
-            finished. A `CacheWriter` also knows the samples in the shards that `refresh` has read.
+        entries: maps the key of a sample to its index entry, for the samples in all shards that this writer has finished. In
+            the subclass `CacheWriter`, `entries` also contains the samples in all shards that `refresh` has read.
     """
 
     def __init__(

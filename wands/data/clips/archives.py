@@ -61,7 +61,8 @@ class TarReader:
         samples: dictionary with one item for each sample. A sample is a group of members whose paths are equal up to the
             first dot of the file name. The key is this common part. The value maps the rest of the file name in lower
             case ("mp4", "txt", "seg.json") to the member.
-        rejections: (name, reason) of each member that cannot be used. The name is empty if the archive itself is damaged.
+        rejections: (name, reason) of each member that cannot be used. If the archive itself is damaged, the list also
+            contains ("", reason).
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,16 +96,16 @@ class TarReader:
             DataError: if the member has more than `max_bytes` bytes, or the archive ends inside the member.
         """
         if member.size > max_bytes:
-            raise DataError(f"{member.name} has {member.size:,} bytes (max {max_bytes:,}); remove this file")
+            raise DataError(f"{member.name} has {member.size:,} bytes, max {max_bytes:,}; remove this member")
         buffer = io.BytesIO()
         self._copy(member, buffer)
         return buffer.getvalue()
 
     def unpack(self, member: tarfile.TarInfo, folder: Path) -> Path:
-        """Copy a member of the archive to a new file in `folder`, and return its path. The member must be a regular file.
+        """Copy a member of the archive to a new file in `folder`, and return the path of the new file.
 
-        The new file's name is a hash of the archive's path, size and modification time, and of the member's position in
-        the archive. If a file with this name exists, the member is not read.
+        The member must be a regular file. The new file's name is a hash of the archive's path, size and modification
+        time, and of the member's position in the archive. If a file with this name exists, the member is not read.
 
         Raises:
             DataError: if the archive ends inside the member.

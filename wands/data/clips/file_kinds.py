@@ -1,4 +1,4 @@
-"""File types of clips, and reasons why a path with a clip's name is not a clip: a folder, a named pipe, a Git LFS pointer."""
+"""File extensions of clips, and reasons why a path such as a.mp4 is not a clip: a folder, a named pipe, a Git LFS pointer."""
 
 from __future__ import annotations
 

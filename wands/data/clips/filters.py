@@ -166,7 +166,7 @@ def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
     """Return a dictionary that maps the name of each numeric column of the clips' rows to the sorted numbers in this column.
 
     A column is numeric if each cell is a number or empty. The columns of the time range, such as "start", are left out. If
-    more than `MAX_COLUMNS` columns remain, only the last `MAX_COLUMNS` columns of the table are returned. The names are
+    more than `MAX_COLUMNS` columns remain, only the last `MAX_COLUMNS` of these numeric columns are returned. The names are
     converted by `identifier`, so that they can be used in --where.
     """
     columns: dict[str, list[Any]] = {}

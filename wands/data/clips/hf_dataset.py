@@ -26,7 +26,7 @@ def hub_dataset(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Read a source that is a dataset on the Hub. Return its clips, or None if the name of the source does not have the form
     owner/name.
 
-    Also return None if a local folder with the owner's name exists. The name is then probably a mistyped local path.
+    Also return None if a local folder with the owner's name exists. The user then probably mistyped a local path.
     """
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source.name) and not Path(source.name).parent.exists():
         return scan_dataset(source, source.name)

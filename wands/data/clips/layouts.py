@@ -14,10 +14,12 @@ To add a layout:
    error for each clip, and yield `records.reject(key, path, error)`. `_scan_folder` in sidecars.py is an example. Never use
    a file name as a caption.
 3. Add the function of step 1 to one of two tuples, before every function that would also accept the same source.
-   `SECTION_LAYOUTS` in trainer_configs.py is for a source that a dataset configuration of another trainer (such as
-   musubi-tuner) can name. `LAYOUTS` in this file contains `SECTION_LAYOUTS`, and is for all other sources.
-4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. Tests of other trainers' layouts are in
-   test_listings.py. One of these tests damages the files in `LISTINGS` at random.
+   If a dataset configuration of another trainer (such as musubi-tuner) can name the source, the tuple is
+   `SECTION_LAYOUTS` in trainer_configs.py. `LAYOUTS` includes all functions of `SECTION_LAYOUTS`. For any other
+   source, the tuple is `LAYOUTS` in this file.
+4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. If the layout comes from another trainer,
+   add the test to test_listings.py instead. If the layout is a file that lists clips, also add an example of the file
+   to the dictionary `LISTINGS` in test_listings.py. A test damages these examples at random.
 
 A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. A
 table with another file name is one line in `listings.py`. A JSON table of another shape belongs in `_json_rows` in

@@ -88,7 +88,7 @@ class ClipRecord:
 
     @property
     def suffix(self) -> str:
-        """Part of the key after the path, such as "@2.000-9.500~0123abcd". "" without a time range and a hash.
+        """Part of the key after the path, such as "@2.000-9.500~0123abcd". "" if there is neither a time range nor a hash.
 
         The suffix contains the time range, if the record has a time range. For every caption of a clip except the first, the
         suffix also contains a hash of the caption. Each caption of a clip therefore has its own key.
@@ -292,7 +292,7 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
     if index is None:
         if odd := next(filter(os.path.lexists, paths), None):
             raise DataError(f"video={odd} {explain_no_file(odd)}")
-        raise DataError(f"no such file (looked for {paths[0]}); correct the path (relative to {folder})")
+        raise DataError(f"no such file ({paths[0]}); correct this path (absolute, or relative to {folder})")
     written = paths[index % len(folders)]
     bases = (root or folder, folder)
     if not any(map(written.is_relative_to, bases)):

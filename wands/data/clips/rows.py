@@ -47,7 +47,8 @@ def pick_license(row: Mapping[str, Any]) -> str:
     """Return the license that a row states, as one line of at most 100 characters. Return "" if the row states no license.
 
     Args:
-        row: row of a table with lower-case column names, or metadata of a sample.
+        row: row of a table or JSON object of a clip, with lower-case names. The metadata of a sample in a cache are also
+            allowed.
     """
     value = first_filled(row, LICENSE_COLUMNS)
     return "" if is_empty(value) else printable(" ".join(str(value).split()))[:100]
@@ -123,7 +124,7 @@ def _seconds(name: str, value: Any) -> float | None:
 def _read_frames(row: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
 
-    The last frame belongs to the range.
+    The last frame belongs to the range. If only one of the two columns is filled, DataError is raised.
     """
     first, last = row.get("start_frame"), row.get("end_frame")
     if first in (None, "") and last in (None, ""):

@@ -238,7 +238,8 @@ def _belongs_to_another(stem: str, clips: set[str]) -> bool:
     a.mp4.txt belong to a.mp4.
 
     Args:
-        stem: name of the text file without extension. It belongs to a clip if it starts with the clip's name and a dot.
+        stem: name of the text file without extension. The text file belongs to a clip if `stem` begins with the name of
+            the clip (without extension) and a dot.
         clips: names of the clips without extension.
     """
     parts = stem.split(".")
@@ -286,7 +287,7 @@ def _parse_captions(name: str, data: bytes, source: Source) -> tuple[list[str], 
             row = lower_names(value)
             value = source.pick_caption(row)
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON
-        raise DataError(f"caption file {name} cannot be read: {explain_error(error)}") from error
+        raise DataError(f"file {name} cannot be read: {explain_error(error)}") from error
     return source.check_captions(value, name), row
 
 
@@ -324,8 +325,8 @@ def scan_tar(
         archive: file of the archive.
         folder: folder to which the names of the clips are relative. It contains the archive.
         source: source of the clips. Its `caption_names` are the keys under which a .json member can contain captions.
-        captions: captions from a captions.json file next to the archive: maps names of clips, with extension, to captions.
-            They replace captions in the archive.
+        captions: content of a captions.json file next to the archive. It maps names of clips, with extension, to captions.
+            The captions of this file replace captions in the archive.
         used: set to which the function adds each name of `captions` that it finds in the archive. The caller can then report
             the names that no archive contains.
     """
@@ -382,7 +383,7 @@ def _clips_of_sample(members: dict[str, TarInfo]) -> list[tuple[str, TarInfo]]:
         return clips
     names = ", ".join(sorted(members))
     if "pth" in members:
-        raise DataError(f"files {names} are latents; import them with python -m data_tools.import_shards")
+        raise DataError("sample has latents (.pth); import them with python -m data_tools.import_shards")
     raise DataError(
         f"sample in the archive has no clip (its files have the extensions {names}); add a clip, or remove the sample"
     )

@@ -168,7 +168,7 @@ def _json_rows(table: Path) -> Iterator[NumberedRow]:
             for name, value in rows.items()
         ]
     if not isinstance(rows, list):
-        raise ValueError(f"JSON value has type {type(rows).__name__}, but must be a list or an object")
+        raise ValueError(f"the file must be a JSON list or object, but has the type {type(rows).__name__}")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             row = "item is not a JSON object; write an object with video and caption"

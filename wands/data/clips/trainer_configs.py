@@ -1,8 +1,8 @@
 """Dataset configurations of musubi-tuner, diffusion-pipe (dataset.toml) and finetrainers (training.json).
 
-A configuration has sections. Each section names a folder, a table or a dataset, and its clips are read as if the user had
-passed this name as SOURCE. Settings of sizes, lengths and repeats are not applied. They are logged, each with the option of
-wands that has the same effect.
+A configuration has sections. Each section names a folder, a table or a dataset. The clips of the section are read as if the
+user had passed this folder, table or dataset as SOURCE. Settings of sizes, lengths and repeats are not applied. They are
+logged, each with the option of wands that has the same effect.
 
 Sources: musubi-tuner (docs/dataset_config.md, dataset/config_utils.py), diffusion-pipe (examples/dataset.toml,
 utils/dataset.py), finetrainers (examples/training, trainer/sft_trainer/trainer.py).
@@ -144,7 +144,7 @@ def _read_section(
     Returns:
         (part, ignored, prefix, masks). `part` is the source of the section's clips: a folder, a table or a dataset. `ignored`
         contains the extensions of clips that are left out. `prefix` is the text to put before each caption. `masks` contains
-        files of loss masks. The mask of a clip has the clip's name, apart from the extension.
+        the paths of the loss masks. The mask of a clip has the clip's file name, apart from the extension.
 
     Raises:
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.
@@ -152,7 +152,7 @@ def _read_section(
     if wrong := [key for key in _TEXTS if not isinstance(settings.get(key, ""), str)]:
         raise DataError(f"{wrong[0]}={settings[wrong[0]]!s:.60} must be a text; write the value in quotes")
     if not (key := next((key for key in _CLIPS if settings.get(key)), "")):
-        raise DataError(f"this section of {source.name} names no clips; set {' or '.join(_CLIPS)} to a path")
+        raise DataError(f"section of {source.name} names no clips; add the key {' or '.join(_CLIPS)}")
 
     def find(key: str, default: str = "") -> str:
         paths = [os.path.normpath(base / settings[key]) for base in (Path.cwd(), source.path.parent)]

@@ -286,7 +286,8 @@ def decode_clip(
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
         crop: part of the frames to use, before scaling. None is the whole frame.
-        mask: image or video that weights the loss (`ClipRecord.mask`). Windows in which the mask is black are not yielded.
+        mask: image or video that weights the loss (`ClipRecord.mask`). A window in which the whole mask is black is not
+            yielded, and a DataError follows after all other windows.
 
     Yields:
         A `DecodedClip` for each window at each frame size. If `spec.clip_mode` is ``head`` or ``middle``, there is one window.
@@ -296,8 +297,9 @@ def decode_clip(
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
             corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. In two
-            cases, all usable `DecodedClip`s are yielded before the error: the mask is black in a window, or the frames are
-            too small for some of the limits `spec.max_pixels` and `spec.more_pixels`.
+            cases, all usable `DecodedClip`s are yielded before the error. In the first case, the whole mask is black in a
+            window. In the second case, the frames are too small for some of the limits `spec.max_pixels` and
+            `spec.more_pixels`, but not for all.
     """
     with open_video(path) as reader:
         duration = reader.info.duration

@@ -64,7 +64,8 @@ class TrainState:
             checkpoint is complete if every listed file has its listed size.
         base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not contain this entry. In older
             checkpoints, a `base` that starts with "Wan-AI/" is a folder if this folder exists, and a Hub id otherwise. Any
-            other `base` is a folder: for example, this class changes "models/wan" to "./models/wan".
+            other `base` of an older checkpoint is a folder. If the path of the folder is relative, this class puts "./" in
+            front of the path, so that "models/wan" is not taken for a Hub id.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
@@ -201,7 +202,7 @@ def load_state(checkpoint: Path) -> TrainState:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
         if digest not in (None, _hash_of(values)):
-            raise ValueError(f"hash_of_this_file={digest} does not match the rest of {STATE_FILE}")
+            raise ValueError(f"hash_of_this_file={digest} is not the hash of the rest of {STATE_FILE}")
         state = TrainState(**values)
     except OSError:
         raise CheckpointError(
@@ -250,16 +251,18 @@ def find_checkpoint(
     A checkpoint is usable if all of its files have the sizes (and, with `verify`, the hashes) in `wands_state.json`, and its
     step folder is not in `damaged`.
 
+    In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
+    checkpoint, the function logs a warning and returns the newest usable checkpoint.
+
     Args:
         where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
-            of a run. For a run folder or its folder `checkpoints`, the checkpoint that the file `latest` names is returned.
-            If `latest` names no usable checkpoint, a warning is logged and the newest usable checkpoint is returned.
+            of a run.
         verify: whether to compare the hash of every file, in addition to the size.
         damaged: maps each step folder that is known to be damaged to an error message.
 
     Raises:
-        CheckpointError: if `where` contains no usable checkpoint, or the checkpoint contains pickles of an earlier version
-            of wands.
+        CheckpointError: if `where` contains no usable checkpoint.
+        PickleError: if the files of the checkpoint to return are pickles, which an earlier version of wands wrote.
     """
     if where.name in ("best", "latest") and where.is_file():
         where = where.parent / where.read_text(encoding="utf-8").strip()
@@ -390,7 +393,7 @@ class FragmentFiles:
             )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
-        """Read each tensor in the file `path` that has a name with the given prefix.
+        """From the file `path`, read each tensor whose name starts with `prefix`.
 
         Return a dict that maps the name without the prefix to the tensor.
         """

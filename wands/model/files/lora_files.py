@@ -158,8 +158,8 @@ class LoraUpdate:
 def experts_in(folder: Path) -> list[str]:
     """Return the experts (DiTs for high or low noise) for which a folder contains a LoRA.
 
-    A LoRA belongs to an expert if its file name contains "high_noise" or "low_noise", or is in a subfolder
-    with one of these names.
+    The LoRA of an expert is a safetensors file with "high_noise" or "low_noise" in its name, or a subfolder called
+    "high_noise" or "low_noise".
 
     Returns:
         A list with "transformer" if the high-noise expert has a LoRA, and "transformer_2" if the low-noise expert has a
@@ -332,8 +332,8 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
         )
     if unknown or not state:
         raise CheckpointError(
-            f"{where} is not a LoRA of Wan. Unknown keys: {shorten(unknown) or 'none, because the file is empty'}. Use a LoRA in "
-            "which each key names a module of Wan, then lora_A, lora_B, lora_down, lora_up, alpha, diff, diff_b or diff_m."
+            f"{where} is not a LoRA of Wan. Unknown keys: {shorten(unknown) or 'none, because the file is empty'}. Use a LoRA "
+            "whose keys contain a Wan module, followed by lora_A, lora_B, lora_down, lora_up, alpha, diff, diff_b or diff_m."
         )
     broken = [
         ".".join(module)
@@ -422,7 +422,8 @@ def _find_module(name: str, separator: str = ".") -> str:
 
     Args:
         name: name of the module.
-        separator: text between the words of `name`: "." or, in keys of musubi-tuner, "_".
+        separator: "." or, in keys of musubi-tuner, "_". The separator joins the parts of `name`, such as "blocks", "0" and
+            "ffn".
 
     Raises:
         KeyError: if the DiT has no such module.

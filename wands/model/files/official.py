@@ -85,13 +85,14 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
 
     Args:
         shapes: maps official names of the weights to their shapes.
-        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. For a missing key,
-            the value of the published models is used.
+        official_config: the official config.json, for num_heads and eps, which the shapes do not contain. If num_heads is
+            missing, the number of heads is the model width divided by 128, rounded down. (Published models have head dim 128.)
+            If eps is missing, eps is 1e-6.
         where: start of the error messages, such as "model.path=DIR".
 
     Raises:
-        CheckpointError: if the weights lack a tensor that every Wan DiT has, the number of heads is unknown, or the config
-            contradicts the shapes.
+        CheckpointError: if the weights lack a tensor that every Wan DiT has, or the config contradicts the shapes. The error
+            is also raised if the number of heads is 0 or does not divide the model width.
     """
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
@@ -107,11 +108,11 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
         raise CheckpointError(
             f"{where} has no tensor {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
         ) from None
-    num_heads = official_config.get("num_heads") or dim // HEAD_DIM
+    num_heads = official_config.get("num_heads") or (0 if dim % HEAD_DIM else dim // HEAD_DIM)
     if not num_heads or dim % num_heads:
         if "num_heads" in official_config:
             raise CheckpointError(
-                f"{where}: num_heads={num_heads} in config.json must divide the model width {dim}. Use the original config.json."
+                f"{where}: num_heads={num_heads} in config.json does not divide the model width {dim}. Use the original file."
             )
         raise CheckpointError(
             f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of the "

@@ -308,12 +308,12 @@ def check_written(tensors: Sequence[LazyTensor], files: Sequence[Path], command:
     written = TensorFiles(files, command)
     if written.tensors.keys() != {tensor.name for tensor in tensors}:
         raise CheckpointError(
-            f"{command}: the new files in {files[0].parent} do not contain the tensors that wands wrote. Write to another disk."
+            f"{command}: files in {files[0].parent} have wrong tensor names when read back. The disk may be faulty; use another."
         )
     for tensor in tensors:
         if not torch.equal(as_bytes(written.read(tensor.name)), as_bytes(tensor.read())):
             raise CheckpointError(
-                f"{command}: after writing, {tensor.name} in {files[0].parent} differs from the source. Write to another disk."
+                f"{command}: {tensor.name} in {files[0].parent} is wrong when read back. The disk may be faulty; use another."
             )
 
 

@@ -119,6 +119,6 @@ def test_nested_json_is_one_reason(tmp_path: Path) -> None:
     (_, (rejection,)), (_, (line,)) = load_source(str(tmp_path)), load_source(str(tmp_path / "t.jsonl"))
     assert (
         rejection.reason
-        == "caption file a.json cannot be read: brackets are nested too deeply; remove the nested values"
+        == "file a.json cannot be read: brackets are nested too deeply; remove the nested values"
     )
     assert line.reason == "unreadable line (brackets are nested too deeply); write a JSON object on the line"

@@ -390,7 +390,7 @@ def test_every_unusable_row_says_why(tmp_path: Path) -> None:
     ] * 2
     found = {r.key: r.reason for r in rejections if r.key != "c"}
     for line, part in {
-        4: f"no such file (looked for {tmp_path / 'gone.mp4'})",
+        4: f"no such file ({tmp_path / 'gone.mp4'})",
         5: "is a folder, not a file",
         6: "is a URL, not a file",
         7: "this row names no clip",
@@ -517,7 +517,7 @@ def test_rows_of_a_csv_are_numbered_by_the_line_where_they_begin(tmp_path: Path)
         ({"metadata.csv": ""}, "", "lists no clip"),
         ({"metadata.json": "[]"}, "", "lists no clip"),
         ({"metadata.json": "{"}, "", r"metadata\.json cannot be read: .*; correct the JSON"),
-        ({"metadata.json": '"a.mp4"'}, "", "JSON value has type str, but must be a list or an object"),
+        ({"metadata.json": '"a.mp4"'}, "", "the file must be a JSON list or object, but has the type str"),
         ({"metadata.csv": "video,caption\na,\xe9".encode("latin-1")}, "", "; save the file as UTF-8 text"),
         (
             {"metadata.csv": "a", "metadata.json": "[]"},

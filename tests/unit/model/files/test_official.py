@@ -17,7 +17,7 @@ from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files import hub
 from wands.model.files.loading import check_weights, load_config, load_index, load_transformer
-from wands.model.files.official import to_official_config
+from wands.model.files.official import dit_config, to_official_config
 from wands.model.files.tensor_files import LazyTensor, write_sharded
 from wands.variants import VARIANTS
 
@@ -136,3 +136,23 @@ def test_weights_of_something_else(tmp_path: Path):
     save_file({"a": torch.zeros(1)}, tmp_path / f"{STEM}.safetensors")
     with pytest.raises(CheckpointError, match=r"has no tensor patch_embedding\.weight"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1536, 12), (5120, 40), (192, None), (48, None)])
+def test_heads_of_a_file_without_config(width: int, heads: int | None):
+    """192 is 1.5 times the usual head dim: one head of 192 would be a silent guess."""
+    shapes = {
+        "patch_embedding.weight": (width, 16, 1, 2, 2),
+        "blocks.0.ffn.0.weight": (64, width),
+        "blocks.0.norm3.weight": (width,),
+        "blocks.0.self_attn.norm_q.weight": (width,),
+        "time_embedding.0.weight": (width, 256),
+        "text_embedding.0.weight": (width, 4096),
+        "head.head.weight": (64, width),
+    }
+    if heads is None:
+        with pytest.raises(CheckpointError, match=f"width {width} is not a multiple"):
+            dit_config(shapes, {}, "model")
+        assert dit_config(shapes, {"num_heads": 3}, "model")["num_attention_heads"] == 3
+    else:
+        assert dit_config(shapes, {}, "model")["num_attention_heads"] == heads
