@@ -8,8 +8,8 @@ SHARDS is one shard, or a folder of shards in one of two formats:
   sample. The program encodes the captions with the text encoder of --model.
 - TFRecord files of MaxDiffusion. They contain no captions, so the program uses their stored text embeddings.
 
---fps is the frame rate of the clips, which shards do not contain. Loading a .pth file runs no code, and .pickle files are
-never opened.
+Shards do not contain the frame rate of the clips. --fps sets it; the default is the frame rate of the model. Loading a .pth
+file runs no code, and .pickle files are never opened.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def import_shards(
         model: pipeline folder or Hub id with the VAE and the text encoder that encoded the shards. Shards do not name their
             encoders, so the import cannot check the model itself. It checks only that the shapes of latents and text
             embeddings fit the model, and that the latents are normalized.
-        fps: frames per second of the clips, which shards do not contain. None means the frame rate of the model's
+        fps: frames per second of the clips; shards do not contain this number. None means the frame rate of the model's
             variant.
         device: device of the text encoder.
 

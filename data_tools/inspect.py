@@ -112,9 +112,9 @@ def _clip_states(variant: dict[str, Any]) -> str:
 
 
 def _short(values: Any) -> str:
-    """Return the names and values of one component of a cache's fingerprint, such as the VAE, in one line.
+    """Return the names and values of one component of a cache's fingerprint (encoders and settings), in one line.
 
-    Values that are None or False are left out, and hashes are cut to eight digits.
+    A component is, for example, the VAE. Values that are None or False are left out, and hashes are cut to eight digits.
     """
     return ", ".join(f"{name} {value}" for name, value in _flat(values))
 

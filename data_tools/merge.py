@@ -54,7 +54,8 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
             text. The merged cache gets the sample and the metadata of the first of these caches.
 
     Raises:
-        CacheError: if the caches have different fingerprints (the message names the difference), or a cache is damaged.
+        CacheError: if a cache is damaged, or the caches differ in fingerprint (encoders and settings). The message names the
+            difference.
         ConfigError: if samples with the same key differ, `out` is one of the caches, or `out` contains a sample that is in none
             of the caches.
     """
@@ -99,7 +100,8 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
     """Copy samples from one or several caches into a new cache, or continue an interrupted copy.
 
     Args:
-        like: cache from which the new cache gets its model variant, fingerprint and embedding of the empty caption.
+        like: cache from which the new cache gets its model variant, its fingerprint (encoders and settings) and its
+            embedding of the empty caption.
         out: folder of the new cache.
         places: (cache, index of the sample in this cache) for each sample to copy.
 

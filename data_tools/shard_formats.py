@@ -156,7 +156,9 @@ def _energon_sample(key: str, path: Path, tensor: bytes, info: bytes) -> Encoded
 
 
 def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]:
-    """Yield the samples of a TFRecord file of MaxDiffusion: latents and encoder_hidden_states (text embeddings).
+    """Yield the samples of a TFRecord file of MaxDiffusion, and a rejection for each sample that cannot be read.
+
+    A sample consists of latents and encoder_hidden_states (text embeddings).
 
     Args:
         path: the TFRecord file.

@@ -130,7 +130,8 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
     """Check the manifest of a cache, and append problems to `report`.
 
     Returns:
-        Digest of the fingerprint, which every shard must contain; None if the manifest is damaged.
+        Digest of the encoders and settings of the cache; None if the manifest is damaged. Every shard must contain this
+        digest.
 
     Raises:
         CacheError: if the manifest cannot be read and there are no shards, so that `path` is not a cache.
@@ -177,7 +178,7 @@ def _check_shard(
 
     Args:
         path: the shard.
-        fingerprint: digest of the fingerprint that the shard must contain; None skips this check.
+        fingerprint: digest of encoders and settings to expect in the shard; None skips this check.
         index: index of the cache; None if it is missing or damaged.
         rows: maps the number of a sample in the shard to its position in the index.
         report: result to which the counts are added.

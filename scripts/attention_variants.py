@@ -50,11 +50,11 @@ class Variant:
         return [*(x.requires_grad_() for x in leaves), dout]
 
     def join(self, pieces: Sequence[Tensor], num_tokens: int) -> list[Tensor]:
-        """Combine the rows of all ranks into float64 tensors with the tokens of the whole bin, in packed order.
+        """Combine the tokens of all ranks into float64 tensors of the whole bin (packed sequence), in packed order.
 
         Args:
-            pieces: tensors with the rows of this rank, such as the result of `run`.
-            num_tokens: number of tokens of the whole bin (packed sequence).
+            pieces: tensors with the rows (tokens and padding) of this rank, such as the result of `run`.
+            num_tokens: number of tokens of the whole bin.
         """
         held = self.rows >= 0
         wholes = []
@@ -67,7 +67,7 @@ class Variant:
         return wholes
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run forward and backward of this variant on the rows of this rank.
+        """Run forward and backward of this variant on the rows (tokens and padding) of this rank.
 
         Args:
             inputs: result of `Variant.shard`: this rank's rows of q, k, v and the gradient of the output.

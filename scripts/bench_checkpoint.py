@@ -109,7 +109,8 @@ def measure(
     """Measure saving and loading with "wands", "no hash" and "DeepSpeed".
 
     Returns:
-        Dictionary that maps each of these names to (seconds to save, seconds to load, bytes) of each round.
+        Dictionary that maps each of these names to a list. The list contains, for each round, (seconds to save, seconds to
+        load, size of the files in bytes).
     """
 
     class NoHash:

@@ -76,7 +76,7 @@ def one_per_rank(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip, in the given order, into the first bin with enough room, or else into a new bin."""
+    """Put each clip, in the given order, into the first bin (packed sequence) with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -91,7 +91,7 @@ def first_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
 
 
 def best_fit(lens: np.ndarray, order: Sequence[int], max_tokens: int) -> Bins:
-    """Put each clip, in the given order, into the fullest bin with enough room, or else into a new bin."""
+    """Put each clip, in the given order, into the fullest bin (packed sequence) with enough room, or else into a new bin."""
     bins: Bins = []
     room = np.zeros(len(order))
     for i in order:
@@ -118,7 +118,7 @@ def decreasing(fit: Callable[..., Bins]) -> Callable[[np.ndarray, int], Bins]:
 
 
 def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
-    """Pack the clips of each length into separate bins, so that all clips of a bin have equal length (bucketing)."""
+    """Pack the clips into bins (packed sequences), so that all clips of a bin have equal length (bucketing)."""
     bins: Bins = []
     for length in np.unique(lens).tolist():
         clips = np.flatnonzero(lens == length).tolist()
@@ -128,14 +128,17 @@ def same_length(lens: np.ndarray, max_tokens: int) -> Bins:
 
 
 def in_random_steps(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Put the bins into random order, and cut them into steps of `dp_size` bins. Empty bins are added to the last step."""
+    """Put the bins (packed sequences) into random order, and cut the order into steps of `dp_size` bins.
+
+    If the last step has fewer than `dp_size` bins, empty bins are added.
+    """
     bins = [bins[i] for i in np.random.default_rng(1).permutation(len(bins))]
     bins += [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
 
 
 def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], list[Bins]]:
-    """Return a function that forms training steps from bins of similar cost.
+    """Return a function that forms training steps from bins (packed sequences) of similar cost.
 
     The function puts the bins into random order, and cuts this order into windows of `num_steps` steps. Inside each window, it
     sorts the bins by cost. Consecutive bins then form a step.
@@ -155,10 +158,10 @@ def in_windows(num_steps: int) -> Callable[[Bins, int, np.ndarray, np.ndarray], 
 
 
 def in_buckets(bins: Bins, dp_size: int, lens: np.ndarray, cost_of: np.ndarray) -> list[Bins]:
-    """Sort the bins by clip length, and cut them into steps of `dp_size` bins. Empty bins are added to the last step.
+    """Sort the bins (packed sequences) by clip length, and cut the order into steps of `dp_size` bins.
 
     All clips of a bin have one length, so most steps contain clips of one length. A step at the border between two
-    lengths contains both lengths.
+    lengths contains both lengths. If the last step has fewer than `dp_size` bins, empty bins are added.
     """
     bins = sorted(bins, key=lambda bin: lens[bin].max(), reverse=True) + [[]] * (-len(bins) % dp_size)
     return [bins[i : i + dp_size] for i in range(0, len(bins), dp_size)]
@@ -206,7 +209,7 @@ def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
 
 @dataclass
 class Row:
-    """Result of a packing scheme for one mix of clips and one capacity of the bins.
+    """Result of a packing scheme for one mix (list of clip lengths) and one max_tokens (token limit of a packed sequence).
 
     Efficiency (see `efficiency`) and bias (see `bias_beyond_chance`) have a value for each (model, number of data-parallel
     ranks). `aside` marks the rows "4 micro steps" and "windows of 2048", which measure wands with a changed setting. The table
@@ -280,7 +283,7 @@ def wands_row(
     Args:
         name: name of the row.
         lens: number of tokens of each clip.
-        max_tokens: capacity of a bin.
+        max_tokens: largest number of tokens in a bin (packed sequence).
         cost_of: maps each model to the cost of each clip.
         micro_steps: number of bins per rank and step.
         buffer_size: number of clips in a window that is packed separately; None packs the whole epoch at once.

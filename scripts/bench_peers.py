@@ -179,16 +179,18 @@ class Peer:
 
 
 def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int = ROUNDS) -> Rows:
-    """Measure an optimizer step of wands, and of diffusers with accelerate (clips one at a time, and padded).
+    """Measure an optimizer step of three variants.
+
+    The variants are wands, diffusers with accelerate on one clip at a time, and diffusers with accelerate on one padded batch.
 
     Args:
         device: "cuda" or "cpu".
         kind: "full" trains all weights, "lora" trains a LoRA.
         overrides: recipe overrides for wands.
-        rounds: number of timed steps of each of the three variants.
+        rounds: number of timed steps of each variant.
 
     Returns:
-        One row of the table for each of the three variants: wands, one clip at a time, and padded.
+        One row of the table for each variant.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "transformer").mkdir()

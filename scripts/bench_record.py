@@ -31,9 +31,11 @@ TIMES = ("s", "ms", "/s")
 
 
 class Results:
-    """Results of one stage of scripts/gpu.sh. A stage has several parts, such as one part for each model size.
+    """Results of one stage (group of measurements) of scripts/gpu.sh.
 
-    The results are written to STAGE.json and STAGE.txt after every part.
+    A stage has several parts, such as one part for each model size.
+
+    After every part, the results are written to STAGE.json and STAGE.txt.
 
     Args:
         folder: folder of the two files.
@@ -96,7 +98,7 @@ def commit() -> str:
 
 
 def format_rows(rows: Rows) -> str:
-    """Return rows as a table. A column is as wide as its longest cell."""
+    """Return a text table of `rows`, dictionaries that map columns to values. A column is as wide as its longest cell."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names, *([_cell(row.get(name)) for name in names] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]
@@ -114,9 +116,10 @@ def _cell(value: Any) -> str:
 
 
 def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (name, number) for each number in the results of a stage.
+    """Yield (name, number) for each number in the results of a stage (group of measurements).
 
-    The name is `part / title / column`. The title is the first text in the row of the number.
+    The name is `part / title / column`. The part is one measurement of the stage. The title is the first text in the row of the
+    number.
 
     Args:
         result: content of a STAGE.json file.
@@ -130,7 +133,7 @@ def numbers_of(result: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> list[str]:
-    """Return a line for each number that has changed too much, and for each part that fails only in `after`.
+    """Return a line for each number that has changed too much, and for each measurement that fails only in `after`.
 
     Args:
         before: content of an earlier STAGE.json file.

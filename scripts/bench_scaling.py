@@ -74,7 +74,10 @@ def weights_of(shape: DiTShape) -> tuple[Weight, ...]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a prediction that do not depend on the model: the GPU, checkpointing, communication dtype, bins per step."""
+    """Settings of a prediction that do not depend on the model.
+
+    The settings are the GPU, the checkpointing, the communication dtype, and the bins (packed sequences) per step.
+    """
 
     machine: Machine = H100
     checkpointing: str = "selective"
@@ -85,7 +88,7 @@ class Setting:
 def workload_of(shape: DiTShape, lens: Sequence[int], gpus: int, cp: int, setting: Setting) -> Workload:
     """Return the workload of a full finetune on `gpus` ranks with ds_configs/zero3.json.
 
-    Every `cp` ranks share a bin. Each bin contains clips of `lens` tokens.
+    Every `cp` ranks share a bin (packed sequence). Each bin contains clips of `lens` tokens.
     """
     keys = [f"model.checkpointing={setting.checkpointing}", f"packing.max_tokens={sum(lens)}"]
     keys += [f"parallel.cp_size={cp}", f"train.bins_per_step={setting.bins}"]
@@ -124,7 +127,10 @@ def fits(one: Prediction) -> bool:
 
 
 def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setting) -> Prediction | None:
-    """Return the prediction for the smallest number of ranks per bin that fits in memory, or None if no number fits."""
+    """Return the prediction for the smallest number of ranks per bin (packed sequence) with which training fits in memory.
+
+    Return None if no number fits.
+    """
     predictions = (prediction(shape, lens, gpus, cp, setting) for cp in cp_sizes(gpus, setting.bins))
     return next(filter(fits, predictions), None)
 
@@ -139,7 +145,7 @@ def effective_len(one: Prediction) -> float:
 
 
 def needed_len(one: Prediction) -> float:
-    """Return the smallest `effective_len` of a bin at which the forward pass of ring attention hides all its transfers.
+    """Return the smallest `effective_len` of a bin (packed sequence) at which ring attention hides all its forward transfers.
 
     The transfers are hidden if each takes at most as long as the attention kernel that runs at the same time.
     """
@@ -156,7 +162,7 @@ def hidden(traffic: Traffic) -> float:
 
 
 def cp_sizes(gpus: int, bins: int) -> list[int]:
-    """Return the possible numbers of ranks that share a bin, if a step on `gpus` GPUs has `bins` bins.
+    """Return the possible numbers of ranks that share a bin (sequence), if a step on `gpus` GPUs has `bins` bins.
 
     The numbers are the powers of two with which every data-parallel rank gets at least one bin.
     """
@@ -189,7 +195,8 @@ def published_errors() -> list[tuple[str, float, float]]:
     """Return (title of the table row, published TFLOP/s, predicted TFLOP/s) for each speed in `PUBLISHED`.
 
     The settings of the other trainers are not known in detail. The prediction uses the fastest of the checkpointing modes
-    `none`, `selective` and `full`, with the smallest number of ranks per bin that fits in memory. A step has one bin per GPU.
+    `none`, `selective` and `full`, with the smallest number of ranks per bin (packed sequence) that fits in memory.
+    A step has one bin per GPU.
     """
     rows = []
     for trainer, machine, gpus, tflops in PUBLISHED:

@@ -162,7 +162,7 @@ def choose_steps(cache_dir: Path, wanted: int | None, heavy: bool = False) -> tu
 
 
 def _plan(cache_dir: Path) -> tuple[float, int]:
-    """Return (1 / number of training steps in an epoch, number of samples in the cache)."""
+    """Return (fraction of an epoch that one training step covers, number of samples in the cache)."""
     from wands.config.recipe_loading import load_recipe
     from wands.data.cache.reader import LatentCache
     from wands.data.packing import plan_epoch

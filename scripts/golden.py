@@ -72,7 +72,7 @@ class Checkout:
     def run(self, *command: str, root: Path | None = None) -> None:
         """Run Python with the arguments `command`. Python imports wands from the folder `root`; None means `self.root`.
 
-        If the command fails, exit with the last 20 lines of the log.
+        If the command fails, exit with the last 20 lines of log.txt, to which all commands write their output.
         """
         log = self.out / "log.txt"
         with log.open("a") as handle:
@@ -131,7 +131,10 @@ class Checkout:
         return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
 
     def train(self, case: str, num_processes: int) -> Path:
-        """Return the folder of the training run of `case` on `num_processes` processes. The first call runs the training."""
+        """Return the folder of the training run `case` (a key of `SERIES`) on `num_processes` processes.
+
+        The first call runs the training.
+        """
         variant, more = SERIES[case]
         path = self.out / f"run-{case}-{num_processes}"
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
@@ -142,7 +145,10 @@ class Checkout:
         return path
 
     def export(self, case: str) -> Path:
-        """Return the folder of the exported pipeline or LoRA of `case`. The first call trains on two processes and exports."""
+        """Return the folder of the pipeline or LoRA that is exported from the training run `case` (a key of `SERIES`).
+
+        The first call trains on two processes and exports.
+        """
         run = self.train(case, 2)
         command = ["-m", "wands", "export", str(run), "--copy"]
         command = command[:-1] if case == "lora" else command
@@ -172,7 +178,7 @@ def cache_digests(cache: Path) -> dict[str, str]:
     """Return a digest of each array of each sample in a cache, the stored checksums, and a digest of each array in the index.
 
     The names of the digests contain the keys of the samples, because the order of the samples in the shards may change.
-    The arrays of the index that `PLACES` names are left out.
+    The index arrays in `PLACES` are left out.
     """
     import h5py
     import numpy as np
@@ -237,7 +243,7 @@ def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def collect(root: Path, only: str) -> dict[str, Any]:
-    """Run the cases whose name starts with `only`, with the source code of wands in the folder `root`.
+    """Run the cases (results to compare) whose name starts with `only`, with the source code of wands in the folder `root`.
 
     Return a dictionary that maps the name of each case to its result.
     """
@@ -280,7 +286,7 @@ def git(*words: str) -> str:
 
 
 def differing(ours: Any, theirs: Any) -> list[str]:
-    """Return the names of the entries that differ between two results of a case.
+    """Return the names of the entries that differ between two results of one case, such as "t2v cache".
 
     Args:
         ours: result of the working tree. If it is a list, the names of the entries are the positions in the list.
@@ -300,7 +306,10 @@ def largest_difference(ours: list[str], theirs: list[str]) -> float:
 
 
 def main() -> int:
-    """Run the cases with the commit and with the working tree, and print a line for each case. Return 1 if a result differs."""
+    """Run the cases (results to compare) with the commit and with the working tree, and print a line for each case.
+
+    Return 1 if a result differs.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

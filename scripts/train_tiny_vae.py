@@ -196,7 +196,7 @@ def forward_loss(vae: AutoencoderKLWan, pixels: torch.Tensor) -> tuple[torch.Ten
 
 @torch.no_grad()
 def reconstruct(vae: AutoencoderKLWan, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode and decode a window of a clip.
+    """Encode and decode a window (range of frames) of a clip.
 
     Args:
         vae: the VAE.
@@ -210,7 +210,7 @@ def reconstruct(vae: AutoencoderKLWan, window: torch.Tensor) -> tuple[torch.Tens
 
 
 def windows_of(clip: torch.Tensor, num_frames: int = 17, count: int = 3) -> list[torch.Tensor]:
-    """Return `count` evenly spaced windows of a clip. A window has 4k + 1 frames, at most `num_frames`."""
+    """Return `count` evenly spaced windows (ranges of frames) of a clip. A window has 4k + 1 frames, at most `num_frames`."""
     num_frames = min(num_frames, (len(clip) - 1) // 4 * 4 + 1)
     return [clip[s : s + num_frames] for s in np.linspace(0, len(clip) - num_frames, count).astype(int)]
 
@@ -230,9 +230,9 @@ def psnr(vae: AutoencoderKLWan, clip: torch.Tensor, count: int = 3) -> float:
 def measure_latents(
     vae: AutoencoderKLWan, clips: list[torch.Tensor], count: int
 ) -> tuple[list[float], list[float]]:
-    """Return the means and the standard deviations of the latent channels, measured on `count` windows of each clip.
+    """Return the means and the standard deviations of the latent channels, measured on parts of the clips.
 
-    Every clip has the same weight.
+    The parts are `count` windows (ranges of frames) of each clip. Every clip has the same weight.
     """
     per_clip = []
     for clip in clips:
@@ -277,7 +277,7 @@ def save(
         weights: trained weights by name.
         out: folder to write.
         clips: clips on which the mean and standard deviation of the latents are measured.
-        count: number of windows of each clip for this measurement.
+        count: number of windows (ranges of frames) of each clip for this measurement.
 
     Returns:
         The VAE with the weights that were written, converted back to float32.

@@ -211,8 +211,8 @@ def fit(
     Args:
         conv: convolution of stride 1. The weights of output channels before `first`, or without a target, do not change.
         inputs: input of the convolution for each clip, [1, C, T, H, W].
-        targets: wanted output for each clip, [1, K, T, H, W]. The first target channel belongs to the output channel `first`.
-            Target channels for which the convolution has no output channel are ignored.
+        targets: wanted output for each clip, [1, target channels, T, H, W]. The first target channel belongs to the output
+            channel `first`. Target channels for which the convolution has no output channel are ignored.
         first: index of the first output channel to set.
     """
     kernel = (1, *conv.kernel_size) if len(conv.kernel_size) == 2 else conv.kernel_size
@@ -238,14 +238,15 @@ def start_upsample(
     doubled: list[torch.Tensor],
     enlarged: list[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fit the convolutions of an upsampling in the decoder by least squares. The targets are features of the encoder.
+    """Fit the convolutions of an upsampling in the decoder by least squares. The targets come from the encoder.
 
     Args:
         module: the upsampling, with the mode upsample2d or upsample3d.
         features: input of `module` for each clip, [1, C, T, H, W].
-        doubled: target of the time convolution for each clip, [1, K, 2T-1, H, W]. Only the first C channels are used. The
-            mode upsample2d has no time convolution and ignores this argument.
-        enlarged: target of the output of `module` for each clip, [1, K, 2T-1 or T, 2H, 2W].
+        doubled: target of the time convolution for each clip, [1, channels, 2T-1, H, W]. Only the first C channels are used.
+            The mode upsample2d has no time convolution and ignores this argument.
+        enlarged: target of the output of `module` for each clip, [1, channels, frames, 2H, 2W], with 2T-1 frames for
+            upsample3d and T frames for upsample2d. Only as many channels are used as `module` returns.
 
     Returns:
         Output of the fitted `module` for each clip.
@@ -322,7 +323,7 @@ def start_decoder(
     spatial: list[list[torch.Tensor]],
     temporal: list[list[torch.Tensor]],
 ) -> None:
-    """Initialize the decoder by least squares: each layer is fitted to the features of the encoder at the same level.
+    """Initialize the decoder by least squares: each layer is fitted to the features of the encoder at the same resolution.
 
     Args:
         vae: VAE after `start_encoder`.
@@ -361,7 +362,7 @@ def start_linear(vae: AutoencoderKLWan, clips: Sequence[torch.Tensor]) -> None:
 
     A VAE with random weights needs thousands of training steps until its latents contain information. After this function, the
     latents are principal components of the pixels. Each layer of the decoder is fitted by least squares to the features of the
-    encoder at the same scale.
+    encoder at the same resolution.
 
     Args:
         vae: prepared by `for_whole_clips`, with three downsamplings. The last two downsamplings halve the number of frames.

@@ -144,7 +144,7 @@ def _echo(text: str, *, err: bool = False) -> None:
 def _set_environment(local_rank: int | None) -> None:
     """Set the environment variables of this process and its child processes.
 
-    Variables that the user has set keep their values. Only PYTHONSAFEPATH is always set to 1.
+    Variables that the user has set keep their values, except PYTHONSAFEPATH, which is always set to 1.
 
     Args:
         local_rank: value of the option --local_rank, with which some launchers pass the rank of a process on its node. None
@@ -184,7 +184,7 @@ def _exit_with_error(error: WandsError) -> None:
 
 
 def _exit_rank(code: int = 0) -> None:
-    """End this process with an exit code. If the code is 0 and there is no process group with other ranks, only return.
+    """End this process with an exit code, or return if the code is 0 and there is no process group with other ranks.
 
     A process with a process group ends without a shutdown of the Python interpreter. During the shutdown, threads of the
     communication library gloo could abort the process. The process group is not destroyed. Destroying it would wait for the

@@ -26,9 +26,9 @@ def compiled_op(function: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         function: function of tensors, numbers and dtypes, in plain PyTorch. The function must return new tensors, and change
             no argument. The operator has the arguments and results of the function. A size that differs between calls, such as
-            the number of tokens, must be the first dimension of its tensors, because only first dimensions are compiled as
-            variable sizes. If another dimension differs between calls, PyTorch compiles another version. A weight [width] is
-            an exception: if tokens [rows, width] are also an argument, the width is compiled as a constant.
+            the number of tokens, should be the first dimension of its tensors: only first dimensions are compiled as variable
+            sizes. For each new size of another dimension, PyTorch compiles another version. The width is the first dimension of
+            a weight [width], but is compiled as a constant if tokens [rows, width] are also an argument.
     """
     compiled = torch.compile(function, dynamic=False)  # only marked dimensions vary
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)

@@ -4,7 +4,7 @@ A shot longer than --max-seconds gets several rows. A shot shorter than --min-se
 subprocesses, and never re-encoded.
 
 A film is divided into parts: shots, transitions, and black, static or unreadable parts. A file such as shots.films.jsonl, next
-to the table shots.csv, stores the parts of each finished film. A later call with the same --out therefore decodes only new and
+to the table shots.csv, stores the parts of each decoded film. A later call with the same --out therefore decodes only new and
 changed films.
 """
 
@@ -181,7 +181,9 @@ def _crop(columns: np.ndarray, rows: np.ndarray, *scale: Any) -> str:
 
 
 def split(options: SplitOptions) -> str:
-    """Run `wands split`: write the table of shots. Return a summary with the seconds of each kind of part in each film.
+    """Run `wands split`: write the table of shots, and return a summary.
+
+    The summary contains, for each film, the seconds of each kind of part, such as "transition" or "black".
 
     Raises:
         ConfigError: if an option is invalid.
@@ -241,7 +243,7 @@ def split(options: SplitOptions) -> str:
 
 
 def _pieces(parts: Sequence[Part], record: ClipRecord, options: SplitOptions) -> Iterator[Part]:
-    """Cut each shot in `parts` into windows of at most --max-seconds. Yield the windows and all other parts.
+    """Cut each shot in `parts` into windows (time ranges) of at most --max-seconds. Yield the windows and all other parts.
 
     Parts that are not shots keep their kind. A window of at least --min-seconds gets the kind "kept". A shorter window gets the
     kind "too short" if it is a whole shot, or "left over" if it is the rest of a shot. If `record` selects a time range of the

@@ -1,7 +1,7 @@
 """`wands caption`: write captions for the clips of a source into a table.
 
-Workers append the captions of each batch to logs in a folder next to the table. If the command is killed, the next call reads
-the logs and captions only the missing clips. The logs are removed when the table is complete.
+Workers append the captions of each batch to log files in a folder next to the table. If the command is killed, the next call
+reads the log files and captions only the missing clips. The log files are removed when the table is complete.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CaptionSettings(NamedTuple):
 
     Attributes:
         options: options of the command.
-        work: folder of the workers' logs.
+        work: folder of the log files to which the workers append captions.
     """
 
     options: CaptionOptions
@@ -149,7 +149,7 @@ def _read_logs(work: Path) -> dict[str, Any]:
 def caption_clips(
     settings: CaptionSettings, slot: int, devices: Devices, share: Sequence[Sequence[ClipRecord]]
 ) -> Iterator[str]:
-    """Caption the batches of clips in `share`, and append the results to a new log.
+    """Caption the batches of clips in `share` as worker number `slot`, and append the results to a new log file (.jsonl).
 
     Yields:
         For each finished clip, its path, time range and crop as one text (result of `_identity`).

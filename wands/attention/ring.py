@@ -1,8 +1,9 @@
-"""Ring attention on packed rows.
+"""Ring attention on packed sequences (several samples, one after another).
 
 The tokens of every sample are split over the ranks of a ring. A key block is the keys and values of one rank. The key
 blocks travel around the ring, and every rank attends to each key block that the rank receives. With Ulysses, a rank of
-the ring has all tokens of its Ulysses group, for some of the heads. packed.py calls these tokens a ring row.
+the ring has all tokens of its Ulysses group (the ranks that divide the attention heads among themselves), for some of the
+heads. In packed.py, these tokens are called a "ring row".
 
 The forward pass and the backward pass are custom operators. Activation checkpointing therefore sees each pass as one
 operation, and can keep the result of the forward pass instead of running the ring again. Autograd and

@@ -26,7 +26,7 @@ __all__ = ["Backend", "PaddedSegments", "Segments", "choose_backend", "padded_at
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backend: Backend) -> Tensor:
-    """Run attention in which rows of q attend only to rows of k in the same segment.
+    """Run attention in which rows of q attend only to rows of k in the same segment (such as a sample).
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.
@@ -43,12 +43,13 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, segments: Segments, backen
 
 @dataclass(frozen=True)
 class PaddedSegments:
-    """Attention segments that are padded to an equal number of keys, with copies of one padding key.
+    """Attention segments (such as samples) that are padded to an equal number of keys, with copies of one padding key.
 
-    Rows of q attend only to keys of their segment. The logarithm of the number of copies is stored instead of the copies.
+    The padding is not masked: each row of q attends to the keys of its segment and to the copies. The copies are not stored.
+    `padded_attention` uses the padding key once, and adds the logarithm of the number of copies to the score of this key.
 
     Attributes:
-        segments: number of rows of q and of k in each segment, without the copies of the padding key.
+        segments: number of rows of q and of k in each segment, without padding.
         log_num_pads: fp64 [Tq], for each of the Tq rows of q: natural logarithm of the number of copies in the row's segment.
             The logarithm is -inf in a segment without copies.
     """
@@ -60,7 +61,7 @@ class PaddedSegments:
     def build(
         cls, lens_q: Sequence[int], lens_k: Sequence[int], padded_len: int, device: torch.device | str = "cpu"
     ) -> PaddedSegments:
-        """Build padded segments from the number of rows in each segment. Rows of q attend only to keys of their segment.
+        """Build padded segments from the number of rows in each segment (such as a sample).
 
         Args:
             lens_q: number of rows of q in each segment.
@@ -84,11 +85,11 @@ def padded_attention(
     backend: Backend,
     compiled: bool = False,
 ) -> Tensor:
-    """Run attention inside segments whose keys are padded with copies of the key `pad_k`. Padded segments have equally many keys.
+    """Run attention inside segments (such as samples) that are padded to an equal number of keys, with copies of `pad_k`.
 
-    The copies cost almost nothing. In the softmax, n equal keys together have the weight n * exp(score). The function
-    therefore treats the n copies as one key with the score `score + log(n)`. The attention to this key is then merged with
-    the attention to the keys in `k`.
+    The padding is not masked. The copies cost almost nothing. In the softmax, n equal keys together have the weight
+    n * exp(score). The function therefore treats the n copies as one key with the score `score + log(n)`. The attention to
+    this key is then merged with the attention to the keys in `k`.
 
     Args:
         q: [Tq, H, D], for Tq rows, H heads and head dim D.

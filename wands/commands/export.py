@@ -126,8 +126,8 @@ def _check_own_base(state: TrainState) -> None:
 
 
 def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
-    """Return the contents of the record `wands_export.json`: facts about the run that `wands push` writes into the
-    model card.
+    """Return the contents of the file `wands_export.json`: facts about the run. `wands push` writes these facts into
+    the model card.
     """
     return {
         "wands_version": __version__,

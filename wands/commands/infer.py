@@ -253,8 +253,8 @@ def _out_problems(out_dir: Path) -> list[str]:
 
 
 def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str) -> dict[str, Any]:
-    """Return facts about the weights for `samples.jsonl`, such as the model, the dtype, the LoRAs, and each folder of a DiT that
-    replaces a DiT of the model.
+    """Return facts about the weights for `samples.jsonl`, such as the model, the dtype, the LoRAs, and the folder of each
+    DiT that does not come from the model.
     """
     origin: dict[str, Any] = {"model": source.model, "dtype": dtype}
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}

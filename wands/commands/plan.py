@@ -124,7 +124,7 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     Args:
         name: name of a published model.
         kind: "lora" or "finetune".
-        machine: kind of the GPUs and nodes.
+        machine: data of one GPU and its node, such as the memory.
         gpus: number of GPUs.
     """
     variant = VARIANTS[name]
@@ -153,7 +153,7 @@ def build_task(
 
     Args:
         recipe: recipe of the run.
-        model: result of `find_model`: (config of the DiT, model variant, trained DiTs).
+        model: result of `find_model`: (config of the DiT, model variant, DiTs to train).
         lens: number of video tokens of each clip, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
         load: arguments of `Workload` that describe the videos that the run generates during training, such as `video_tokens`;
@@ -198,8 +198,8 @@ def _has_data(data: DataConfig) -> bool:
 def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
     """Return the number of video tokens of each clip, int64 [number of clips].
 
-    The numbers are read from the data that the recipe names. If `options.clips` is set or the recipe names no data, equal
-    clips are assumed instead: `options.clips` clips (default 1,000), each with `options.frames` frames of `options.size`.
+    If `options.clips` is set or the recipe names no data, equal clips are assumed: `options.clips` clips (default 1,000), each
+    with `options.frames` frames of `options.size`. Otherwise, the numbers are read from the data that the recipe names.
     """
     data, dit = recipe.data, variant.dit
     if options.clips is None and _has_data(data):
@@ -264,10 +264,10 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
 
 
 def start_command(best: Candidate, options: PlanOptions) -> str:
-    """Return the command line that starts a training run with the settings of a candidate.
+    """Return the command line that starts a training run with the settings `best`.
 
     Args:
-        best: the settings.
+        best: settings that the planner found.
         options: options of `wands plan`. If the folder `options.out` is set, the returned command uses the recipe
             and the DeepSpeed JSON in this folder.
     """

@@ -28,7 +28,7 @@ def save_loss_plot(
         series: maps the name of a curve to (steps, losses), two sequences of equal length. There is at least one curve.
         title: heading of the plot.
         window: number of steps in the running mean. None uses a twentieth of each curve's steps, at most 200. 1 plots
-            only the raw values.
+            only the raw losses.
         marks: maps the name of an event, such as "restart", to its steps. The steps are marked at the lower edge.
 
     Raises:

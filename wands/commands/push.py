@@ -54,13 +54,13 @@ _STATE_FILE = "wands_state.json"  # the folder that contains it is a training ch
 def push(options: PushOptions, token: str | None = None) -> str:
     """Upload the folder of a pipeline or a LoRA, with a model card, to a repository on the Hugging Face Hub.
 
-    If `options.directory` is a step folder, its checkpoint is first exported. If `options.directory` is a run folder, the
-    latest checkpoint of the run is first exported. The export is written to a temporary folder next to the step folder. This
-    temporary folder is uploaded instead of `options.directory`.
+    If `options.directory` is a step folder (one checkpoint of a run), this checkpoint is first exported. If
+    `options.directory` is a run folder, the latest checkpoint of the run is first exported. The export is written to
+    a temporary folder next to the step folder. This temporary folder is uploaded instead of `options.directory`.
 
-    Before the upload, the model card ``README.md`` and the plot ``loss.png`` are written into the uploaded folder. If
-    this folder has a ``README.md`` that wands did not write, neither file is written. A second push uploads only new and
-    changed files. The visibility of an existing repository is never changed.
+    Before the upload, wands writes the model card ``README.md`` and the plot ``loss.png`` into the uploaded folder,
+    unless the user wrote a ``README.md`` there. A second push uploads only new and changed files. The visibility of an
+    existing repository is never changed.
 
     Args:
         options: options of the command.

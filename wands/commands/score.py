@@ -25,8 +25,8 @@ from wands.train.append_log import to_line
 def score(options: ScoreOptions) -> str:
     """Compare each sampled video with its reference clip, and return a table as text.
 
-    A video and its reference clip have the same file name, apart from the extension. If no clip has this file name, the
-    reference clip is the clip whose caption is the video's prompt. If `options.json_path` is set, write the rows of the table
+    If a clip has the file name of the video (apart from the extension), this clip is the video's reference clip. Otherwise,
+    the reference clip is the clip whose caption is the video's prompt. If `options.json_path` is set, write the rows of the table
     to this JSON file.
 
     Raises:

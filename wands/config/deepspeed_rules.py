@@ -79,7 +79,8 @@ def offload_device(zero: Mapping[str, Any], key: str = "offload_optimizer") -> s
 def check_json(config: dict[str, Any], name: str) -> list[str]:
     """Check a DeepSpeed JSON without the recipe, and return one error message for each problem.
 
-    Invalid keys, and keys with the value "auto", are removed from `config`, so that later checks can continue.
+    Invalid sections and top-level keys are removed from `config`, so that later checks can continue. A top-level key with
+    the value "auto" counts as missing, and is also removed.
 
     Args:
         config: the JSON; changed in place.

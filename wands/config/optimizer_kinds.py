@@ -58,14 +58,14 @@ def is_norm_or_bias(name: str, shape: Sequence[int]) -> bool:
 
 
 def state_bytes(name: str, parameters: Iterable[tuple[str, Sequence[int]]], zero_stage: int) -> float:
-    """Return the number of bytes that the states of an optimizer need for all trained parameters, summed over all ranks.
+    """Return the number of bytes of an optimizer's states for all trained parameters, before the ranks partition the states.
 
     The states are, for example, the two moments of AdamW. Master weights are not included.
 
     Args:
         name: value of the recipe key `optim.name`, such as "adamw8bit".
         parameters: (name, shape) of each trained parameter.
-        zero_stage: ZeRO stage from 0 to 3. From stage 1, the ranks partition the states.
+        zero_stage: ZeRO stage from 0 to 3. The stage matters only for Muon, which needs more bytes at stages 1 and 2.
     """
     total = 0.0
     for parameter, shape in parameters:

@@ -27,7 +27,7 @@ class RecipeOptions(Options):
 
 
 class ClipOptions(Options):
-    """Options that choose the clips of a source, and the size and length of the samples that are made from the clips."""
+    """Options that choose clips from SOURCE (a folder, table or dataset), and the size and length of the samples."""
 
     source: Annotated[str, ARGUMENT]
     """Clips and images with captions, in one of five forms. (1) A folder: each clip has its caption in a .txt or
@@ -64,8 +64,8 @@ class ClipOptions(Options):
     """Name of the column that contains the captions, in a table or dataset [default: the first column with a usual name
     such as caption or text]."""
     where: Annotated[str | None, Spelling(metavar="CONDITION")] = None
-    """Use only clips whose row in the table of SOURCE meets this condition, such as "motion > 0.2 and sharpness > 100". Other
-    clips are rejected with the reason. Valid comparisons are <, <=, >, >=, ==, !=, "in" and "is None". Join comparisons
+    """Use only clips whose row in the table of SOURCE meets this condition, such as "motion > 0.2 and sharpness > 100". Clips
+    that do not meet the condition are rejected. Valid comparisons are <, <=, >, >=, ==, !=, "in" and "is None". Join comparisons
     by "and" or "or", and negate them by "not"."""
     trigger: str | None = None
     """Word or text that is put in front of each caption, followed by a comma, unless the caption already contains
@@ -113,8 +113,8 @@ class InitOptions(ClipOptions):
     """
 
     out: Path = Path("wands-project")
-    """Folder for the files that `wands init` writes. The commands in commands.sh write the latent cache, the run
-    and the samples to this folder, too."""
+    """Folder for the files that `wands init` writes. One of these files, commands.sh, contains commands that write the
+    latent cache, the run folder and the samples to --out, too."""
     model: str = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
     """Diffusers pipeline folder or Hub id of the model to train. The default is the smallest published Wan model, which trains
     on one GPU. For a published model, this command needs no files of the model."""
@@ -133,7 +133,7 @@ class InitOptions(ClipOptions):
 
 
 class SplitOptions(Options):
-    """Find the shots of films, and write them to a table.
+    """Write the shots of films (long videos) to a table.
 
     The command finds cuts, dissolves and fades. Black, static and unreadable parts are left out. A shot longer than
     --max-seconds is cut into several clips. The video files do not change. To resume an interrupted run, run the same
@@ -148,8 +148,8 @@ class SplitOptions(Options):
     """Films to split: one video file, a folder of videos, or a table with a column of videos. Captions are not needed."""
     out: Path
     """Table to write (.csv or .jsonl), with the columns video, start, end, crop and caption. If SOURCE is a table,
-    its other columns are copied. The list of finished films is stored next to the table: shots.films.jsonl for
-    shots.csv."""
+    its other columns are copied. A file next to the table, such as shots.films.jsonl, lists the videos that are already
+    split, so that a restarted command skips them."""
     min_seconds: Annotated[float, Field(gt=0)] = 1.0
     """Length of the shortest clip in seconds. Shorter shots are left out. If a shot is cut because of --max-seconds, a last
     piece that is shorter than --min-seconds is left out, too."""
@@ -157,9 +157,9 @@ class SplitOptions(Options):
     """Length of the longest clip in seconds. Longer shots are cut into pieces of this length. The default is the length
     of 81 frames at 16 fps."""
     num_workers: Annotated[int | None, Spelling("--workers"), Field(ge=1)] = None
-    """Number of films that are decoded at the same time [default: one per CPU core]."""
+    """Number of videos that are decoded at the same time [default: one per CPU core]."""
     html_path: Annotated[Path | None, Spelling("--html")] = None
-    """Write the timeline of each film, with a picture of each shot, to this HTML file."""
+    """Write the timeline of each video in SOURCE, with a picture of each shot, to this HTML file."""
 
 
 class CaptionOptions(Options):
@@ -332,7 +332,7 @@ class PackOptions(RecipeOptions):
     """
 
     out: Path
-    """File to write the bins of the epoch to, in JSON-lines format (.jsonl)."""
+    """File to write the bins (packed sequences) of the epoch to, in JSON-lines format (.jsonl)."""
     epoch: Annotated[int, Field(ge=0)] = 0
     """Number of the epoch to plan. The first epoch has the number 0."""
 
@@ -351,7 +351,7 @@ class CalibrateOptions(Options):
 
     out: Path | None = None
     """JSON file to write. The default is a file in ~/.cache/wands/hardware. If the environment variable XDG_CACHE_HOME
-    is set, the file is in $XDG_CACHE_HOME/wands/hardware. `wands plan` finds the default file by itself. For another
+    is set, the default file is in $XDG_CACHE_HOME/wands/hardware. `wands plan` finds the default file by itself. For another
     file, use `wands plan --hardware-file FILE`."""
 
 
@@ -360,8 +360,9 @@ class PlanOptions(RecipeOptions):
 
     The command prints settings with which RECIPE fits on the machine, the fastest settings first. If speeds differ by
     less than about 2 %, simpler settings come first. Settings that offload to the host are sorted as if they were 15 %
-    slower than predicted. Each line contains a DeepSpeed config, context-parallel degrees, activation checkpointing, a bin
-    size (packing.max_tokens), the memory and the step time. All numbers are predictions; nothing is run.
+    slower than predicted. Each line contains a DeepSpeed config, context-parallel degrees, activation checkpointing,
+    packing.max_tokens (largest number of tokens in a forward pass), the memory and the step time. All numbers are
+    predictions; nothing is run.
 
     Examples:
         wands plan wan2.1-t2v-14b-lora --hardware h100 --gpus 8
@@ -431,7 +432,8 @@ class TrainOptions(LauncherOptions):
 
     resume: Annotated[str | None, Spelling(metavar="[PATH]", flag_value="auto")] = None
     """Without PATH, resume from the newest checkpoint in the recipe's output_dir, or start a new run if output_dir has no
-    checkpoint. With PATH, resume from this run folder, or from this step folder, such as RUN/checkpoints/step_00001000."""
+    checkpoint. PATH is a step folder (one checkpoint), such as RUN/checkpoints/step_00001000, or a run folder, whose newest
+    checkpoint is used."""
     dry_run: bool = False
     """Run all checks, print the settings of the run, and exit without training. If a published model is not on this
     machine yet, its files are neither downloaded nor checked."""
@@ -557,7 +559,7 @@ class InferOptions(Options):
     """Folder of a diffusers transformer that replaces the low-noise expert of --model. The folder can also be a
     pipeline with two experts, whose low-noise expert is then used."""
     checkpoint: Path | None = None
-    """Checkpoint to sample with: a step folder of `wands train`, such as RUN/checkpoints/step_00001000, or a run folder,
+    """Checkpoint to sample with: a step folder (one checkpoint), such as RUN/checkpoints/step_00001000, or a run folder,
     whose newest checkpoint is used. Trained weights replace the weights of --model. A trained LoRA is added to the
     weights of --model."""
     ema: bool = False
@@ -624,8 +626,8 @@ class EvaluateOptions(Options):
 
     model: Annotated[str, ARGUMENT]
     """Model to evaluate: a diffusers pipeline folder or Hub id, or the weights of a run. For a run, give its run
-    folder, a step folder, or its file checkpoints/best. The noise distribution and the seed then come from the run's
-    recipe."""
+    folder, a step folder (one checkpoint), or its file checkpoints/best. The noise distribution and the seed then come
+    from the run's recipe."""
     data: str
     """Cache folder with the clips to evaluate, written by `wands preprocess`."""
     ema: bool = False
@@ -648,7 +650,8 @@ class ExportOptions(Options):
     """
 
     checkpoint: Annotated[Path, ARGUMENT]
-    """Step folder to export. If you give a run folder, its newest checkpoint is exported."""
+    """Step folder (one checkpoint) to export, such as RUN/checkpoints/step_00001000. If you give a run folder, its newest
+    checkpoint is exported."""
     out: Path
     """Folder to write. The folder must be new or empty, or contain an earlier export, which is replaced."""
     base: str | None = None
@@ -778,8 +781,8 @@ class VerifyOptions(Options):
     """
 
     path: Annotated[Path, ARGUMENT]
-    """Folder to check: a run folder, a step folder of a run, a latent cache, or a model. The model must come from
-    wands or from the Hub, because only these models have stored hashes."""
+    """Folder to check: a run folder, a step folder (one checkpoint) of a run, a latent cache, or a model. The model must come
+    from wands or from the Hub, because only these models have stored hashes."""
 
 
 class SelftestOptions(Options):

@@ -556,7 +556,8 @@ Tracker = Literal[
 
 
 class EvalConfig(StrictModel):
-    """Held-out loss: the loss of fixed clips with fixed noise, before the first step, every `eval.every` steps and at the end.
+    """Held-out loss: the loss of fixed clips with fixed noise, measured before the first step, every `eval.every` steps and
+    at the end.
 
     The held-out clips come from `data.holdout` or `eval.cache`. For comparison, the same number of training clips is evaluated.
     The noise levels are fixed quantiles of the recipe's noise distribution. Evaluations do not change the training.

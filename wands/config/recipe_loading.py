@@ -53,9 +53,9 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
         overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: receives one error with all wrong keys and values. `problems` then has one failed check with the name
-            "recipe", and one failed check for each section with a wrong key or value, with the name of the section.
-            `problems` later skips every check that depends on a failed check.
+        problems: collector of errors. It receives one error with all wrong keys and values, as the failure of a check
+            with the name "recipe". Each section with a wrong key or value also counts as a failed check, with the name of the
+            section. `problems` later skips every check that depends on a failed check.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.

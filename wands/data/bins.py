@@ -67,9 +67,9 @@ def pack_bins(
         epoch: number of the epoch. All epochs have the same number of bins, but the samples are combined differently.
 
     Returns:
-        Bins that together contain every sample exactly once. With at most `PART` samples and at most `MAX_LENGTHS`
-        distinct lengths, there are never more bins than with best-fit decreasing packing. Larger data is packed in parts
-        or with rounded lengths, so there may be more bins.
+        Bins, as tuples of sample indices, that together contain every sample exactly once. With at most `PART` samples and
+        at most `MAX_LENGTHS` distinct lengths, there are never more bins than with best-fit decreasing packing. Larger data
+        is packed in parts or with rounded lengths, so there may be more bins.
     """
     seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(

@@ -68,7 +68,7 @@ class BinSamples:
     Attributes:
         text_embeds: [sum of text lengths, D], without padding. For a sample with caption dropout, it contains the embedding of
             the empty caption. Every rank of a context-parallel group attends to all text.
-        keys: key of each sample, from which noise and sigma are drawn.
+        keys: for each sample, the key of its use in training. Noise and sigma are drawn from this key.
         weights: fp32 [S], factor of each sample's loss (`Sample.loss_weight`). 0 for the placeholder sample of an empty bin.
         num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
             (TI2V). Otherwise 0. The tokens are counted over all ranks.
@@ -234,7 +234,7 @@ class PackingCollator:
         drops_captions: whether to replace captions at random by the empty caption. False in an evaluation.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
-        conditions: conditions of the model variant, such as "text", "image" or "clip".
+        conditions: conditions (inputs other than noise) of the model variant, such as "text", "image" or "clip".
         has_dropout: whether to draw a dropout key for each sample: 64 bits that determine the sample's dropout masks.
     """
 
@@ -298,10 +298,10 @@ class PackingCollator:
         )
 
     def num_cond_tokens(self, key: SampleKey, grid: tuple[int, int, int]) -> int:
-        """Return the number of conditioning tokens of a sample.
+        """Return the number of conditioning tokens of a sample: tokens that the model gets without noise.
 
-        With probability `flow.i2v_ratio`, the first frame of a video is a condition, and the result is the number of tokens of
-        this frame. Otherwise the result is 0. It is always 0 for images, and for models without this condition.
+        For a model with the condition "first_frame", a video's first frame gets no noise with probability `flow.i2v_ratio`. The
+        result is then the number of tokens of this frame, otherwise 0. For images, and for other models, the result is 0.
 
         Args:
             key: key of the sample. The random choice depends only on the seed and on this key.

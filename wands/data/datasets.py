@@ -136,14 +136,14 @@ class SelectedSource:
 class CombinedDataset(SampleFacts):
     """Samples of several sources of data, with the same attributes and methods as one `LatentCache`.
 
-    A row stands for one use of a sample in an epoch. If the `repeat` of a source is 2.5, each of its samples has three
-    rows. An epoch uses two or three rows of each sample (`wands.data.sampler.RepeatSchedule`).
+    A row stands for one possible use of a sample in an epoch. If the `repeat` of a source is 2.5, each of its samples has
+    three rows. An epoch uses two or three rows of each sample (`wands.data.sampler.RepeatSchedule`).
 
     The noise of a row depends on its sample id and its repeat index (number of earlier rows with the same id).
 
-    The id of a sample is its key in its cache. If a later source contains the same key with different content, the later
-    sample's id is the key with a checksum of the content: "key#1a2b3c4d". If two sources contain the same key with the same
-    content, the ids are equal. Renaming a cache, or adding a source after the others, does not change any existing id.
+    The id of a sample is its key in its cache. If two sources contain the same key with the same content, the ids are equal.
+    If the contents differ, the id of the later source's sample is the key with a checksum of the content: "key#1a2b3c4d".
+    Renaming a cache, or adding a source after the others, does not change any existing id.
 
     Args:
         sources: the sources.
@@ -214,10 +214,11 @@ def open_data(section: DataConfig, variant: Variant, seed: int, fingerprint: Fin
     The result is a `CombinedDataset` if there are several sources, the recipe repeats samples, `data.split` removes samples, or
     the recipe sets `loss_weight` or `caption_dropout`. Otherwise the result is a `LatentCache` or a `MockDataset`.
 
-    If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times. If r is a
-    fraction, an epoch uses some samples once more than the others, and these samples differ from epoch to epoch
-    (`wands.data.sampler.RepeatSchedule`). If the sources have the key `weight` instead, an epoch has as many samples as all
-    sources together. The share of a source in the epoch is then proportional to its weight.
+    If a source has the key `repeat` with the value r, an epoch uses every sample of the source r times on average. If r is
+    a fraction such as 2.5, each epoch uses some samples of the source once more than the rest. These samples change from
+    epoch to epoch (`wands.data.sampler.RepeatSchedule`). If the sources have the key `weight`
+    instead, an epoch has as many samples as all sources together. The share of a source in the epoch is then proportional
+    to its weight.
 
     Args:
         section: section `data` of the recipe.
@@ -258,7 +259,7 @@ def open_held_out(
         cache: `eval.cache` of the recipe.
         variant: variant of the model.
         seed: `train.seed`.
-        fingerprint: function that returns the fingerprint of the model's encoders.
+        fingerprint: function that returns digests of the model's encoders, which are compared with the digests in `cache`.
 
     Returns:
         The clips of `eval.cache` if this key is set. Without `eval.cache`, the held-out clips if `data.holdout` is above 0 and

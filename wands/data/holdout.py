@@ -1,7 +1,8 @@
 """Choose the samples that are held out of training, and exclude training samples that are too similar to held-out samples.
 
-A hash of the clip's name decides whether the clip is held out. Adding new clips therefore does not change the decision for
-old clips. If the data has only a few long films, a span of time of each film is held out instead of whole films.
+A hash of the clip's name decides whether the clip is held out. So new clips do not change the decision for old clips.
+Films (long clips) are an exception if the data has only a few films. A span of time of each film is then held out, instead
+of whole films.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ Windows less than `GAP_SECONDS` from a span are not used. The signatures of dupl
 def clip_name(key: str) -> str:
     """Return the name of the clip that a sample belongs to.
 
-    The name is the key without its suffixes: file extension, time range, hash of the caption, window number and frame size.
+    The name is the key without its suffixes: file extension, time range, hash of the caption, number of the window (range of
+    frames), and frame size.
     For example, the key "a.mp4@2.000-9.500#0003" belongs to the clip "a". If the name of a file ends with text that looks like a
     time range, such as "a@2.000.mp4", this text is removed, too.
 

@@ -320,9 +320,9 @@ def _separate_rest(
 ) -> tuple[list[Bin], list[Bin]]:
     """Choose the bins (packed sequences) of the last, incomplete optimizer step: `len(bins) % bins_per_step` bins.
 
-    Later, `_spread` splits the chosen bins into `bins_per_step` smaller bins, so that every rank has work. A sample is called
-    expensive if the sample alone costs more than a smaller bin should cost on average. All ranks would wait for the rank with
-    an expensive sample. The bins are therefore chosen in this order:
+    Later, `_spread` splits the chosen bins into `bins_per_step` new bins, so that every rank has work. A sample is called
+    expensive if it alone costs more than the expected mean cost of the new bins. All ranks would wait for the rank with an
+    expensive sample. The bins are therefore chosen in this order:
 
     1. Bins without expensive samples.
     2. Other bins, sorted by the cost of their most expensive sample, the lowest cost first.

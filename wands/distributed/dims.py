@@ -87,8 +87,8 @@ def check_world(parallel: ParallelConfig, world_size: int) -> None:
     size = parallel.group_size
     if world_size % size:
         raise ConfigError(
-            f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but world_size={world_size} is not a multiple of "
-            f"{size}. Start a multiple of {size} processes, or set only parallel.cp_size, to a divisor of {world_size}."
+            f"{_given_keys(parallel)}: {size} ranks share each packed sequence, but {world_size=} is not a multiple of {size}. "
+            f"Start a multiple of {size} processes, or set parallel.cp_size (and no other degree) to a divisor of {world_size}."
         )
 
 

@@ -180,11 +180,11 @@ class ContextLayout:
 
 @lru_cache(maxsize=256)
 def split_over_ring(seq_lens: tuple[int, ...], ring_degree: int) -> ChunkLens:
-    """Split every sample into one chunk per ring row, so that the ring rows have nearly equal numbers of tokens.
+    """Divide the tokens of the samples among the ring rows, so that the ring rows have nearly equal numbers of tokens.
 
     A ring row is the part of the packed samples that one Ulysses group processes. The ranks of a Ulysses group divide the
     attention heads among themselves. A sample with fewer tokens than ring rows is not split: all its tokens are in one
-    ring row. The chunks of any other sample differ by at most one token.
+    ring row. Any other sample is split into one chunk per ring row, and its chunks differ by at most one token.
 
     Args:
         seq_lens: number of tokens of each sample.

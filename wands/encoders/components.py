@@ -124,7 +124,8 @@ def quiet_loading() -> Iterator[None]:
 def _is_important(record: logging.LogRecord) -> bool:
     """Return whether a log record of transformers' model loader must be shown.
 
-    A load report is shown only if it names a missing, mismatched or unconverted tensor. All other records are shown.
+    A load report (summary of the tensors that do not match the model) is shown only if it names a missing, mismatched or
+    unconverted tensor. Records that are not load reports are always shown.
     """
     text = record.getMessage()
     return "LOAD REPORT" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))

@@ -52,9 +52,9 @@ PROBE = "A cat, 2 dogs &amp; «trois» oiseaux – 一只猫 🐈 swim\n\tslowly
 def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
     """Identify the frozen encoders of a pipeline by their content.
 
-    For most components, the fingerprint contains two SHA-256 digests: one for the weights, and one for the config keys that
-    change results. For the tokenizer, the fingerprint contains one digest, for the vocabulary together with the tokens of a test
-    sentence. Weights on the Hub are not downloaded, because the Hub stores the SHA-256 of each weight file.
+    The tokenizer has one SHA-256 digest, for the vocabulary together with the tokens of a test sentence. Every other component
+    has a digest of the config keys that change results and, if the component has weights, a digest of the weights. Weights on
+    the Hub are not downloaded, because the Hub stores the SHA-256 of each weight file.
 
     Args:
         model: diffusers pipeline folder or Hub id.
@@ -79,10 +79,10 @@ def fingerprint_pipeline(model: str | Path) -> dict[str, dict[str, str]]:
 
 
 def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
-    """Return the digests of a component: "config_sha256" and, if the component has weights, "weights_sha256".
+    """Return the SHA-256 digests of a component, as a dict from the name of each digest to the digest.
 
-    The tokenizer has only "vocabulary_sha256". A missing config key counts as the key with its default value. The
-    image processor is an exception: a key that is missing in its config counts as null.
+    The tokenizer has only "vocabulary_sha256". Any other component has "config_sha256" and, if it has weights,
+    "weights_sha256". A missing config key counts as null for the image processor, and as its default value otherwise.
 
     Args:
         model: pipeline folder or Hub id. For a Hub id, the Hub gives the digests of weight files that are not in `folder`.

@@ -94,7 +94,7 @@ class TextEncoder:
 
 
 def caption_name(caption: str) -> str:
-    """Return the name of a caption's record in a write-ahead log: 32 hex digits, a digest of the caption."""
+    """Return the name under which a write-ahead log stores a caption's embedding: 32 hex digits, a digest of the caption."""
     return hashlib.blake2b(caption.encode(), digest_size=16).hexdigest()
 
 
@@ -116,6 +116,6 @@ class TextSpool:
 
         Raises:
             CacheError: if the stored embedding is damaged.
-            KeyError: if no log contains the embedding of the caption. Check this first with `caption in spool`.
+            KeyError: if the embedding of the caption is not stored. Check this first with `caption in self`.
         """
         return from_bits(self._records[caption_name(caption)].read()[0])

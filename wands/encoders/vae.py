@@ -24,8 +24,8 @@ Both are the defaults of diffusers. The fingerprint of a cache contains both num
 class WanVideoEncoder:
     """Frozen VAE that encodes each clip as a whole.
 
-    The VAE is causal in time. If a clip were encoded in several sections, the VAE would lose the earlier frames at each
-    section start.
+    The VAE is causal in time: the latents of a frame also depend on earlier frames. If a clip were encoded in several pieces,
+    the latents of a piece would not depend on the frames before the piece.
     """
 
     def __init__(self, vae: AutoencoderKLWan, *, tiling: bool = False) -> None:

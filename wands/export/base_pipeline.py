@@ -16,21 +16,21 @@ from wands.files import read_json_object
 def check_base(
     base: Path, config: Mapping[str, Any], parts: Sequence[str], model: str, two_experts: bool | None = None
 ) -> None:
-    """Check that a DiT can replace the DiT of a base pipeline (option --base).
+    """Check that a new DiT can replace the DiT of a base pipeline (option --base).
 
-    The DiT's config must equal the config of the base's DiT. Keys that start with "_", and keys that the base's config does
-    not have, are not compared. The model of the DiT and the base must have equally many experts: one DiT, or two DiTs for
-    high and low noise.
+    The config of the new DiT must equal the config of the base's DiT. Keys that start with "_", and keys that the base's
+    config does not have, are not compared. The base must have as many DiTs as the model to which the new DiT belongs: one
+    DiT, or two DiTs (high-noise and low-noise expert).
 
     Args:
         base: folder of the base pipeline.
-        config: diffusers config of the DiT.
+        config: diffusers config of the new DiT.
         parts: subfolders of the base with the configs to compare, such as "transformer".
-        model: text that names the DiT's model in error messages, such as "SOURCE's model".
-        two_experts: whether the DiT's model has two experts. None skips this comparison.
+        model: text that names the new DiT's model in error messages, such as "SOURCE's model".
+        two_experts: whether the new DiT's model has two DiTs. None skips the comparison of the numbers of DiTs.
 
     Raises:
-        ConfigError: if `base` is not a diffusers pipeline, or has a different DiT config or number of experts.
+        ConfigError: if `base` is not a diffusers pipeline, or has a different DiT config or number of DiTs.
     """
     fix = f"set --base to a pipeline of {model}."
     index, *stored = (
@@ -55,7 +55,7 @@ def check_base(
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:
-    """Copy a base pipeline into the folder of an export.
+    """Copy a base pipeline (option --base) into the folder of an export.
 
     Hidden files and the DiTs that the export replaces are not copied. Files that describe the base are not copied, either:
     README.md, wands_export.json, loss.png and the folder `samples`.
@@ -78,10 +78,10 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
 
 
 def carry_over(earlier: Path, out: Path) -> None:
-    """Copy the files that the user added to an earlier export into the folder of a new export.
+    """Copy the user's files from the folder of an earlier export into the folder of a new export.
 
-    The folder `samples` is copied. A README.md with the line `MARKER` was written by wands, and is not copied. Any other
-    README.md was written by the user. It is copied together with the loss plot loss.png, which it may show.
+    The user's files are the folder `samples`, and a README.md without the line `MARKER`, with which wands marks its own
+    README.md. The loss plot loss.png is copied together with the user's README.md, which may show the plot.
 
     Args:
         earlier: folder of the earlier export, which may not exist.

@@ -124,8 +124,8 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         validate_repo_id(repo_id)
     except HFValidationError:
         raise WandsError(
-            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name with at most 96 letters, digits, '-', '_' "
-            "and '.'. The name cannot contain '--' or '..', and cannot start or end with '-' or '.'."
+            f"REPO_ID {repo_id} is not a valid name of a repository; use owner/name. Owner and name each have up to 96 letters, "
+            "digits, '-', '_' and '.'. They cannot contain '--' or '..', begin or end with '-' or '.', or end with '.git'."
         ) from None
     endpoint = endpoint or constants.ENDPOINT
     if not re.match(r"https?://\w", endpoint):

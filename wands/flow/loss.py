@@ -1,9 +1,9 @@
 """Flow-matching loss: a weighted sum of squared errors. Either all samples or all tokens have equal weight.
 
-The loss of a training step is a sum over all ranks and micro steps, divided by one denominator from the training plan.
-With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the denominator
-is the mean number of trained tokens (tokens that count in the loss) per step. No rank divides by the number of samples or
-tokens on that rank.
+The loss of a training step is a sum over all ranks and micro steps, divided by a denominator that is equal for all steps
+of an epoch. With `loss.reduction=sample`, the denominator is the epoch's mean number of samples per step. With `token`, the
+denominator is the epoch's mean number of trained tokens (tokens that count in the loss) per step. No rank divides by its
+own number of samples or tokens.
 
 If a sample has a mask, the squared error of each token is multiplied by the token's weight in the mask. When trained tokens
 are counted, a token of a sample with a mask counts as its weight (for example 0.5), and any other token counts as 1.
@@ -58,8 +58,9 @@ def loss_weights(
     Args:
         trained_lens: for each sample, the number of its tokens that count in the loss, on all ranks together. With a mask,
             the sum of the mask weights of these tokens.
-        batch_weights: fp32 [S] for S samples, the `loss_weight` of each sample's source; 0 for a placeholder sample. Ranks
-            without data in a micro step process a placeholder sample, so that all ranks take part in communication.
+        batch_weights: fp32 [S] for S samples, the `loss_weight` of each sample's entry in `data.sources`; 0 for a placeholder
+            sample. Ranks without data in a micro step process a placeholder sample, so that all ranks take part in
+            communication.
         sigma_weights: fp32 [S], weight of each sample's noise level, from `sigma_weight`.
         reduction: "sample": all samples have equal total weight, whatever their lengths. "token": all tokens have equal
             weight, except for the weights of a mask. In both cases, `batch_weights` and `sigma_weights` are extra factors.

@@ -70,7 +70,7 @@ def add_noise(
         seed: `train.seed`.
         num_cond_tokens: number of conditioning tokens at the start of each sample, which get no noise. Empty means 0 for all
             samples.
-        sigma_range: (smallest, largest) sigma. For a model with two experts, this is the range of one expert.
+        sigma_range: (smallest, largest) sigma. For a model with two experts (DiTs), this is the range of one expert.
         given_sigmas: noise level of each sample. None draws the noise levels.
     """
     assert len(keys) == len(layout.seq_lens)

@@ -69,7 +69,7 @@ def sample_sigma(
     Args:
         generator: source of two uniform numbers.
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
-        low: smallest sigma, such as the boundary between two experts.
+        low: smallest sigma, such as the boundary between two experts (DiTs).
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
         stratum: number from 0 to 1 that determines sigma, in place of the random numbers. Numbers that are spread evenly from
             0 to 1 give sigmas with the distribution of the truncated mixture. With None, sigma is random.
@@ -227,7 +227,7 @@ def _to_fp32_inside(sigma: float, low: float, high: float) -> float:
     The fp32 timestep 1000 * sigma also stays in the range from 1000 * `low` to 1000 * `high`. `high` itself is excluded from
     the range unless `high` is 1.
 
-    In a model with two experts, `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
+    In a model with two experts (DiTs), `low` and `high` are the range of one expert. Ordinary rounding could move a sample into
     the range of the other expert.
     """
     value, up, down = np.float32(min(max(sigma, low), high)), np.float32(2.0), np.float32(-1.0)

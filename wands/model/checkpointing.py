@@ -41,7 +41,7 @@ PROJECTIONS = {
     "value_proj": "attn1.to_v",
     "ffn_activation": "ffn.net.0.proj",
 }
-"""Maps a tensor name to the linear layer of a block whose result has this name."""
+"""Maps a tensor name to the name of the linear layer, in a block, that computes this tensor."""
 _aten = torch.ops.aten
 _MATMULS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default))
 """Operators that compute a linear layer."""
@@ -159,7 +159,7 @@ class _SavedTensor:
 
 
 class _Run(TorchDispatchMode):
-    """Dispatch mode for one of the two runs of a block of the model.
+    """Dispatch mode for one of the two runs of a block under activation checkpointing.
 
     The first run is in the forward pass. For each result to keep, the mode appends (operator, result) to the queue `kept`.
     The second run is in the backward pass. The mode takes the kept results from the queue, and runs only the operators

@@ -6,7 +6,7 @@ A mask is a hash, not a stream of random numbers. The mask of a sample therefore
 samples, the rank, restarts or the device (CPU or GPU). The mask is also the same when activation checkpointing runs a block
 again in the backward pass. The backward pass of dropout computes the mask again, so that no mask is stored.
 
-Letters: N rows, C channels, S samples.
+Letters: N rows, C channels.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def add_dropout(model: nn.Module, p: float, lora_p: float) -> RowKeys:
 
 
 def side_of(name: str) -> str:
-    """Return the type of the rows in a layer's input: "tokens" (video), "text", "image" (CLIP tokens) or "time" (timesteps).
+    """Return the kind of the rows in a layer's input. A row contains the channels of one token or one timestep.
+
+    The kinds are "tokens" (video tokens), "text" (text tokens), "image" (CLIP tokens) and "time" (timesteps).
 
     `name` is the name of the layer in the DiT.
     """

@@ -5,7 +5,7 @@ backward pass each run one custom operator, which `compiled_op` of wands/compile
 writes memory less often than the plain PyTorch code. The plain code is the reference for the values: `AddNorm` and
 `NormRotate` in transformer.py, and `gated_add` in modulation.py.
 
-Letters: L tokens, M timesteps, C chunks, D width, H heads, d head dim.
+Letters: L tokens, M timesteps, C chunks, D width, d head dim.
 """
 
 from __future__ import annotations
@@ -298,9 +298,9 @@ class _NormRotate(torch.autograd.Function):
     """Normalize tokens by their root mean square over all heads, and rotate each pair of adjacent channels.
 
     Args:
-        x: [L, D], L tokens of width D = H * d.
+        x: [L, D], L tokens of width D.
         weight: [D], weight of the RMS norm.
-        rotation: complex [L, 1, d/2], from `wands.model.transformer.rotations_of`. None does not rotate.
+        rotation: complex [L, 1, d/2] for head dim d, from `wands.model.transformer.rotations_of`. None does not rotate.
         eps: eps of the RMS norm.
 
     Returns:

@@ -1,7 +1,4 @@
-"""Add a LoRA to a packed DiT with PEFT, read LoRA files, and merge LoRAs into base weights.
-
-Letters: R rank, I in features, O out features.
-"""
+"""Add a LoRA to a packed DiT with PEFT, read LoRA files, and merge LoRAs into base weights."""
 
 from __future__ import annotations
 
@@ -69,19 +66,19 @@ def add_lora(
 ) -> None:
     """Freeze the model and add a trainable LoRA.
 
-    lora_A has random initial values from PEFT's uniform distribution, and lora_B is zero. The values depend only on the
-    seed and the name of the layer, so they are the same for every number of GPUs.
+    If `start` contains no LoRA for a layer, lora_A has random values from PEFT's uniform distribution, and lora_B is zero.
+    The random values depend only on the seed and the name of the layer, so they are the same for every number of GPUs.
 
     Args:
         model: packed DiT. Its parameters may already be partitioned by ZeRO-3. The new LoRA parameters are not
             partitioned.
         lora: rank, alpha and targets.
         seed: `train.seed`.
-        start: initial lora_A and lora_B by layer name, which replace the random lora_A and the zero lora_B.
+        start: maps the name of a layer to its initial lora_A and lora_B.
 
     Raises:
-        ConfigError: if a pattern in `lora.targets` matches no layer, or a layer of `start` does not fit the model or
-            has a LoRA rank other than `lora.rank`.
+        ConfigError: if a pattern in `lora.targets` matches no layer. The error is also raised if a layer of `start` is not
+            selected by `lora.targets`, does not fit the model, or has a LoRA rank other than `lora.rank`.
     """
     targets = find_targets(model, lora.targets)
     _check_start(targets, lora, start or {})
@@ -113,7 +110,7 @@ def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair]
     Args:
         model: packed DiT, which may be on the meta device.
         lora: rank, alpha and targets.
-        start: initial lora_A and lora_B by layer name.
+        start: maps the name of a layer to its initial lora_A and lora_B.
 
     Returns:
         Number of parameters of the LoRA.
@@ -153,7 +150,7 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
         key: recipe key that contains the path, for error messages, such as lora.init_from.
 
     Raises:
-        ConfigError: if the file does not exist or contains no LoRA for this expert.
+        ConfigError: if the file does not exist or contains no LoRA for this DiT.
         CheckpointError: if the file is damaged or contains no LoRA for Wan.
     """
     file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
@@ -168,7 +165,9 @@ def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
 
 
 def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
-    """Read the initial LoRA of one DiT from the file that `lora.init_from` names. Return None if this key is not set.
+    """Read the file in `lora.init_from`, and return the initial LoRA of one DiT, as a dict by layer name.
+
+    Return None if `lora.init_from` is not set.
 
     Raises:
         ConfigError: if the file contains full-size (not low-rank) updates of parameters, which a LoRA run cannot train.

@@ -1,7 +1,7 @@
 """Wan's DiT for packed tokens, with the modules and parameter names of diffusers.
 
-Letters: L local tokens, S samples, M timesteps, P noisy channels of a token, P' conditioning channels of a token, D width
-of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
+Letters: L tokens of this rank, S samples, M timesteps, P noisy channels of a token, P' conditioning channels of a token, D
+width of the residual stream, T text tokens, I CLIP tokens of a sample's images, H heads.
 
 The forward pass calls modules and never reads their weights directly, because ZeRO-3 gathers parameters in module
 hooks. To change the `forward` method of a module, wands therefore replaces the module's class (`__class__`) by a
@@ -484,8 +484,8 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 def _stock_float(x: Tensor) -> Tensor:
     """Cast float64 to float32. Return other dtypes unchanged.
 
-    diffusers' `WanTransformer3DModel` casts to float32 at the same places, so that both models give equal results in tests
-    with float64.
+    `PackedWanTransformer` calls this function wherever diffusers' `WanTransformer3DModel` casts to float32. In tests with
+    float64, the two models therefore give equal results.
     """
     return x.float() if x.dtype == torch.float64 else x
 

@@ -30,9 +30,9 @@ class WeightDtypePolicy:
     """Storage dtypes of a DiT's weights.
 
     Attributes:
-        weights: "fp32": all weights in fp32. "bf16": the linear layers and the patch embedding in bf16. Autocast rounds
-            the weights of these layers to bf16 before the matmul anyway. Time embedding, modulation, norms and head
-            compute in fp32 and stay in fp32.
+        weights: dtype of the weights that are not quantized. "fp32": all in fp32. "bf16": the linear layers and the patch
+            embedding in bf16. Autocast rounds the weights of these layers to bf16 before the matmul anyway. Time
+            embedding, modulation, norms and head compute in fp32 and stay in fp32.
         quantize: "none", or the name of a codec ("int8" or "nf4") for the linear layers of the blocks. These layers
             must be frozen.
     """
@@ -82,7 +82,7 @@ def load_library() -> Any:
 class Int8:
     """Codec that stores a weight as integers from -127 to 127 with one fp32 scale per row.
 
-    The rounding error of a weight is at most 1/254 of the largest absolute value in its row.
+    The rounding error of a value is at most 1/254 of the largest absolute value in its row.
     """
 
     @staticmethod
@@ -113,7 +113,7 @@ class Int8:
 
 
 class NormalFloat4:
-    """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` weights.
+    """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` values.
 
     Each code selects one of the 16 values of QLoRA's NormalFloat.
     """
@@ -123,7 +123,7 @@ class NormalFloat4:
         """Allocate memory for a quantized weight on the default device.
 
         Returns:
-            (codes, scales): uint8 [out_features, in_features / 2], and fp32 [number of weights / 64, rounded up].
+            (codes, scales): uint8 [out_features, in_features / 2], and fp32 [number of values / 64, rounded up].
         """
         assert in_features % 2 == 0, f"nf4 needs an even number of in features, not {in_features}"
         num_blocks = -(-out_features * in_features // BLOCK_SIZE)

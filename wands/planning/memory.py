@@ -145,11 +145,12 @@ class _States:
         """Return the bytes of each component, such as "gradients", on the device during the backward pass. Activations are not
         included.
 
+        If an optimizer step has several micro steps (forward and backward passes), all gradients are counted. With a single
+        micro step, the ZeRO stage decides. Stages 0 and 1 count only the gradients of finished blocks. Stage 2 counts all
+        gradients as soon as one block has finished. Stage 3 always counts all gradients.
+
         Args:
-            blocks_left: number of blocks whose backward pass has not finished. If an optimizer step has several micro steps, all
-                gradients are counted. With a single micro step, the ZeRO stage decides. Stages 0 and 1 count only the gradients
-                of finished blocks. Stage 2 counts all gradients as soon as one block has finished. Stage 3 always counts all
-                gradients.
+            blocks_left: number of blocks whose backward pass has not finished.
         """
         workload, held = self.workload, self._during_step()
         done = 1 - blocks_left / workload.shape.num_layers

@@ -4,7 +4,7 @@ The prediction uses functions that a training run also uses. `DiTShape` gives th
 the tokens of a bin (the clips of one forward pass) among the ranks of a context-parallel group. It gives the bytes that the
 ranks communicate, and the time that they wait for the rank with the most work.
 With several data-parallel ranks, ranks also wait for the rank with the most expensive bin. The packer plans bins so that the
-ranks compute during a fraction of the time of at least `LEVEL`, and wait for the rest. The predicted compute time is therefore
+ranks compute for at least the fraction `LEVEL` of the time, and wait for the rest. The predicted compute time is therefore
 divided by `LEVEL`. A micro step is one forward and backward pass.
 
 - Compute: all linear layers have one speed in FLOP/s. The attention kernel has one speed for its forward pass and one for
@@ -108,7 +108,7 @@ class Prediction:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro steps in an optimizer step."""
+        """Number of micro steps (forward and backward passes) in an optimizer step."""
         return self.workload.recipe.train.bins_per_step // self.dp
 
     @property
@@ -179,10 +179,11 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 def _zero_traffic(
     workload: Workload, machine: Machine, compute: Sequence[tuple[float, Traffic]]
 ) -> tuple[Traffic, float]:
-    """Return (ZeRO's transfers in a micro step, seconds of ZeRO's work at the end of an optimizer step).
+    """Return (time of ZeRO's transfers in a micro step, seconds of ZeRO's work at the end of an optimizer step).
 
-    The work at the end of an optimizer step has up to three parts: reducing the gradients, gathering the updated weights, and
-    updating the weights on the host. The ZeRO stage and the offloading decide which parts are needed.
+    A micro step is one forward and backward pass. The work at the end of an optimizer step has up to three parts: reducing
+    the gradients, gathering the updated weights, and updating the weights on the host. The ZeRO stage and the offloading
+    decide which parts are needed.
 
     ZeRO's transfers overlap only with free compute: compute that does not already overlap with the ring's transfers. If
     ZeRO's transfers take longer than the free compute, the rest of ZeRO's transfers is exposed (`Traffic.exposed`).
@@ -190,7 +191,7 @@ def _zero_traffic(
     Args:
         workload: sizes of the run.
         machine: GPUs and links.
-        compute: (seconds of compute, transfers of the ring) for the forward pass, and then for the backward pass.
+        compute: (seconds of compute, time of the ring's transfers) for the forward pass, and then for the backward pass.
     """
     gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
     trained = min(workload.trained, num_params)
@@ -217,7 +218,7 @@ def _zero_traffic(
 def ring_traffic(
     plan: ContextPlan, dim: int, attention: tuple[float, float], bandwidth: float
 ) -> list[Traffic]:
-    """Return the transfers of ring attention for one layer: [forward pass, backward pass].
+    """Return the time of the transfers of ring attention in one layer: [forward pass, backward pass].
 
     Args:
         plan: division of the tokens of one forward pass among the ranks of a context-parallel group.

@@ -95,7 +95,7 @@ def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
     Args:
         runs: results of `read_run`. Each result may also have the key `thumbnails`, which maps the sample id of a training clip
-            to an image (WebP in base64).
+            (the clip's name in events.jsonl) to an image (WebP in base64).
         folder: folder of the page. The page links only to videos inside this folder.
     """
     return render(
@@ -176,9 +176,9 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
         For each run, a dict with these keys:
         "steps": training steps, one for each column of the table.
         "prompts": maps the number of each prompt to its text.
-        "cells": maps (number of the prompt, step, weights) to a row of samples.jsonl. `weights` is "raw" for the trained weights
-            or "ema" for their moving average. Two keys are added to the row: "image" (thumbnail as a data URI, or None) and
-            "link" (URI of the video, or "" if the page cannot show the video).
+        "cells": maps (number of the prompt, step, weights) to a row (dict) of samples.jsonl. `weights` is "raw" for the trained
+            weights or "ema" for their moving average. Two keys are added to the row: "image" (thumbnail as a data URI, or None)
+            and "link" (URI of the video, or "" if the page cannot show the video).
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
@@ -209,7 +209,7 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
     damaged file may crash or hang the decoder, so the files are decoded in a subprocess.
 
     Returns:
-        A dict that maps the sample id of a clip to a WebP file in base64.
+        A dict that maps the sample id of a clip (the clip's name in `events.jsonl`) to a WebP file in base64.
     """
     from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
 

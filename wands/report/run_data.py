@@ -26,8 +26,8 @@ _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "ru
 def read_run(folder: Path) -> dict[str, Any]:
     """Return the content of a run folder as a dict with fixed keys.
 
-    The run may still be running: files may be missing in the folder, keys may be missing in the rows of a file, and the last
-    row may be cut.
+    The run may still be running: files may be missing in the folder, keys may be missing in the rows (JSON objects) of a
+    file, and the last row may be cut.
 
     Returns:
         A dict with these keys, where N is the number of rows of metrics.jsonl:
@@ -94,9 +94,9 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a `.jsonl` file with an integer "step" and, for each key in `needed`, a value that is not null or empty.
+    """Read a `.jsonl` file, and yield the rows (dicts) that have an integer "step" and all keys in `needed`.
 
-    Keys whose value is null are removed from the rows.
+    A key in `needed` must have a value that is not null or empty. Other keys whose value is null are removed from the rows.
     """
     for row in iter_rows(path):
         if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
@@ -130,7 +130,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def smoothing_window(num_values: int) -> int:
-    """Return the window for `smooth` on a curve of `num_values` values: a twentieth of the values, at least 1, at most 200."""
+    """Return the window (number of averaged values) for `smooth`: a twentieth of `num_values`, at least 1, at most 200."""
     return max(1, min(200, num_values // 20))
 
 

@@ -40,10 +40,10 @@ class Lora:
         path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, `path` is
             the file of one expert.
         file: the safetensors file on this machine.
-        subfolder: "transformer", or "transformer_2" (the low-noise expert). With "transformer", tensors whose keys start with
-            "transformer_2." are added to the low-noise expert, and all other tensors to the DiT "transformer". With
-            "transformer_2", only the low-noise expert changes. If some keys start with "transformer_2.", the expert gets only
-            the tensors with these keys. Otherwise the expert gets all tensors.
+        subfolder: selects the DiTs that the LoRA changes. With "transformer", tensors whose keys start with "transformer_2."
+            are added to the low-noise expert (DiT "transformer_2"), and all other tensors to the DiT "transformer". With
+            "transformer_2", only the low-noise expert changes. It then gets the tensors whose keys start with
+            "transformer_2.", or all tensors if there are no such keys.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
@@ -97,13 +97,13 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
 def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
 
-    A file belongs to an expert if its file name, or the name of its subfolder, contains "high_noise" or "low_noise".
+    A file belongs to an expert if its name contains "high_noise" or "low_noise", or if its folder has one of these two names.
     If there are files for experts, the result contains the LoRA of each expert for --lora, and only the LoRA of the low-noise
     expert for --lora-2.
 
     Args:
         flag: "--lora" or "--lora-2".
-        subfolder: "transformer" or "transformer_2". If there are no files for experts, the only LoRA gets this subfolder.
+        subfolder: `Lora.subfolder` of the result if there are no files for experts: "transformer" or "transformer_2".
         path: file, folder or Hub id.
         scale: factor that multiplies the LoRA's update of the weights.
     """

@@ -77,13 +77,13 @@ class FragmentAdamW8bit(AdamW8bit):
                 state["step"] = state.get("step", 0) + 1
 
     def join_states(self, fragment: Fragment, stored: Sequence[tuple[int, States]]) -> States:
-        """Return the optimizer states of a fragment, joined from the ranges that the ranks stored in a checkpoint.
+        """Return the optimizer states of a fragment, which is a range of a flattened parameter that this rank owns.
 
-        If a stored range equals the fragment's range, the stored states are returned unchanged. Otherwise the moments in the
-        result are fp32.
+        The result is joined from the states that a checkpoint contains. If a stored range equals the fragment's range, the
+        stored states are returned unchanged. Otherwise the moments in the result are fp32.
 
         Args:
-            fragment: range of a flattened parameter that this rank owns.
+            fragment: the range of the parameter.
             stored: (start, states) of each stored range that overlaps with the fragment, in ascending order. `start` is the
                 index of the range's first value in the flattened parameter.
         """
@@ -133,7 +133,7 @@ def cut_states(states: States, start: int, first: int, last: int) -> dict[str, T
         states: optimizer states of a range that contains [`first`, `last`): moments, and the scales of 8-bit moments.
         start: index in the flattened parameter where the range of `states` starts.
         first: index in the flattened parameter where the result starts.
-        last: index in the flattened parameter after the end of the result.
+        last: index in the flattened parameter where the result ends, exclusive.
     """
     values = slice(first - start, last - start)
     blocks = slice(first // BLOCK_8BIT - start // BLOCK_8BIT, -(-last // BLOCK_8BIT) - start // BLOCK_8BIT)

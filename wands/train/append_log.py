@@ -29,17 +29,18 @@ _log = logging.getLogger(__name__)
 
 _FAILURE = "%s cannot be written (%s); free disk space. The training continues; the next step tries again."
 MAX_WAITING = 10_000
-"""Largest number of records that a log keeps in memory while its file cannot be written. Older records are lost."""
+"""Largest number of records (lines) that a log keeps in memory while its file cannot be written. Older records are lost."""
 
 
 class AppendLog:
-    """Log file to which records are appended. If a write fails, the records stay in memory and are written with the next record.
+    """Log file to which records (lines) are appended.
 
-    The first failed write causes an error message, and the first write that succeeds again causes a second message. The file is
-    opened for each record, so that a deleted file or folder is created again.
+    If a write fails, the records stay in memory and are written with the next record. The first failed write causes an error
+    message. The first write that succeeds again causes a second message. The file is opened for each write, so that a deleted
+    file or folder is created again.
 
     Args:
-        path: the file. It is created with the first record.
+        path: the file, which is created with the first record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +64,7 @@ class AppendLog:
             self._failed = True
 
     def close(self) -> None:
-        """Try again to write the records that could not be written. If this fails too, log how many records are missing."""
+        """Try again to write the records (lines) that could not be written. If this fails, log how many are missing."""
         if self._waiting:
             self.append()
         if self._waiting:
@@ -153,14 +154,14 @@ class EventLog:
             self.write("error", reason=one_line(error))
 
     def write(self, event: str, **values: Any) -> None:
-        """Write a row with the current step, the kind of the event, the time in seconds since 1970, and `values`."""
+        """Append a row to `events.jsonl`: the current step, the kind of the event, the Unix time, and `values`."""
         if self._log is not None:
             row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
             with self._lock:
                 self._log.append(to_line(row | values))
 
     def close(self) -> None:
-        """Try again to write the rows whose write failed before. If this write fails too, report that rows are missing."""
+        """Try again to write the rows that could not be written. If this fails, log how many rows are missing."""
         if self._log is not None:
             self._log.close()
 

@@ -22,7 +22,7 @@ def fastest_backend(times: dict[str, dict[int, float]]) -> str:
 
     The name is an argument for `get_backend`. For example, "cudnn:1024:torch" means cuDNN for segments (clips in a packed
     sequence) of 1,024 tokens or more, and torch for shorter segments. The fastest choice has the smallest sum of times over
-    all segment lengths. cuDNN's times are increased by 5 %, because cuDNN builds a plan for each new length.
+    all segment lengths. cuDNN's times are increased by 5 %, because cuDNN builds an execution plan for each new length.
 
     Args:
         times: maps each kernel to a dict from segment lengths (all of `LENGTHS`) to milliseconds. At least one kernel is

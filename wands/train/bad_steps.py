@@ -43,7 +43,7 @@ class BadSteps:
         events: log to which bad updates are written.
 
     Attributes:
-        state: values that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
+        state: dict that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
             The name of each DiT's subfolder, such as "transformer", maps to a list with one [loss, gradient norm] pair for
             each of the last `WINDOW` updates of the DiT. Bad updates are left out.
     """
@@ -55,7 +55,7 @@ class BadSteps:
         self.state |= (saved and saved.bad_steps) or {}
 
     def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
-        """Return, for each trained DiT, a function that decides whether to skip this step's update of the DiT.
+        """Return a list with a function or None for each trained DiT. The function decides whether to skip the DiT's update.
 
         The function takes two arguments: the loss summed over this rank's tokens, and the gradient norm. The function returns
         True to skip the update. Its result is equal on all ranks. There are three cases:

@@ -126,7 +126,7 @@ def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequen
 def prefetched(
     run: TrainingRun, grid: ParallelDims, start_step: int, pins: bool = False
 ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
-    """Yield (plan of the step, batches) for each step from `start_step` to the end of the run.
+    """Yield (packing plan of the step, batches) for each remaining step of the run.
 
     The batches are one list for each trained DiT, with the data of each micro step on this rank. A thread reads the samples
     and draws the noise of the next `data.prefetch` steps while the device computes.

@@ -1,4 +1,4 @@
-"""Host memory for the moving average of the weights, and for the copy of the tensors from which a checkpoint is written."""
+"""Host memory for the moving average of the weights, and for a copy of the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HostBuffers:
 
     With `checkpoint.asynchronous=true`, a thread writes the files from this copy while the training continues.
 
-    The first copy allocates the memory. Later copies use the same memory if all tensors have the same sizes.
+    The first copy allocates the memory. Later copies use the same memory, unless the size of a tensor has changed.
     """
 
     def __init__(self) -> None:

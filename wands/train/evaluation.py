@@ -99,14 +99,13 @@ class Evaluator:
         return plan
 
     def is_due(self, step: int, ends: bool = False) -> bool:
-        """Return whether to evaluate after a step: `step` is a multiple of `eval.every`, or the last step of the run.
+        """Return whether to evaluate after a step. The result is equal on all ranks.
 
-        The result is equal on all ranks.
+        The result is True after the last step of the run and, unless `ends` is True, after multiples of `eval.every`.
 
         Args:
             step: number of optimizer steps that the run has made.
-            ends: whether the user has requested to stop the run now. If so, the result is True only after the last step of
-                the run. When the run is resumed, it makes the evaluation that was left out.
+            ends: whether the user has requested to stop the run now. A resumed run makes the evaluation that was left out.
         """
         return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 

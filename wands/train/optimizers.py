@@ -1,6 +1,6 @@
-"""Build the optimizers that wands itself passes to DeepSpeed (8-bit AdamW, Adafactor and Muon), and split parameter groups.
+"""Build the optimizers that wands itself passes to DeepSpeed: 8-bit AdamW, Adafactor and Muon.
 
-Other optimizers, such as AdamW, are built by DeepSpeed from the DeepSpeed config.
+DeepSpeed builds other optimizers, such as AdamW, itself. This module also splits parameter groups by weight decay and by dtype.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def split_by_dtype(
         )
     if stage == 2 and not wide:
         raise ConfigError(
-            "precision.weights=bf16 with ZeRO-2 needs a trained parameter that stays fp32, such as a norm gain. Otherwise ZeRO-2 "
-            "would sum gradients in bf16. But model.trainable and model.freeze leave no fp32 parameter to train. Use "
-            "precision.weights=fp32, or zero_optimization.stage=1 in the DeepSpeed JSON.",
+            "precision.weights=bf16: model.trainable and model.freeze leave no fp32 parameter to train. ZeRO-2 sums gradients in "
+            "fp32 only if a trained parameter is fp32, otherwise in bf16, which is inexact. Also train a norm gain (which stays "
+            "fp32), use precision.weights=fp32, or set zero_optimization.stage=1 in the DeepSpeed JSON.",
             agreed=True,
         )
     for group in narrow if reduce == "fp32" else ():

@@ -42,7 +42,7 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     an error can name the key that differs. Inputs that grow with the data are hashed. Paths are compared as text:
     if every node has its own copy of the model or the cache, the copies must have the same path.
 
-    Call this function before the data prefetch thread starts, because both use the run's data sampler.
+    Call this function before the data prefetch thread starts, because the thread uses the same data sampler.
 
     Args:
         run: the checked training run.
@@ -72,10 +72,10 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
 
 
 def bins_digest(steps: Sequence[Step]) -> str:
-    """Return a digest of a packing plan. The digest changes if a sample moves to a different step, bin or position.
+    """Return a digest of a packing plan. The digest changes if a sample moves to a different step, packed sequence or position.
 
     Args:
-        steps: steps of the plan. Each step is a sequence of bins, and each bin is a sequence of sample indices. For one
+        steps: steps of the plan. A step is a sequence of bins (packed sequences). A bin is a sequence of sample indices. For one
             StepPlan, pass `(plan.bins,)`.
     """
     return hashlib.blake2b(json.dumps(steps, default=int).encode(), digest_size=16).hexdigest()

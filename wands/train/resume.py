@@ -55,7 +55,7 @@ def find_resume(
         The checkpoint, or None for a new run.
 
     Raises:
-        ConfigError: if the path does not exist, or is a step folder that was renamed to `*.abandoned` when the run resumed
+        ConfigError: if the path does not exist, or is a checkpoint that was renamed to `*.abandoned` when the run resumed
             from an older step. Also if the run folder contains checkpoints, and `resume` is None or names a checkpoint of
             another run folder.
         CheckpointError: if the folder that `resume` names has no complete checkpoint, or the checkpoint contains pickles

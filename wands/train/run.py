@@ -128,7 +128,7 @@ class TrainingRun:
     def data_fingerprint(self) -> str:
         """Return a digest of the properties that determine in which order training reads the samples.
 
-        The properties are the keys and lengths of the samples, the repeats per epoch of each cache, and, with
+        The properties are the keys and lengths of the samples, how often an epoch uses the samples of each cache, and, with
         `packing.buffer_size`, the positions of the samples in the cache. If the digest and the version of wands are
         the same as in the checkpoint, a resumed run plans the same steps.
         """

@@ -320,8 +320,8 @@ class RunSamples:
         Args:
             step: number of optimizer steps that the run has made.
             kind: "raw" for the trained weights, "ema" for their moving average.
-            numbers: for each group, the index in `run.samples` of the video to generate. If there are fewer numbers than
-                groups, each remaining group generates the first of these videos and discards the result.
+            numbers: indices in `run.samples` of the videos to generate. The first group generates the first video, and so on.
+                If there are more groups than videos, each remaining group generates the first video and discards the result.
 
         Returns:
             On a rank that failed, a dict with the keys `number`, `weights` and `reason` for the event "sample failed".
@@ -350,10 +350,10 @@ class RunSamples:
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
     def _view(self, number: int, request: SampleRequest) -> tuple[Any, ConditionImages]:
-        """Return (pipeline, images) to generate the video of a request.
+        """Return (pipeline, input images) to generate the video of a request.
 
         The pipeline uses stored encodings of the request's prompts and images instead of encoders. So the returned images
-        are blank.
+        are blank placeholders.
 
         Args:
             number: index of the request in `run.samples`.
@@ -374,7 +374,7 @@ class RunSamples:
 
         Args:
             step: number of optimizer steps that the run has made.
-            kinds: kinds of weights that were sampled at this step: "raw", "ema".
+            kinds: kinds of weights with which videos were generated at this step: "raw", "ema".
         """
         run, path = self._trainer.run, self._folder / step_name(step) / "contact_sheet.png"
         columns = {(0, "raw"): "base"} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}

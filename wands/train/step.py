@@ -61,7 +61,7 @@ class StepResult:
 
         The keys of each dict are `sample_id`, `repeat_index` (0, 1, ... for the uses of the sample in the epoch), `epoch`,
         `sigma` (the noise level) and `loss`. The loss is the mean squared error over the trained tokens, weighted by the mask
-        if the sample has one. The loss weights of the sample's source and noise level are not applied.
+        if the sample has one. The loss weights of data sources and of noise levels are not applied.
         """
         return [
             {**vars(key), "sigma": sigma, "loss": loss}

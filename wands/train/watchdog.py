@@ -33,14 +33,14 @@ from wands.texts import safe_lines
 from wands.train.launcher import PATIENT_LAUNCHER, Ancestor
 
 REQUESTS = ("save", "save_quit", "check")
-"""Names of the request files in a run folder."""
+"""Names of the files in a run folder with which the user requests an action."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_REQUEST = 2.0
 """Seconds in which several signals count as one request. A worker receives Ctrl-C from the terminal and from the launcher."""
 
 STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
-"""If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest of
-the last 50 steps, and STEP_FLOOR seconds.
+"""If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest
+duration of the last 50 steps, and STEP_FLOOR seconds.
 """
 
 _TICK = 1.0

@@ -1,4 +1,4 @@
-"""Describe the model of a training run: its variant, its experts, and its parameters with their storage dtypes."""
+"""Describe the model of a training run: its variant, its trained DiTs, and its parameters with their storage dtypes."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ How to add a kernel:
      each divided by `PEAK_TFLOPS`. Measure one clip of 32,760 tokens with 12 heads. For `auto`, `wands plan` uses the
      speeds of the fastest kernel that hardware.py lists for the GPU. If the new kernel is the fastest, also update the
      predictions in docs/performance.md and docs/long-videos.md.
-   - A CPU kernel: add it to `CPU_DTYPES` of tests/support/plain.py, and its name to the tests of padding rows, autocast
-     and self-check in test_kernels.py.
+   - A CPU kernel: add its name and its dtypes to `CPU_DTYPES` of tests/support/plain.py. Also add its name to the tests
+     of padding rows, autocast and self-check in test_kernels.py.
    - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the
      steps of `check_against_plain` and the kernel's own tolerance.
 
@@ -74,9 +74,8 @@ What the two functions receive (`Backend.forward` and `Backend.backward` list al
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is
   contiguous.
 - `scale`, a factor: the scores are q @ k.T times `scale`, in every formula of this file.
-- There can be more rows than the segments contain. The rows after the last segment are padding. In cross-attention, the
-  padding rows at the end of q are not outside the segments: they count as rows of the last sample (`padded_seq_lens` in
-  packed.py).
+- Padding at the end. In self-attention, the padding rows of q, k and v come after the last segment and are in no segment.
+  In cross-attention, the padding rows of q count as rows of the last sample (`padded_seq_lens` in packed.py).
 - A segment can have no rows of q, no rows of k, or a single row of k, for example a caption of one token. The functions
   are not called if no row of q has a key.
 - In the backward pass, `lse` is -inf for rows of q that have no key in any block. A row whose keys are all in other blocks
@@ -135,7 +134,7 @@ class Backend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Run attention in which rows of q attend only to rows of k in the same segment.
+        """Run attention in which rows of q attend only to rows of k in the same segment (such as a sample).
 
         Args:
             q: [Tq, H, D], for Tq rows, H heads and head dim D.

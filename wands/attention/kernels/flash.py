@@ -193,8 +193,8 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
     cuDNN needs an execution plan for each new pair of lengths (rows of q, rows of k). Building a plan takes about 0.1 s. Short
     segments have so many different lengths that building all plans would take too long.
 
-    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. If dout or out had other strides than before,
-    PyTorch would use the old plan, and the results would be wrong without an error. All tensors are therefore made contiguous.
+    PyTorch looks up a stored plan only by the shapes and strides of q, k and v. PyTorch would also use the plan for a call in
+    which dout or out has other strides, and the results would be wrong without an error. So all tensors are made contiguous.
 
     cuDNN needs a head dim that is a multiple of 8. On most GPUs, the head dim must also be at most 128. The log-sum-exp from
     cuDNN is [1, H, T, 1], or [1, H, T] before torch 2.9. These facts are from PyTorch's source.

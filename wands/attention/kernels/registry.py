@@ -1,6 +1,7 @@
-"""Select the attention kernel that `attention.backend` names or, for `auto`, the first kernel that gives right results.
+"""Select the attention kernel for a value of `attention.backend`: the name of a kernel, or `auto`.
 
-For training in bf16 on a GPU, `auto` selects the fastest kernel instead (wands/train/attention_choice.py).
+For training in bf16 on a GPU, `auto` selects the fastest kernel (wands/train/attention_choice.py). Otherwise, `auto` selects
+the first kernel of a fixed list that gives right results.
 
 A `FlashBackend` (a CUDA kernel for bf16 or fp16) is used only after a check of its results (self_check.py), once per
 process. The check compares the kernel's output, log-sum-exp and gradients with exact values. The check also tests several
@@ -45,8 +46,8 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     installed, supports the GPU, and passes `check_backend`. `auto` logs a warning for each kernel that fails
     `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
 
-    Training in bf16 on a GPU is an exception: with `auto`, wands/train/attention_choice.py measures the usable kernels and
-    takes the fastest one.
+    This function does not compare the speeds of the kernels. With `auto`, training in bf16 on a GPU compares the speeds in
+    wands/train/attention_choice.py, and uses the fastest kernel.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.

@@ -1,4 +1,4 @@
-"""The command `wands check`: predict the samples that `wands preprocess` will write for each clip of a source.
+"""The command `wands check`: predict the samples that `wands preprocess` will write for each clip of a source (such as a folder).
 
 The command also reports problems of the clips. It needs no model. `wands check` and `wands preprocess` decode with the same
 function, so that both accept the same clips. Decoding runs in subprocesses. If the decoder of a clip crashes or exceeds
@@ -83,7 +83,7 @@ BORDERS = "black borders: {} are learned as a part of the image; crop them with 
 
 
 def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
-    """Decode the clips of a source, and report the samples and warnings of each clip, and why clips are rejected.
+    """Decode the clips of a source (such as a folder), and report each clip's samples and warnings, or its rejection reason.
 
     `wands preprocess` with equal options decodes the clips in the same way. Thumbnails are made only for --html.
 
@@ -241,14 +241,14 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 def _decode_all(
     decode: Callable[[_Task], CheckedClip], tasks: Sequence[_Task | None], num_workers: int | None
 ) -> list[CheckedClip]:
-    """Decode clips in worker processes, and return one result for each task, in the order of `tasks`.
+    """Decode clips in worker processes, and return one result for each task (clip to decode), in the order of `tasks`.
 
     A clip with several captions has several equal tasks. Equal tasks are decoded only once.
 
     Args:
         decode: function that decodes the clip of a task.
-        tasks: clips to decode. A task is None if a rejected entry of the source has no clip file. The
-            result for None is an empty `CheckedClip`.
+        tasks: clips to decode; None for an entry of the source that was rejected and has no clip file. The result for None is an
+            empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))

@@ -75,7 +75,7 @@ class CheckedClip:
         footage: three lengths in seconds: the part of the clip that the samples use, the whole clip, and the part that the
             samples would use with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few
             frames at the end stay unused. Three zeros for an image and for a clip that cannot be decoded.
-        columns: maps a column name to the clip's value in the source's table. Values of numeric columns are numbers. Values
+        columns: maps a column name to the clip's value in the table of clips. Values of numeric columns are numbers. Values
             of the columns "duplicate_of", "license" and "source" are texts. Other columns and empty cells are left out.
         warnings: unusual properties of the clip and their consequences.
         reason: reason for the rejection of the clip, and the fix; empty for an accepted clip.
@@ -379,7 +379,9 @@ def render_page(report: CheckReport) -> str:
 
 
 def _histogram(report: CheckReport, name: str) -> tuple[list[float], list[float]]:
-    """Return the histogram of the numeric column `name` of the source's table, and marks for the thresholds of --where.
+    """Return the histogram of the numeric column `name` of the source's table, and marks for its thresholds.
+
+    A threshold is a number with which --where compares the column.
 
     Returns:
         (heights, positions). heights: height of each bar, from 0 to 1. positions: horizontal position of each threshold of

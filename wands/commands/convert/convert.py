@@ -69,8 +69,9 @@ def convert(options: ConvertOptions) -> ConvertResult | str:
         A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
 
     Raises:
-        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base` are
-            different models. The error is also raised if options are missing or exclude each other.
+        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base`
+            (model for missing parts) are different models. The error is also raised if options are missing or exclude each
+            other.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
@@ -114,8 +115,8 @@ def _find_loras(root: Path) -> dict[str | None, Path]:
         root: file or folder that the user wants to convert.
 
     Returns:
-        {None: file} for a single LoRA. {expert: file} for a folder that contains a LoRA for each expert, where the
-        expert is "transformer" or "transformer_2". {} if the source is not a LoRA.
+        {None: file} for a single LoRA. {"transformer": file, "transformer_2": file} for a folder with LoRAs of two
+        experts (DiTs for high and low noise); only one of the two items if one LoRA is missing. {} if the source is not a LoRA.
 
     Raises:
         CheckpointError: if a file cannot be read.
@@ -145,7 +146,8 @@ def _convert_lora(
 ) -> None:
     """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
 
-    If the file contains the LoRAs of two experts, write two files, because no program loads both LoRAs from one file.
+    If the file contains the LoRAs of two experts (DiTs for high and low noise), write two files, because no program loads
+    both LoRAs from one file.
 
     Args:
         source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.

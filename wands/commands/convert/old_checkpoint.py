@@ -33,7 +33,7 @@ def convert_run(run: str) -> str:
     """Convert all pickled checkpoints of a run in a subprocess. Return one line of text for each converted checkpoint.
 
     Args:
-        run: run folder, checkpoints folder or step folder.
+        run: run folder, its folder `checkpoints`, or a step folder (folder of one checkpoint).
 
     Raises:
         CheckpointError: if there is no pickled checkpoint, or a checkpoint cannot be converted.
@@ -55,7 +55,7 @@ def main(run: Path) -> None:
     folder with the old name `step_*`.
 
     Args:
-        run: run folder, checkpoints folder or step folder.
+        run: run folder, its folder `checkpoints`, or a step folder (folder of one checkpoint).
 
     Raises:
         CheckpointError: if there is no pickled checkpoint, or a checkpoint lacks files.

@@ -54,7 +54,7 @@ def init(options: InitOptions) -> str:
     """Decode the clips of a source, choose the fastest settings that fit a machine, and write a recipe and commands.
 
     Args:
-        options: options of the command; they name the source and the machine.
+        options: options of the command; they name the source (such as a folder of clips) and the machine.
 
     Returns:
         The commands to run, with comments: the contents of `commands.sh`.
@@ -160,10 +160,11 @@ def _describe_machine(options: InitOptions) -> PlanOptions:
 
 
 def _flags(options: dict[str, Any]) -> Iterator[str]:
-    """Yield the command-line flags that set options. A tuple gives one flag for each of its items.
+    """Yield the command-line flags that set options.
 
     Args:
-        options: maps the field name of an option to its value. The field `source` is skipped, because it has no flag.
+        options: maps the field name of an option to its value. If a value is a tuple, each item of the tuple gives a flag. The
+            field `source` is skipped, because it has no flag.
     """
     for name, value in options.items():
         for item in (value if isinstance(value, tuple) else (value,)) if name != "source" else ():

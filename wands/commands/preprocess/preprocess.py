@@ -206,7 +206,7 @@ class PreprocessRun:
         self._run_rounds("clips", encode_clips, self._pending_clips)
 
     def _run_rounds(self, label: str, task: Task, pending: Callable[[], list[Any]]) -> None:
-        """Run a task on all pending items. If workers end early, run the task again on the remaining items.
+        """Run a task on all pending items (captions or clips). If workers end early, run the task again on the remaining items.
 
         Args:
             label: name of the items for the progress bar.

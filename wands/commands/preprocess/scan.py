@@ -34,7 +34,7 @@ samples. Any of these samples can be used, because all of them contain latents o
 
 @dataclass(frozen=True)
 class Row:
-    """One caption of a clip, with facts about the clip and the list of the caption's samples in the cache.
+    """One caption of a clip, with facts about the clip, and with the caption's samples in the cache.
 
     Attributes:
         key: id of the pair of clip and caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
@@ -148,7 +148,8 @@ class SourceScan:
 
         Args:
             clip: clip with all its captions.
-            stored: maps suffixes of sample keys (window and size) to the cached samples of the clip's file and time range.
+            stored: all cached samples with the clip's file and time range. The dictionary maps the end of a sample's key, such as
+                "#0003#640x352", to the sample's index entry. The end names the window (range of frames) and the frame size.
             entries: maps the key of each sample in the cache to its index entry.
 
         Returns:
@@ -180,7 +181,7 @@ class SourceScan:
         decoded.
 
         Args:
-            stored: maps suffixes to the cached samples of the clip's file and time range.
+            stored: all cached samples with the clip's file and time range, as a dictionary of index entries by suffix.
         """
         by_size: dict[str, Samples] = defaultdict(dict)
         for suffix, entry in stored.items():
@@ -210,7 +211,7 @@ class SourceScan:
         cover with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay
         unused.
 
-        Clips that an early version of wands encoded are left out, because it stored less metadata.
+        Clips that an early version of wands encoded are left out, because this version stored less metadata.
 
         Args:
             entries: samples of the cache by key.

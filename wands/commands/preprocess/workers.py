@@ -127,7 +127,8 @@ class WorkerPool:
     def run(self, task: Task, settings: Any, shares: Mapping[int, Sequence[Any]]) -> Iterator[Event]:
         """Run a task on the share of every worker, and yield the events that the workers report, such as a finished clip.
 
-        Events are yielded when they happen. Under a launcher, the events of ranks other than rank 0 are yielded at the end.
+        Without a launcher, all events are yielded when they happen. Under a launcher, only the events of rank 0 are yielded when
+        they happen, and the events of other ranks are yielded at the end.
 
         Args:
             task: function such as `encode_captions` or `encode_clips`.

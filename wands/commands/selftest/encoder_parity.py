@@ -100,9 +100,10 @@ def check_latents(part: VaePart) -> Result:
 def check_statistics(part: VaePart) -> Result:
     """Check the statistics in the VAE's config: the mean and the standard deviation that normalize the latents.
 
-    If the model has the layer sizes of a published Wan model, compare the config with the published statistics. If the
-    user gives a clip, check that the mean and the standard deviation of the clip's normalized latents are in the usual
-    ranges (`MEAN_BAND` and `STD_BAND`). If neither condition is met, only measure the values.
+    If the model has the layer sizes of a published Wan model, compare the config with the published statistics.
+    Also measure the mean and the standard deviation of the clip's normalized latents. If the user gives the clip, both
+    measured values must be in the usual ranges (`MEAN_BAND` and `STD_BAND`). For another model and a synthetic clip, the
+    check reports the measured values, and neither passes nor fails.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []
@@ -134,7 +135,8 @@ def _distance_from_published(vae: AutoencoderKLWan) -> float:
 def check_roundtrip(part: VaePart) -> Result:
     """Encode and decode the clip with the VAE, and measure the PSNR of the decoded clip relative to the original clip.
 
-    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB. The PSNR of any other VAE is only measured.
+    The PSNR of a published VAE must be at least `PSNR_FLOOR` in dB. For any other VAE, the check reports the
+    PSNR, and neither passes nor fails.
     """
     decoded = part.encoder.decode(part.latents)
     psnr = 10 * float(torch.log10(4.0 / (decoded - part.pixels).square().mean()))

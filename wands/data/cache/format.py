@@ -3,7 +3,7 @@
     manifest.json      schema version, variant, fingerprint of encoders and settings; written first
     shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta.
                        Also image_latents for models with conditioning frames, and image_embeds for models with CLIP.
-                       Also token_weights, and the attribute mask_sums, for samples with a loss mask.
+                       Also token_weights, and the attribute mask_sums (sums of the weights), for samples with a loss mask.
     index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
 
 A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` defines functions that read shards,
@@ -84,7 +84,8 @@ def array_names(conditions: Collection[str]) -> tuple[str, ...]:
     """Return the names of the arrays that every sample of a cache has, in the order in which checksums use the arrays.
 
     Args:
-        conditions: conditions of the model variant for which the cache is made, such as "image" (`Variant.conditions`).
+        conditions: conditions (inputs other than noise) of the model variant for which the cache is made, such as "image"
+            (`Variant.conditions`).
     """
     return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
 

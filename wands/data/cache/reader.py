@@ -1,6 +1,6 @@
 """Read a latent cache: HDF5 shards that store bf16 bits, and an index.
 
-The index contains the shapes of all samples, so that planning need not open the shards.
+The index contains the shapes of all samples, so that an epoch can be planned without opening the shards.
 `wands/data/cache/format.py` describes the files. `wands/data/cache/writer.py` writes them.
 """
 
@@ -65,7 +65,7 @@ class LatentCache(SampleFacts):
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
-        conditions: names of a model's additional inputs, such as "text" and "image". `read` returns the arrays that these
+        conditions: names of a model's inputs other than noise, such as "text" and "image". `read` returns the arrays that these
             inputs need. Until `serve` is called, these are the inputs of the model variant for which the cache was made.
             `serve` selects the inputs of another variant.
     """

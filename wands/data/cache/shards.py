@@ -1,6 +1,6 @@
 """Shards of a latent cache and their index: file names, functions that read finished shards, and facts about all samples.
 
-Planning needs only the index, and does not open the shards.
+Planning an epoch needs only the index, and does not open the shards.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Write-ahead log of samples and text embeddings. A killed process loses at most the record that it was writing.
+"""Write-ahead log of samples and text embeddings. A killed process loses at most the record (entry) that it was writing.
 
 An HDF5 file is unreadable if the process that writes the file is killed. So samples are first appended to a log. Later,
-all records of the log are copied to a shard (HDF5 file) of the cache.
+the samples are copied from the log to shards (HDF5 files) of the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAGIC = b"wjr1"
 
 @dataclass(frozen=True)
 class LogRecord:
-    """Position and metadata of one record in a log. The arrays of the record stay on the disk until `read` is called.
+    """Position and metadata of one record in a write-ahead log. The arrays of the record stay on the disk until `read` is called.
 
     Attributes:
         name: for a text embedding, the digest of the caption. For the samples of one window (range of frames), the digest of
@@ -73,7 +73,7 @@ class LogRecord:
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
-    """Yield the records of a log, up to the first incomplete record or damaged header.
+    """Yield the records of a write-ahead log, up to the first record that is incomplete or has a damaged header.
 
     Args:
         path: file of the log. Another process may append to the file at the same time.

@@ -1,7 +1,7 @@
 """Plan the samples of a clip: frame sizes and time windows. The module only computes; it uses neither files nor PyAV.
 
 The key of a sample is the key of its clip, followed by a suffix. The suffix has a part for the window and a part for the
-size. Each part can be empty, and keys of clips never contain "#".
+size. Each part can be empty. Keys of clips never contain "#", so the suffix begins at the first "#".
 
 - Window: with `--clip-mode slide`, a clip is cut into consecutive windows (ranges of frames). The part is the number of the
   window, such as "#0003" for the fourth window. In other clip modes, the part is empty.
@@ -158,7 +158,7 @@ def plan_size(spec: ClipSpec, width: Fraction, height: Fraction) -> FrameSize:
         height: displayed height of the clip in pixels.
 
     Raises:
-        TooSmallError: if a side of the frame would be shorter than ``size_multiple`` pixels.
+        TooSmallError: if a side of the frame would be shorter than `spec.size_multiple` pixels.
     """
     multiple = spec.size_multiple
     if spec.width is not None and spec.height is not None:

@@ -73,7 +73,8 @@ class Filter:
         ]
 
     def mark(self, records: Sequence[ClipRecord]) -> list[ClipRecord]:
-        """Return the records of clips, with `ClipRecord.unmet` set for each clip that does not meet the condition.
+        """Return the records of clips, with `ClipRecord.unmet` set to the reason for each clip that does not meet the
+        condition.
 
         Raises:
             ConfigError: if the condition names a column that no clip has.
@@ -102,7 +103,7 @@ class Filter:
         return ""
 
     def _test(self, node: ast.expr, row: Mapping[str, object]) -> float:
-        """Return 1 if a row meets the part `node` of the condition, and 0 if the row does not meet this part.
+        """Return 1 if a row (cells of one clip) meets the part `node` of the condition, and 0 if the row does not.
 
         Return 0.5 (unknown) if a compared cell is empty, or if the comparison needs a number and a cell is not a number.
 
@@ -163,7 +164,7 @@ def columns_of(record: ClipRecord) -> dict[str, object]:
 
 
 def numeric_columns(records: Sequence[ClipRecord]) -> dict[str, list[float]]:
-    """Return a dictionary that maps the name of each numeric column of the clips' rows to the sorted numbers in this column.
+    """Return a dictionary that maps each numeric column of the clips' table rows to the sorted numbers in this column.
 
     A column is numeric if each cell is a number or empty. The columns of the time range, such as "start", are left out. If
     more than `MAX_COLUMNS` columns remain, only the last `MAX_COLUMNS` of these numeric columns are returned. The names are

@@ -47,7 +47,7 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
     """Yield a clip record for each usable clip of a Hugging Face dataset, and a rejection for each unusable row.
 
     Args:
-        source: source with the name of the split and the names of the columns.
+        source: options for reading, such as the split and the names of the columns.
         name: folder of the dataset, or name of the dataset on the Hub.
         folder: folder to which relative paths in rows are relative. None means that relative paths are paths in the
             dataset's repository on the Hub.

@@ -1,14 +1,15 @@
 """Dataset layouts: list the clips of a source with their captions. Nothing is decoded here.
 
-A layout is a function of a `Source`. It returns None if the source does not have the layout. Otherwise it returns an
-iterator of clip records and rejections. `load_source` calls the layouts in the order of `LAYOUTS`, and uses the first result
-that is not None.
+A layout is a way to store clips and captions in files. Each layout has a function that takes a `Source` (the user's folder,
+table, archive or dataset). The function returns None if the source has another layout. Otherwise it returns an iterator of
+clip records and rejections. `load_source` calls these functions in the order of `LAYOUTS`, and uses the first result that
+is not None.
 
 To add a layout:
 
 1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Detect
    the layout cheaply, from names of files. The function must not contain `yield`, because a generator function never
-   returns None. Write a second function, a generator function, and return its generator.
+   returns None. Write a second function, a generator function. The first function returns the second function's generator.
 2. In the generator function, check the captions of each clip with `source.check_captions`. Pass the checked captions to
    `records.records_of_clip`, and yield its records. `check_captions` and `records_of_clip` raise DataError. Catch this
    error for each clip, and yield `records.reject(key, path, error)`. `_scan_folder` in sidecars.py is an example. Never use
@@ -18,12 +19,12 @@ To add a layout:
    `SECTION_LAYOUTS` in trainer_configs.py. `LAYOUTS` includes all functions of `SECTION_LAYOUTS`. For any other
    source, the tuple is `LAYOUTS` in this file.
 4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. If the layout comes from another trainer,
-   add the test to test_listings.py instead. If the layout is a file that lists clips, also add an example of the file
+   add the test to test_listings.py instead. If the layout has a file that lists clips, also add an example of this file
    to the dictionary `LISTINGS` in test_listings.py. A test damages these examples at random.
 
-A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. A
-table with another file name is one line in `listings.py`. A JSON table of another shape belongs in `_json_rows` in
-`tables.py`.
+A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. For
+a table with another file name, add the name to `_TABLES` in `listings.py`. For a JSON table of another shape, extend
+`_json_rows` in `tables.py`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def load_source(source: str, **options: Any) -> tuple[list[ClipRecord], list[Rej
         options: attributes of `Source`, such as ``split``, ``caption_column`` and ``log`` (function that receives messages).
 
     Returns:
-        The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by key.
+        The usable clips, and the rejections of unusable clips with their reasons. Both lists are sorted by the
+        clips' keys (unique names).
 
     Raises:
         DataError: if the source does not exist, cannot be read, or contains no clip.

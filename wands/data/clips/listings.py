@@ -96,7 +96,7 @@ def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     """Read a source that is a folder with a file that lists the folder's clips. Return the listed clips, or None if there
     is no such file.
 
-    Clips in the folder that the file does not list are rejected.
+    Unlisted clips in the folder are rejected.
     """
     file = _find_listing(source)
     return None if file is None else _scan_whole_folder(Listing(file, source))
@@ -154,12 +154,12 @@ def _scan_listing(listing: Listing) -> Iterator[ClipRecord | Rejection]:
 
 
 def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that a listing (a file such as a table) names, and rejections of clips in the folder that the
-    listing does not name.
+    """Yield the clips that a listing (a file such as a table) names, and rejections of unlisted clips.
 
-    Unlisted images are rejected only if the listing names at least one image. Each unlisted clip gets its own rejection,
-    with one exception. If a folder has more than `_MAX_SINGLE_REPORTS` unlisted clips, and fewer listed than unlisted
-    clips, the folder gets one rejection for all its unlisted clips.
+    An unlisted clip is a video (in the listing's folder or below) that no readable row of the listing names. If the
+    listing names an image, unlisted images are rejected, too. A folder with more than `_MAX_SINGLE_REPORTS` unlisted clips,
+    and fewer listed than unlisted clips, gets one rejection for all its unlisted clips. In any other folder, each unlisted
+    clip gets its own rejection.
     """
     items = list(_scan_listing(listing))
     yield from items

@@ -103,7 +103,7 @@ class Rejection:
     """A clip, or another file or row of a source, that cannot be used.
 
     Attributes:
-        key: key of the clip, or "table:line" if no clip can be named.
+        key: key of the clip or, if no clip can be named, the place of the error, such as "clips.csv:12" (file and line).
         path: path of the file: absolute, or as the source writes it.
         reason: rule that is violated, and the fix.
     """

@@ -144,7 +144,7 @@ def _read_section(
     Returns:
         (part, ignored, prefix, masks). `part` is the source of the section's clips: a folder, a table or a dataset. `ignored`
         contains the extensions of clips that are left out. `prefix` is the text to put before each caption. `masks` contains
-        the paths of the loss masks. The mask of a clip has the clip's file name, apart from the extension.
+        the paths of the loss masks. A mask belongs to the clip with the same file name, apart from the extension.
 
     Raises:
         DataError: if the section names no clips, a path in it does not exist, or a setting that must be a text is not a text.

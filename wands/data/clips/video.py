@@ -1,7 +1,7 @@
 """Decode clips to uint8 frames [F, H, W, 3] (frames, height, width, RGB), and encode frames to mp4.
 
 Times are seconds from the first timestamp of the video stream. Frames are chosen by timestamp, never by number.
-Durations in headers, and seek tables, can be wrong. The code relies on them only in container formats in which they
+Header durations and seek tables can be wrong. The code relies on them only in container formats in which they
 proved correct. torch is imported only inside the functions that use it, because the processes of `wands check` do not
 need it.
 """
@@ -174,7 +174,7 @@ def _read_mask(
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the brightness of a mask in each video token, frame by frame. Item i belongs to the i-th time in `times`.
+    """Yield the brightness of a loss mask in each video token, frame by frame. Item i belongs to the i-th time in `times`.
 
     The iterator does not end: after the last time, or after the end of the mask, it repeats the last item. The caller takes
     one item for each frame of the clip.
@@ -230,12 +230,12 @@ def _levels(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
-    """Return the token weights of each latent frame: the mean over the frames that this latent frame encodes.
+    """Return the loss weights of each latent frame's tokens: the mean over the frames that this latent frame encodes.
 
     The first latent frame encodes one frame. Each other latent frame encodes `frame_stride` frames.
 
     Args:
-        grids: token weights of frames, [frames, token rows, token columns].
+        grids: loss weights of the tokens of each frame, [frames, token rows, token columns].
         frame_stride: temporal stride of the VAE.
     """
     rest = grids[1:].reshape(-1, frame_stride, *grids.shape[1:])
@@ -250,7 +250,7 @@ def _render_window(
     Args:
         frames: chosen frames of the clip. The same frame may occur several times in a row.
         renders: maps the suffix of each sample's key to the renderer for the sample's size.
-        length: number of frames of the window.
+        length: number of frames of the window (range of frames).
 
     Returns:
         A pair (images, count). `images` maps each suffix to an array, uint8 [length, H, W, 3]. `count` is the number of images

@@ -2,7 +2,7 @@
 
 The module reads the properties in the header, decodes frames in display order, seeks, and detects damage.
 
-Times are seconds from the first timestamp of the video stream. Durations in headers, and seek tables, can be wrong. The
+Times are seconds from the first timestamp of the video stream. Header durations and seek tables can be wrong. The
 code relies on them only in container formats in which they proved correct.
 """
 

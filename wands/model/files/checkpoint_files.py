@@ -48,7 +48,7 @@ class TrainState:
         epoch: epoch of the last step, for information only.
         world_size: number of ranks that wrote the ZeRO partitions.
         zero_stage: ZeRO stage of the partitions.
-        variant: name of the model's variant.
+        variant: name of the variant (kind of Wan model), such as "wan2.1-t2v-1.3b".
         parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer". The checkpoint has a
             folder with each of these names.
         transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
@@ -64,14 +64,14 @@ class TrainState:
             checkpoint is complete if every listed file has its listed size.
         base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not contain this entry. In older
             checkpoints, a `base` that starts with "Wan-AI/" is a folder if this folder exists, and a Hub id otherwise. Any
-            other `base` of an older checkpoint is a folder. If the path of the folder is relative, this class puts "./" in
-            front of the path, so that "models/wan" is not taken for a Hub id.
+            other `base` of an older checkpoint is a folder. If this other `base` is a relative path, this class puts "./"
+            in front of the path, so that "models/wan" is not taken for a Hub id.
         data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
             None for a full finetune, for random base weights, and in older checkpoints.
         ds_config: complete DeepSpeed config of the run. None in older checkpoints.
-        hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in checkpoints of versions of
-            wands that stored pickles.
+        hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in older checkpoints that
+            consist of pickles.
         data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is
             (0, 0) unless the data or the packing changed when the run was resumed.
         attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
@@ -151,7 +151,7 @@ class Checkpoint(NamedTuple):
     state: TrainState
 
     def open_state(self, part: str) -> FragmentFiles:
-        """Return the files in which the ranks stored the training state of the DiT `part`, such as "transformer"."""
+        """Return the files with the weights and the optimizer state of the DiT `part`, such as "transformer"."""
         return FragmentFiles(self.folder / part, "state")
 
     def check_average(self) -> None:
@@ -249,7 +249,7 @@ def find_checkpoint(
     """Find a usable checkpoint, and read its state.
 
     A checkpoint is usable if all of its files have the sizes (and, with `verify`, the hashes) in `wands_state.json`, and its
-    step folder is not in `damaged`.
+    step folder (folder of one checkpoint) is not in `damaged`.
 
     In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
     checkpoint, the function logs a warning and returns the newest usable checkpoint.
@@ -311,8 +311,8 @@ class FragmentFiles:
 
     Args:
         folder: DiT folder of a checkpoint.
-        kind: "state" for the training state, "ema" for the moving average. The files are named `state_rank_*` or `ema_rank_*`,
-            and their metadata contains a JSON object under the key "wands_state" or "wands_ema".
+        kind: "state" for the weights and the optimizer state, "ema" for the moving average of the weights. The files are named
+            `state_rank_*` or `ema_rank_*`. Their metadata contains a JSON object under the key "wands_state" or "wands_ema".
 
     Attributes:
         headers: maps the path of each file to its JSON object. In this object, the entries "fragments" (trained parameters)
@@ -441,8 +441,8 @@ def load_exported_state(where: Path, part: str = "transformer", ema: bool = Fals
             no average and keep their values.
 
     Returns:
-        A dict that maps diffusers parameter names to fp32 CPU tensors. For a LoRA run, it contains only the LoRA's
-        parameters under PEFT's names.
+        For a full finetune, a dict that maps diffusers parameter names to fp32 CPU tensors. For a LoRA run, a dict that
+        maps PEFT's parameter names to the fp32 CPU tensors of the LoRA.
 
     Raises:
         CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving

@@ -31,14 +31,14 @@ def find_changed_files(
 ) -> tuple[int, list[str]]:
     """Read the files of a model, and compare them with their stored hashes.
 
-    The stored hashes are in the file `HASH_FILE` in `folder`. Without this file, a safetensors file is compared with the
-    SHA-256 that the Hub client stored when it downloaded the file. Other files have no stored hash.
+    The stored hashes are in the file `HASH_FILE` in `folder`. If this file is missing, only safetensors files from the Hub
+    have a stored hash: their SHA-256, which the Hub client stored during the download.
 
     Args:
         folder: folder of a pipeline or another model.
         parts: names of subfolders or files in `folder` to check; None checks the whole folder.
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
-        hub: whether to compare files with the SHA-256 of the Hub client. This takes about 1 s for each GB.
+        hub: whether to use the SHA-256 of the Hub client if `HASH_FILE` is missing. This takes about 1 s for each GB.
 
     Returns:
         (number of files with a stored hash, problems). problems contains one text for each changed or unreadable file.

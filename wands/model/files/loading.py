@@ -50,7 +50,7 @@ def load_config(
         path: folder or Hub id of a diffusers pipeline or of a repository in Wan's original layout. The name of a published
             model, such as "wan2.1-t2v-1.3b", is also allowed.
         subfolder: folder of the DiT in `path`; "" if `path` is the folder of the DiT. In Wan's original layout,
-            "transformer" is the only DiT or the high-noise expert, and "transformer_2" is the low-noise expert.
+            "transformer" means the only DiT or the high-noise expert, and "transformer_2" means the low-noise expert.
         key: option or recipe key that the user typed, for error messages.
 
     Raises:

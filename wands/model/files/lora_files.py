@@ -268,8 +268,8 @@ def parse_lora(
         where: start of the error messages, such as "lora.init_from=FILE".
 
     Returns:
-        A dict that maps "transformer" or "transformer_2" to the update of this DiT. Keys with the prefix `transformer_2.`
-        belong to "transformer_2", and all other keys to "transformer".
+        A dict that maps "transformer" or "transformer_2" to the pairs and full differences of this DiT. Keys with the prefix
+        `transformer_2.` belong to "transformer_2", and all other keys to "transformer".
 
     Raises:
         CheckpointError: if a key is not a LoRA key of Wan, or two keys name the same tensor. The error is also raised if a

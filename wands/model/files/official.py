@@ -86,13 +86,13 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     Args:
         shapes: maps official names of the weights to their shapes.
         official_config: the official config.json, for num_heads and eps, which the shapes do not contain. If num_heads is
-            missing, the number of heads is the model width divided by 128, rounded down. (Published models have head dim 128.)
-            If eps is missing, eps is 1e-6.
+            missing, the number of heads is the model width divided by 128, the head dim of published models. If eps is
+            missing, eps is 1e-6.
         where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if the weights lack a tensor that every Wan DiT has, or the config contradicts the shapes. The error
-            is also raised if the number of heads is 0 or does not divide the model width.
+            is also raised if num_heads does not divide the model width, or is missing and 128 does not divide the width.
     """
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
@@ -159,7 +159,7 @@ def to_official_config(config: Mapping[str, Any], variant: Variant) -> dict[str,
 
 
 def vae_config(shapes: Shapes) -> dict[str, Any]:
-    """Return the `AutoencoderKLWan` config of a VAE in the official layout.
+    """Return the `AutoencoderKLWan` config of a VAE whose weights have official names.
 
     The official file does not contain the mean and standard deviation of the latents. The config gets the values of the
     published VAE with the same number of latent channels.
