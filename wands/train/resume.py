@@ -164,6 +164,7 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     value = recipe[section].get(key, default) if recipe.get(section) else None
     if name == "model.path" and value:
         return PurePath(value).name  # the folder may have moved
+    # In train, packing and optim, 0 is a value. In model, precision and lora, 0, [] and None all mean "not set".
     return value if section in ("train", "packing", "optim") else value or None
 
 

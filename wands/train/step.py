@@ -162,7 +162,9 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
         bad = is_bad(float(norm))
         engine.zero_grad() if bad else engine.step()
     else:
-        # At stage 3 this is the first check of the step, because Muon changes its momentum before the norm.
+        # In DeepSpeed 0.19, `step` of stages 1 and 2 uses the norm that scaled_global_norm returns, and then `overflow`.
+        # `step` of stage 3 begins with the other method, ignores its result, and reads `overflow`. The norm comes too late
+        # there, because Muon changes its momentum before the norm.
         name = "_overflow_check_and_loss_scale_update" if stage == 3 else "scaled_global_norm"
         measure = getattr(type(optimizer), name)
         setattr(optimizer, name, judge)
