@@ -233,7 +233,7 @@ def _musubi_item(path: Path) -> EncodedClip:
     named = MUSUBI_LATENTS.fullmatch(path.name)
     if named is None:
         raise DataError(
-            f"{path} is not named like a file of musubi-tuner (CLIP_FIRST-COUNT_WxH_wan.safetensors); remove the file."
+            f"{path} is not named like musubi-tuner's files (clip_00000-081_0832x0480_wan.safetensors); remove the file."
         )
     text_path = path.with_name(f"{named['base']}_wan_te.safetensors")
     try:

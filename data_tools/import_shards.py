@@ -122,13 +122,16 @@ def import_shards(
 
 
 def read_model(model: str | Path) -> tuple[Variant, Tensor]:
-    """Return the variant of a model, and the standard deviations of its latents (`latents_std` of the VAE): [latent channels].
+    """Return the variant (kind of Wan model) of a model, and the standard deviation of each latent channel.
+
+    The standard deviations are `latents_std` of the model's VAE, as a tensor with the shape [latent channels].
 
     Args:
         model: pipeline folder or Hub id.
 
     Raises:
-        ConfigError: if the model is not complete, or is an image-to-video model. Conditioning frames cannot be imported.
+        ConfigError: if the model is not complete, or is an image-to-video model. An image-to-video model needs conditioning
+            frames, which cannot be imported.
     """
     from diffusers import AutoencoderKLWan
 

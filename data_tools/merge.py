@@ -76,9 +76,9 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
                 differing.append(f"{key} (in {places[key][0].path} and {cache.path})")
     if differing:
         raise ConfigError(
-            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. Write the keys to "
-            "a FILE, and remove them from one of the two caches (CACHE): run python -m data_tools.split CACHE DROP KEEP "
-            "--keys-file FILE. The new cache KEEP lacks these keys; merge KEEP instead of CACHE."
+            f"{len(differing):,} key(s) have different samples in two caches: {', '.join(differing[:SHOWN])}. Write these keys "
+            "to FILE, one per line. Run python -m data_tools.split CACHE DROPPED KEPT --keys-file FILE; CACHE is one of the two "
+            f"caches. The new cache KEPT lacks these keys; merge KEPT instead of CACHE. At most {SHOWN} keys are shown."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
     return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))

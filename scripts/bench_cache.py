@@ -111,10 +111,10 @@ class Plain:
         return tensors[0], tensors[1]
 
     def forget(self) -> None:
-        """Forget what the reader has stored about its files, before a cold round.
+        """Forget everything that was stored about the files, before a round that reads with an empty page cache.
 
-        This class stores nothing. The subclass `Wands` opens its latent cache again, so that the reader compares each shard with
-        the index again.
+        In this class, there is nothing to forget. The subclass `Wands` opens its `LatentCache` again. The new `LatentCache`
+        compares each shard with the index at the first read of the shard.
         """
 
     def sequential(self) -> Iterator[Pair]:

@@ -289,8 +289,9 @@ def differing(ours: Any, theirs: Any) -> list[str]:
     """Return the names of the entries that differ between two results of one case, such as "t2v cache".
 
     Args:
-        ours: result of the working tree. If it is a list, the names of the entries are the positions in the list.
-        theirs: result of the commit. Entries in `ADDED` that are missing here do not count as differences.
+        ours: result of the working tree. If the result is a list, the names of the entries are the positions in the list.
+        theirs: result of the commit that the user named with --against. If an entry in `ADDED` is missing in `theirs`,
+            the entry does not count as a difference.
     """
     if isinstance(ours, list):
         ours, theirs = ({str(i): line for i, line in enumerate(lines)} for lines in (ours, theirs))

@@ -100,8 +100,9 @@ def principal_axes(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 def silence_branches(vae: AutoencoderKLWan) -> None:
     """Set weights so that every residual and attention block returns only its shortcut, which is linear.
 
-    The last layer of each block gets zero weights. In a convolution of a shortcut, the weight from each channel to the
-    channel with the same number becomes 1. All other weights become ten times smaller.
+    The last layer of each block gets zero weights and a zero bias. If a shortcut contains a convolution, the weight from each
+    channel to the channel with the same number becomes 1. The other weights of this convolution are multiplied by 0.1, and
+    its bias becomes zero.
     """
     for module in vae.modules():
         if isinstance(module, WanResidualBlock):

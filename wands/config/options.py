@@ -179,7 +179,7 @@ class CaptionOptions(Options):
     """Folder or Hub id of an image-text-to-text model of transformers. Many of these models need torchvision. With
     --endpoint, the name of the served model."""
     out: Path
-    """Table to write: a .csv or .jsonl file with all columns of SOURCE."""
+    """Table to write: a .csv or .jsonl file. Its column "caption" has the captions. The other columns of SOURCE are copied."""
     endpoint: str | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1. Leave out /chat/completions at
     the end. If the environment variable OPENAI_API_KEY is set, the command sends its value as the API key."""

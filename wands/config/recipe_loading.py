@@ -53,9 +53,9 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Args:
         path: YAML file, or name of a shipped recipe. None uses the defaults of all keys.
         overrides: texts of the form `section.key=value`. The value is YAML.
-        problems: collector of errors. It receives one error with all wrong keys and values, as the failure of a check
-            with the name "recipe". Each section with a wrong key or value also counts as a failed check, with the name of the
-            section. `problems` later skips every check that depends on a failed check.
+        problems: collector of errors that also stores the names of failed checks. If keys or values are wrong, the collector
+            gets one error with all of them, and the name "recipe". The collector also gets the name of each section with a
+            wrong key or value. A later check is skipped if it needs a check with one of these names.
 
     Returns:
         The recipe. Sections that have a problem contain the defaults.
@@ -122,7 +122,7 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"recipe={path} must be a mapping, not {type(values).__name__}; write key: value.")
+        raise ConfigError(f"recipe={path} contains a {type(values).__name__}; write lines like key: value.")
     return values
 
 

@@ -68,7 +68,8 @@ class BinSamples:
     Attributes:
         text_embeds: [sum of text lengths, D], without padding. For a sample with caption dropout, it contains the embedding of
             the empty caption. Every rank of a context-parallel group attends to all text.
-        keys: for each sample, the key of its use in training. Noise and sigma are drawn from this key.
+        keys: for each sample, its `SampleKey`: sample id, epoch, and number of the sample's use in this epoch. The key seeds
+            the random numbers of the sample, such as noise and sigma (noise level).
         weights: fp32 [S], factor of each sample's loss (`Sample.loss_weight`). 0 for the placeholder sample of an empty bin.
         num_cond_tokens: for each sample, number of tokens of the first frame if the model gets this frame without noise
             (TI2V). Otherwise 0. The tokens are counted over all ranks.

@@ -255,7 +255,7 @@ class Activations:
     def moments(self) -> Iterator[tuple[int, float]]:
         """Yield (number of the block, peak bytes of activations during the block's backward pass) for each block.
 
-        The backward pass runs from the last block to the first, and the first block has the number 1.
+        The order is the order of the backward pass: the last block comes first. Block 1 comes last.
         """
         shape, tokens = self.shape, self.tokens
         block = self._block()

@@ -88,7 +88,7 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
         scale = math.nan
     if not math.isfinite(scale):
         raise ConfigError(
-            f"{flag}={text} is not an existing file, and the text after the last '=' is not a finite number. Write PATH or "
+            f"{flag}={text}: there is no file {text}, and the scale {number!r} is not a finite number. Write PATH or "
             "PATH=SCALE, such as lora.safetensors=0.8."
         )
     return path, scale

@@ -24,8 +24,10 @@ file, these columns are ignored.
 
 
 class SampleRequest(BaseModel):
-    """Prompt and options of one video to sample. If a line of a prompt file sets a field, the field overrides the command line
-    option with the same name. `build_requests` fills fields that are not set with the official options of the model.
+    """Prompt and options of one video to sample.
+
+    If a line of a prompt file sets a field, the field overrides the command line option with the same name. If neither sets
+    the field, `build_requests` uses the official option of the model.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

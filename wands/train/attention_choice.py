@@ -69,18 +69,18 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
 def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Choice:
     """Choose the attention kernel of a run. Every rank must call this function.
 
-    With `attention.backend=auto` in bf16 on a GPU, rank 0 chooses among the kernels that run on all ranks. If the checkpoint
-    contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this choice. Otherwise
-    rank 0 measures the kernels.
-
-    No kernel is measured in three cases:
+    In three cases, the function `attention_backend` chooses the kernel, and no kernel is measured. The result is the
+    kernel that the recipe names or, with `attention.backend=auto`, the first usable kernel of a fixed list. The cases are:
 
     - `attention.backend` is not `auto`.
     - The run computes in fp32 or on a CPU.
-    - No kernel except cuDNN runs on all ranks.
+    - No kernel runs on all ranks, or cuDNN is the only kernel that runs on all ranks. There is then nothing to compare.
 
-    In these cases, the function `attention_backend` chooses the kernel: the kernel that the recipe names, or with
-    `auto` the first usable kernel of a fixed list.
+    In all other cases, rank 0 chooses for all ranks, among the kernels that run on all ranks:
+
+    - If the checkpoint contains a choice, and the GPU, torch and the kernels have not changed since then, rank 0 uses this
+      choice.
+    - Otherwise, rank 0 measures the kernels, and chooses the fastest kernel or combination of kernels.
 
     Args:
         run: the checked training run.

@@ -88,9 +88,10 @@ class BadSteps:
     def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
         """Write a bad update to `events.jsonl`, or store the loss and the gradient norm of a good update.
 
-        The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if it
-        was skipped, or if its loss or gradient norm is not finite. If `train.on_bad_step` is `stop`, a spike is a good update,
-        but it is also written to `events.jsonl`.
+        The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if its
+        loss or gradient norm is not finite, or if it was skipped. With `train.on_bad_step=skip`, the update of a spike is
+        skipped and therefore bad. With `train.on_bad_step=stop`, the update of a spike is not skipped. The update then counts
+        as good, but is also written to `events.jsonl`.
 
         Every rank must call this function.
 

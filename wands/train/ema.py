@@ -172,10 +172,13 @@ def own_fragments(engine: Any) -> list[Fragment]:
 
 
 def _own_share(fragment: Fragment) -> Fragment:
-    """Return the range of a flattened parameter that this rank averages at ZeRO-0.
+    """Return the part of a parameter whose moving average (EMA) this rank computes at ZeRO-0 (nothing is partitioned).
+
+    At ZeRO-0, every rank has all values of every parameter, so the ranks share the work of the moving average. Each rank
+    computes the average for one range of the flattened parameter.
 
     Args:
-        fragment: the whole parameter. At ZeRO-0, every rank has all values of every parameter.
+        fragment: the whole parameter, flattened.
     """
     rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
     start, end = numel * rank // world_size, numel * (rank + 1) // world_size

@@ -178,8 +178,8 @@ def step_metrics(
         `tflops`: TFLOP/s of the model per device, for forward and backward pass. Recomputation is not counted.
         `mfu`: `tflops` / bf16 peak of the device; None if the peak is unknown.
         `fill`: `tokens` / (B * `packing.max_tokens`), where B is the number of bins (packed sequences) that are not empty.
-        `imbalance`: predicted FLOPs of the slowest rank / mean predicted FLOPs of all ranks, both summed over the micro steps.
-        The slowest rank can differ between the micro steps.
+        `imbalance`: sum of the micro steps' maxima / sum of the micro steps' means. The maximum and the mean of a micro step
+        are over the FLOPs that are predicted for each rank in this micro step. 1 is optimal.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
         `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.

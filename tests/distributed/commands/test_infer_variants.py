@@ -450,7 +450,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-t2v-a14b", {"guidance_scale": 0.0, "negative_prompt": "no"}, "--negative-prompt='no' has no effect"),
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Set --lora to the file"),
-        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much is not an existing file, and the text after"),
+        ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much: there is no file a/b=much, and the scale 'much'"),
         ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert, but"),
     ],
 )  # fmt: skip

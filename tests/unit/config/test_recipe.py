@@ -50,7 +50,7 @@ def test_not_yaml_and_not_a_mapping(tmp_path: Path):
     path.write_text("a: [1, 2\n")
     assert "is not valid YAML" in problems(path=path)
     path.write_text("- 1\n- 2\n")
-    assert "must be a mapping" in problems(path=path)
+    assert "contains a list; write lines like key: value." in problems(path=path)
 
 
 def laughs(first: str, nested: str) -> str:

@@ -149,7 +149,9 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
     while kills < 10 or (not resumed and kills < 60):
         process = FORK.Process(target=merge, args=(out, paths))
         process.start()
-        process.join(draw.uniform(0, usual))
+        process.join(
+            draw.uniform(0, usual * (1 + kills / 20))
+        )  # later and later, because the machine may be busier now
         process.kill()
         process.join()
         kills += process.exitcode == -signal.SIGKILL

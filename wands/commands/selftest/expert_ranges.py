@@ -1,6 +1,6 @@
-"""Checks of a model with two experts (DiTs, each for a range of timesteps).
+"""Checks of a model with two experts. Each expert is a DiT (diffusion transformer) for a range of timesteps.
 
-The checks compare two DiTs for the same timestep: the DiT that diffusers' stock pipeline uses, and the DiT that wands trains.
+At each tested timestep, the expert that diffusers' stock pipeline uses must be the expert that wands trains.
 """
 
 from __future__ import annotations

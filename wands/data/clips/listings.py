@@ -209,7 +209,7 @@ def _node(path: Path) -> tuple[int, int] | None:
 def _scan_rows(
     listing: Listing, table: Path, rows: list[NumberedRow], folder: Path
 ) -> Iterator[ClipRecord | Rejection]:
-    """Yield the clips that the rows of a table name.
+    """Yield the records of a table's clips (one record for each caption), and a rejection for each row that cannot be used.
 
     Args:
         listing: the table itself, or the merge.txt (FastVideo's list of tables) that names the table. The function adds the
