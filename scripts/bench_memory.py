@@ -152,8 +152,8 @@ def take(model: PackedWanTransformer, way: SelectiveCheckpoint | None) -> None:
 
     Args:
         model: the model.
-        way: object that checkpoints the blocks; None switches activation checkpointing off. The object keeps its
-            host memory. If a later call of `take` selects the object again, the object reuses the host memory.
+        way: object that checkpoints the blocks; None switches activation checkpointing off. An object that
+            is no longer selected keeps its host memory, and reuses it if a later call of `take` selects the object again.
     """
     if way is None:
         model.disable_gradient_checkpointing()

@@ -243,7 +243,7 @@ def cases(checkout: Checkout) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def collect(root: Path, only: str) -> dict[str, Any]:
-    """Run the cases (results to compare) whose name starts with `only`, with the source code of wands in the folder `root`.
+    """Compute the cases whose name starts with `only`, with the source code of wands in the folder `root`. A case is a result.
 
     Return a dictionary that maps the name of each case to its result.
     """
@@ -307,7 +307,7 @@ def largest_difference(ours: list[str], theirs: list[str]) -> float:
 
 
 def main() -> int:
-    """Run the cases (results to compare) with the commit and with the working tree, and print a line for each case.
+    """Compute the results of the commit in --against and of the working tree, and print a line for each case.
 
     Return 1 if a result differs.
     """

@@ -46,7 +46,7 @@ def clip_name(key: str) -> str:
     The name is the key without its suffixes: file extension, time range, hash of the caption, number of the window (range of
     frames), and frame size.
     For example, the key "a.mp4@2.000-9.500#0003" belongs to the clip "a". If the name of a file ends with text that looks like a
-    time range, such as "a@2.000.mp4", this text is removed, too.
+    time range, such as "a@2.000-9.500.mp4", this text is removed, too.
 
     Args:
         key: key of the sample.
