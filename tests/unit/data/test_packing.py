@@ -261,7 +261,7 @@ def test_a_sample_longer_than_a_bin_is_named():
 
 
 def test_no_sample_is_an_error():
-    with pytest.raises(DataError, match="no sample"):
+    with pytest.raises(DataError, match="the data is empty"):
         plan([])
 
 
