@@ -198,8 +198,8 @@ def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
             )
         found, *others = _with_name(path, name)
         if others:
-            files = ", ".join(file.name for file in (found, *others))
-            raise ConfigError(f"{key}={path} has several files for one expert: {files}. Keep one of them.")
+            names = ", ".join(file.name for file in (found, *others))
+            raise ConfigError(f"{key}={path} has several files for one expert: {names}. Keep one of them.")
         check_files(path, f"{key}={path}", parts={found.name})
         return find_lora_file(found, key)
     files = sorted(path.glob("*.safetensors"))
