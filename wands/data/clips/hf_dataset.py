@@ -142,7 +142,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
     address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
     repo, revision, name = address.groups() if address else (dataset, None, written)
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise DataError(f"path {name[:99]} leads out of repository {repo}; use a relative path without ..")
+        raise DataError(f"path leads out of repository {repo} ({name[:99]}); use a relative path without ..")
     try:
         revision = unquote(revision) if revision else None
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))

@@ -157,7 +157,7 @@ def records_of_clip(
 def _check_name(name: str) -> None:
     # Caches and tables cannot store invalid UTF-8, and a terminal executes control characters.
     if name != printable(name):
-        raise DataError(f"{name!r:.99} is not valid UTF-8 or contains control characters; rename the file")
+        raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
 def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
@@ -281,14 +281,14 @@ def locate(video: str, folders: tuple[Path, ...], root: Path | None = None) -> t
         DataError: if the path is a URL, or the file does not exist.
     """
     if re.match(r"[a-zA-Z][\w+.-]+://", video):
-        raise DataError(f"path {video[:99]} is a URL, not a file; download the file and write its local path")
+        raise DataError("path is a URL, not a file; download the file and write its local path")
     folder = folders[0]
     names = dict.fromkeys((video, *spellings(video[:MAX_PATH])))
     paths = [Path(os.path.normpath(base / name)) for name in names for base in folders]
     try:
         index = next((index for index, path in enumerate(paths) if path.is_file()), None)
     except OSError as error:
-        raise DataError(f"path {video[:99]} cannot be read ({error.strerror}); correct this path") from None
+        raise DataError(f"path cannot be read ({error.strerror}, {video[:99]}); correct this path") from None
     if index is None:
         if odd := next(filter(os.path.lexists, paths), None):
             raise DataError(f"video={odd} {explain_no_file(odd)}")

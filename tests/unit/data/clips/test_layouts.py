@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from wands.commands.clip_rules import count_problems
 from wands.commands.preprocess.scan import select_part
 from wands.data.clips.file_kinds import VIDEO_EXTENSIONS
 from wands.data.clips.hf_dataset import write_clip
@@ -725,7 +726,7 @@ def test_streamed_rows_that_name_files_of_the_repository(
             "train:2",
             "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path and your access to the dataset",
         ),
-        ("train:3", "path ../../x.mp4 leads out of repository o/n; use a relative path without .."),
+        ("train:3", "path leads out of repository o/n (../../x.mp4); use a relative path without .."),
     ]
 
 
@@ -963,3 +964,21 @@ def test_a_rejection_is_short(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(f"video,caption\n{'x' * 100_000},y\n")
     _, (rejection,) = load_source(str(tmp_path / "t.csv"))
     assert max(map(len, (rejection.key, rejection.path, rejection.reason))) <= 4096
+
+
+def test_reasons_are_counted_without_the_names_of_the_clips(tmp_path: Path) -> None:
+    """A name before the first parenthesis would make a kind of each clip. A URL can contain a password or a signature."""
+    bad = ("https://me:pw@host/{}.mp4?sign=abc", "{}\u0000.mp4", "gone/{}.mp4", "{}" * 300 + ".mp4")
+    table = [
+        json.dumps({"video": name.replace("{}", letter), "caption": "x"}) for name in bad for letter in "ab"
+    ]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(table))
+    _, rejections = load_source(str(tmp_path))
+    kinds = dict(count_problems((r.path, r.reason) for r in rejections))
+    assert kinds == {"no such file": 4, "path is a URL, not a file": 2, "path cannot be read": 2}
+    assert not [r.reason for r in rejections if "sign=" in r.reason or "pw@" in r.reason]
+
+    listed = tmp_path / "listed"
+    lay(listed, {f"{name}.mp4": b"" for name in "abc"} | {"captions.json": b'{"c.mp4": ["x"]}'})
+    _, rejections = load_source(str(listed))
+    assert count_problems((r.path, r.reason) for r in rejections) == [("no entry in captions.json", 2)]
