@@ -32,8 +32,8 @@ RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/signatures", "index/licenses", "index/license_names"}
 """Arrays in the index of a cache that earlier versions of wands do not write: signatures and licenses of the samples."""
 PLACES = {f"index/{name}" for name in ("rows", "offsets", "shard_ids", "shard_bytes")}
-"""Arrays in the index of a cache that are not compared. They locate the samples in the shards, which depends on the order in
-which workers finish and on the attributes of the samples."""
+"""Arrays in the index of a cache that locate the samples in the shards. The places depend on the order in which workers finish
+and on the attributes of the samples. They are therefore compared with the shards, and not with the other commit."""
 STEPS = 8
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
@@ -178,29 +178,37 @@ def cache_digests(cache: Path) -> dict[str, str]:
     """Return a digest of each array of each sample in a cache, the stored checksums, and a digest of each array in the index.
 
     The names of the digests contain the keys of the samples, because the order of the samples in the shards may change.
-    The index arrays in `PLACES` are left out.
+    Instead of a digest of the arrays in `PLACES`, the function checks that they locate the samples in the shards.
     """
     import h5py
     import numpy as np
 
-    digests = {}
-    for shard in sorted(cache.glob("*.h5")):
+    digests, places, ids = {}, {}, []
+    shards = sorted(cache.glob("*.h5"))
+    for shard in shards:
         with h5py.File(shard) as file:
+            ids.append(file.attrs["id"])
 
             def visit(name: str, item: Any) -> None:
                 if "key" in item.attrs:
                     digests[f"{item.attrs['key']} crc32"] = str(item.attrs["crc32"])
+                    offsets = sorted(array.id.get_offset() for array in item.values())
+                    places[item.attrs["key"]] = (int(Path(name).name), offsets)
                 if isinstance(item, h5py.Dataset):
                     sample = item.parent.attrs.get("key", item.parent.name)
                     digests[f"{sample} {Path(name).name}"] = digest(item[()].tobytes())
 
             file.visititems(visit)
     with np.load(cache / "index.npz") as index:
-        names = {f"index/{name}": name for name in sorted(index.files)}
-        digests |= {
-            shown: digest(index[name].tobytes()) for shown, name in names.items() if shown not in PLACES
-        }
-    return digests
+        arrays = {f"index/{name}": index[name] for name in sorted(index.files)}
+    rows, offsets = arrays["index/rows"].tolist(), arrays["index/offsets"].tolist()
+    located = [(row, sorted(filter(None, of_row))) for row, of_row in zip(rows, offsets, strict=True)]
+    assert located == [places[key] for key in sorted(places)], (
+        f"{cache}: the index does not locate the samples"
+    )
+    assert arrays["index/shard_bytes"].tolist() == [shard.stat().st_size for shard in shards], cache
+    assert all(name.encode() in arrays["index/shard_ids"].tobytes() for name in ids), cache
+    return digests | {name: digest(array.tobytes()) for name, array in arrays.items() if name not in PLACES}
 
 
 def tensor_digests(folder: Path) -> dict[str, str]:
