@@ -25,15 +25,15 @@ FOLDERS = {
     "encoders": 315,
     "export": 358,
     "flow": 203,
-    "model": 2326,
+    "model": 2328,
     "planning": 684,
     "recipes": 0,
     "report": 264,
     "sampling": 909,
-    "train": 3864,
+    "train": 3867,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_400
+TOTAL = 20_405
 """Sum of the folders."""
 
 NO_CODE = {

@@ -6,10 +6,11 @@ A save has four stages:
    temporary name, with a subfolder for each DiT. With `checkpoint.asynchronous`, the rank first copies its part to host
    memory. The thread then writes the copy while the training continues.
 2. Rank 0 writes `wands_state.json`, which contains the size and the hash of every file.
-3. The folder gets its final name.
-4. The file `latest` is replaced.
+3. The file `next` is written with the final name of the folder, and the folder gets this name.
+4. The file `next` is renamed to `latest`.
 
-If the process is killed at any moment, the previous checkpoint stays valid.
+If the process is killed at any moment, the previous checkpoint stays valid. If it is killed between stages 3 and 4, `next`
+shows that the new folder is complete.
 """
 
 from __future__ import annotations
@@ -282,8 +283,10 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
 def _publish(partial: Path, target: Path) -> None:
     if target.exists():  # the same step saved again, after a resume from an older checkpoint
         shutil.rmtree(target)
+    pointer = target.with_name("next")
+    write_text(pointer, target.name)
     publish(partial, target)
-    write_text(target.parent / "latest", target.name)
+    publish(pointer, target.with_name("latest"))
 
 
 def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:

@@ -88,6 +88,44 @@ def test_a_damaged_latest_costs_nothing(finished: Path, tmp_path: Path, text: st
     assert find_checkpoint(run)[1].step == 6
 
 
+def test_a_kill_before_latest_is_replaced_loses_no_checkpoint(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """The folder of step 6 is complete, and `latest` still names step 4."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "latest").write_text("step_00000004")
+    assert find_checkpoint(folder)[1].step == 4  # a user may go back
+    (folder / "next").write_text("step_00000008")  # killed before the folder had its final name
+    assert find_checkpoint(folder)[1].step == 4
+    (folder / "next").write_text("step_00000006")
+    assert find_checkpoint(folder)[1].step == 6
+    assert find_checkpoint(folder / "latest")[1].step == 4  # as the user typed it
+    overrides = ("train.max_steps=7",)
+    rows = run_world(2, run_training, tiny_pipeline, folder.parent, overrides, ZERO2, True)[0]
+    assert [row["step"] for row in rows][-1] == 7
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+    assert (folder / "latest").read_text() == "step_00000007"
+
+
+def save_and_die(model: Path, out: Path) -> None:
+    """Save steps 1 and 2, and raise before `latest` is replaced for the second time."""
+    publish = checkpoint.publish
+
+    def publish_or_die(temporary: Path, path: Path) -> None:
+        if path.name == "latest" and path.is_file():
+            raise KeyboardInterrupt
+        publish(temporary, path)
+
+    with mock.patch.object(checkpoint, "publish", publish_or_die), pytest.raises(BaseException):  # noqa: B017, PT011
+        run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+
+
+def test_a_save_that_dies_before_latest_is_found(tiny_pipeline: Path, tmp_path: Path, run_world):
+    run_world(1, save_and_die, tiny_pipeline, tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000001"
+    assert find_checkpoint(tmp_path)[1].step == 2
+
+
 def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path):
     run = copy_of(finished, tmp_path / "run")
     shard = next((run / "checkpoints" / "step_00000006").rglob("state_rank_*"))

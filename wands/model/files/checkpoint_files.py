@@ -252,7 +252,8 @@ def find_checkpoint(
     step folder (folder of one checkpoint) is not in `damaged`.
 
     In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
-    checkpoint, the function logs a warning and returns the newest usable checkpoint.
+    checkpoint, the function logs a warning and returns the newest usable checkpoint. If a run was killed just before it
+    replaced `latest`, a file `next` names the newer checkpoint, which is returned.
 
     Args:
         where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
@@ -270,12 +271,14 @@ def find_checkpoint(
         return _open_step(where, verify, damaged)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     steps = list_steps(folder)[::-1]
-    latest = folder / "latest"
-    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-    if folder / name in steps:
-        steps.sort(key=lambda step: step != folder / name)  # the named step first, then from new to old
+    pointers = [folder / name for name in ("next", "latest") if (folder / name).is_file()]
+    named = [folder / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers]
+    if first := next((step for step in named if step in steps), None):
+        steps.sort(key=lambda step: step != first)  # the named step first, then from new to old
     elif steps:
-        log.warning("%s is missing or names no checkpoint; using the newest complete checkpoint", latest)
+        log.warning(
+            "%s is missing or names no checkpoint; using the newest complete checkpoint", folder / "latest"
+        )
     for step in steps:
         try:
             return _open_step(step, verify, damaged)
