@@ -32,7 +32,7 @@ from wands.planning.workload import Weight, Workload
 from wands.train import checkpoint, loop
 from wands.train.buffers import TensorFile
 from wands.train.checkpoint import CheckpointSaver
-from wands.train.resume import check_resumable, find_resume
+from wands.train.resume import check_resumable, find_resume, restore
 from wands.train.watchdog import ControlRequest
 from wands.variants import VARIANTS
 
@@ -107,6 +107,16 @@ def test_a_kill_before_latest_is_replaced_loses_no_checkpoint(
     assert (folder / "latest").read_text() == "step_00000007"
 
 
+def test_a_resume_removes_next(finished: Path, tmp_path: Path):
+    """Otherwise, a later change of `latest` by the user would have no effect."""
+    run = copy_of(finished, tmp_path / "run")
+    (run / "checkpoints" / "next").write_text("step_00000006")
+    resumed = SimpleNamespace(checkpoint=find_checkpoint(run), output_dir=run)
+    restore(resumed, {}, 0, lambda text: None)  # type: ignore[arg-type]
+    (run / "checkpoints" / "latest").write_text("step_00000004")
+    assert find_checkpoint(run)[1].step == 4
+
+
 def save_and_die(model: Path, out: Path) -> None:
     """Save steps 1 and 2, and raise before `latest` is replaced for the second time."""
     publish = checkpoint.publish
@@ -114,6 +124,10 @@ def save_and_die(model: Path, out: Path) -> None:
     def publish_or_die(temporary: Path, path: Path) -> None:
         if path.name == "latest" and path.is_file():
             raise KeyboardInterrupt
+        if path.name.startswith("step_"):
+            assert (path.parent / "next").read_text() == path.name, (
+                "a kill after this rename would lose the folder"
+            )
         publish(temporary, path)
 
     with mock.patch.object(checkpoint, "publish", publish_or_die), pytest.raises(BaseException):  # noqa: B017, PT011
