@@ -102,7 +102,7 @@ class Checkout:
     def model(self, variant: str) -> Path:
         """Return the folder of a variant's tiny pipeline.
 
-        The script of the working tree builds the pipeline, even if `root` is the worktree of a commit.
+        The script of this checkout builds the pipeline, even if `root` is the folder of another commit.
         """
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(
@@ -112,7 +112,7 @@ class Checkout:
     def clips(self) -> Path:
         """Return a folder with the demo's four real clips and their captions.
 
-        The captions come from demo_report.py of the working tree, even if `root` is the worktree of a commit.
+        The captions come from demo_report.py of this checkout, even if `root` is the folder of another commit.
         """
         report = str(ROOT / "scripts" / "demo_report.py")
         source = os.environ.get("WANDS_CLIPS", str(ROOT / ".setup" / "clips"))
@@ -294,7 +294,7 @@ def git(*words: str) -> str:
 
 
 def differing(ours: Any, theirs: Any) -> list[str]:
-    """Return the names of the entries that differ between two results of one case, such as "t2v cache".
+    """Compare two results of one case (such as "t2v cache"), and return the names of the entries that differ.
 
     Args:
         ours: result of the working tree. If the result is a list, the names of the entries are the positions in the list.

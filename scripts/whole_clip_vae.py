@@ -301,16 +301,17 @@ def start_encoder(
 def leading_first(channels: int, kept: int) -> list[int]:
     """Return an order of the channels after the encoder's temporal convolution, with the `kept` most important channels first.
 
-    `start_downsample` creates two groups of channels: first the means of two frames, then the differences of two frames. In each
-    group, the channels with the largest variance come first. Of the `kept` channels, the first three quarters are means, and the
-    last quarter are differences.
+    The convolution creates two groups of channels: first the means of two frames, then the differences of two frames. Each group
+    is sorted by falling variance. The returned order starts with the first channels of both groups: the means are three quarters
+    of `kept`, the differences one quarter. The other channels follow.
 
-    `start_decoder` uses this order for the inputs of the decoder's temporal convolution, and the same order for the outputs. The
-    two orders must be equal, because the first frame skips this convolution, so that its channels stay in the input order.
+    `start_decoder` orders both the inputs and the outputs of the decoder's temporal convolution in this way. The first frame
+    skips this convolution, so its channels have the order of the inputs. The outputs for the other frames must have the same
+    order.
 
     Args:
         channels: number of output channels of the encoder's temporal convolution.
-        kept: number of decoder channels that are fitted to these output channels.
+        kept: number of channels that come first. The decoder is fitted to these channels.
     """
     means, num_differences = channels - channels // 4, min(kept, channels) // 4
     num_means = min(kept, channels) - num_differences

@@ -97,11 +97,11 @@ def choose_degrees(
 ) -> ContextDegrees:
     """Choose the Ulysses degree and the ring degree for the recipe's `parallel` section.
 
-    If the recipe sets both degrees, both are used. If the recipe sets one degree, the other degree is
-    `parallel.group_size` (the number of ranks in a context-parallel group) divided by the given degree. If the recipe sets
-    only `cp_size`, the Ulysses degree is the largest number that divides `cp_size`, the number of heads and
-    `ranks_per_node`. The ring degree is then `cp_size` divided by the Ulysses degree. A large Ulysses degree is best,
-    because an all-to-all always sends less than a ring of the same degree.
+    If the recipe sets both degrees, both are used. If the recipe sets `cp_size` and one degree, the other degree is `cp_size`
+    divided by the given degree. If the recipe sets one degree only, the other degree is 1. If the recipe sets only `cp_size`,
+    the Ulysses degree is the largest number that divides `cp_size`, the number of heads and `ranks_per_node`. The ring degree
+    is then `cp_size` divided by the Ulysses degree. A large Ulysses degree is best, because an all-to-all always sends less
+    than a ring of the same degree.
 
     Args:
         parallel: `parallel` section of a recipe that `load_recipe` has checked.

@@ -71,8 +71,8 @@ def sample_sigma(
         flow: `flow` section of the recipe, with the distribution, the shift and `mix_uniform`.
         low: smallest sigma, such as the boundary between two experts (DiTs).
         high: largest sigma. The value `high` itself is excluded unless it is 1, so that adjacent ranges do not overlap.
-        stratum: number from 0 to 1 that determines sigma, in place of the random numbers. Numbers that are spread evenly from
-            0 to 1 give sigmas with the distribution of the truncated mixture. With None, sigma is random.
+        stratum: number from 0 to 1 that determines sigma. The two random numbers are then drawn, but not used. Numbers that are
+            spread evenly from 0 to 1 give sigmas with the distribution of the truncated mixture. With None, sigma is random.
 
     Returns:
         sigma in fp32, rounded so that it stays inside the range.

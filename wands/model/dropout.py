@@ -33,12 +33,10 @@ class RowKeys(dict[str, Tensor]):
     """
 
     def set(self, meta: PackedMeta, image_len: int) -> None:
-        """Compute the row keys of packed samples, and replace all row keys in this dict by the new keys.
-
-        A row key is a hash that identifies one token or one timestep.
+        """Compute the row keys of packed samples, and store them as the values of this dict. Earlier values are replaced.
 
         Args:
-            meta: metadata of the packed samples. Its `dropout_keys` must have one key for each sample.
+            meta: metadata of the packed samples. Its `dropout_keys` must have one number for each sample.
             image_len: number of CLIP tokens of each sample, 0 without CLIP.
         """
         assert len(meta.dropout_keys) == len(meta.local_seq_lens), "dropout needs meta.dropout_keys"

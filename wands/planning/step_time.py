@@ -21,7 +21,8 @@ divided by `LEVEL`. A micro step is one forward and backward pass.
   gradients and does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the gradients
   in each micro step. Stages 0 and 1 reduce the gradients once per optimizer step. Stages 1 and 2 gather the weights once per
-  optimizer step. The transfers of a micro step overlap with compute, but not with compute that overlaps with the ring.
+  optimizer step. The transfers of a micro step overlap with compute, except with the attention kernels that already
+  overlap with the transfers of the ring.
 - Offload: weights, gradients and offloaded activations use the link between GPU and host. The optimizer's update on the host
   reads and writes 28 bytes per parameter, and is assumed to be as fast as this link.
 - Ignored: latency, congestion, slow nodes, the optimizer's time on the device, data loading and padding.

@@ -1,4 +1,4 @@
-"""Find the models in the source of a conversion, and map their tensors to the file layout of another program."""
+"""Find the models in the source of a conversion, and map their tensors to the target layout (see `ModelConversion`)."""
 
 from __future__ import annotations
 

@@ -102,8 +102,10 @@ def check_statistics(part: VaePart) -> Result:
 
     If the model has the layer sizes of a published Wan model, compare the config with the published statistics.
     Also measure the mean and the standard deviation of the clip's normalized latents. If the user gives the clip, both
-    measured values must be in the usual ranges (`MEAN_BAND` and `STD_BAND`). For another model and a synthetic clip, the
-    check reports the measured values, and neither passes nor fails.
+    measured values must be in the usual ranges (`MEAN_BAND` and `STD_BAND`).
+
+    If neither comparison is possible (other layer sizes, and no clip from the user), the check only reports the measured
+    values, and neither passes nor fails.
     """
     std, mean = (float(value) for value in torch.std_mean(part.latents))
     number, passed, bounds = f"mean {mean:.3f}, std {std:.3f}", None, []

@@ -124,8 +124,8 @@ class ShardWriter:
                 least one token weight must not be 0. None for an array that the sample does not have.
 
         Raises:
-            CacheError: if the disk is full. If space for the sample cannot be reserved, the shard is finished with the
-                earlier samples. If a write fails, the unfinished shard is removed.
+            CacheError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
+                earlier samples. If the space was reserved and a write fails, the unfinished shard is removed.
         """
         assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
         assert "\0" not in key, "the index separates keys by NUL"

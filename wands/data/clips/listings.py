@@ -312,7 +312,7 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
         try:
             located, path = locate(name, (folder,))
             if name not in captions and source.needs_caption:
-                raise DataError(f"no entry in {file.name} ({name}); add an entry with captions")
+                raise DataError(f"{file.name} has no entry for this clip ({name}); add its captions")
             texts = source.check_captions(captions.get(name), file.name)
             yield from records_of_clip(located, path, texts, clip_key(located), {})
         except DataError as error:

@@ -981,4 +981,6 @@ def test_reasons_are_counted_without_the_names_of_the_clips(tmp_path: Path) -> N
     listed = tmp_path / "listed"
     lay(listed, {f"{name}.mp4": b"" for name in "abc"} | {"captions.json": b'{"c.mp4": ["x"]}'})
     _, rejections = load_source(str(listed))
-    assert count_problems((r.path, r.reason) for r in rejections) == [("no entry in captions.json", 2)]
+    assert count_problems((r.path, r.reason) for r in rejections) == [
+        ("captions.json has no entry for this clip", 2)
+    ]

@@ -211,7 +211,7 @@ def test_diffusion_pipe_captions_json(tmp_path: Path) -> None:
     assert rows["clip_1"][1] == "A cat sleeps."
     second = next(key for key in rows if key.startswith("clip_1~"))
     assert set(rejected) == {"unlisted", "captions.json:gone.mp4"}
-    assert "no entry in captions.json (unlisted.mp4)" in rejected["unlisted"]
+    assert "captions.json has no entry for this clip (unlisted.mp4)" in rejected["unlisted"]
 
     # a caption more, or first, leaves the keys of the others as they are
     write(tmp_path / "captions.json", {"clip_1.mp4": ["New.", "A cat.", "An orange cat on a sofa."]})
