@@ -17,23 +17,23 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 748,
-    "attention": 810,
-    "commands": 4127,
+    "attention": 809,
+    "commands": 4129,
     "config": 1195,
-    "data": 4221,
+    "data": 4223,
     "distributed": 376,
     "encoders": 315,
     "export": 358,
     "flow": 203,
-    "model": 2328,
+    "model": 2338,
     "planning": 684,
     "recipes": 0,
     "report": 264,
     "sampling": 909,
-    "train": 3867,
+    "train": 3863,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_405
+TOTAL = 20_414
 """Sum of the folders."""
 
 NO_CODE = {

@@ -23,6 +23,7 @@ from wands.files import write_text
 from wands.flow.rng import philox
 from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.lock import LOCK_NAME, WriterLock
+from wands.model.files.checkpoint_files import finish_publish
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.engine import check_offload
 from wands.train.launcher import Ancestor
@@ -122,8 +123,8 @@ def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> T
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
-    """Lock a run folder until `stack` is closed. Delete the temporary files that an earlier run left in the folder. Also delete
-    files by which the user sent requests to an earlier run, such as the file "save".
+    """Lock a run folder until `stack` is closed. Finish a save that a kill interrupted, and delete the temporary files that an
+    earlier run left in the folder. Also delete files by which the user sent requests to an earlier run, such as the file "save".
     """
     stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
     for request in (output_dir / name for name in REQUESTS):
@@ -132,6 +133,7 @@ def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
             log(f"deleted {request}, a request to an earlier run")
     for leftover in chain(output_dir.glob(".*.tmp*"), output_dir.glob("checkpoints/.*.tmp*")):
         leftover.unlink()
+    finish_publish(output_dir / "checkpoints")
 
 
 def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:

@@ -214,9 +214,9 @@ class CheckpointSaver:
             files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
             try:
                 state.write(partial, files)
-                _publish(partial, target)
-                if is_best:
+                if is_best:  # first, because a run that is killed between both and resumed evaluates no finished step again
                     write_text(folder / "best", target.name)
+                _publish(partial, target)
                 self._thread.submit(_delete_old_steps, target, self._config)
             except (OSError, WandsError) as error:
                 problem = one_line(error)

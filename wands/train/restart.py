@@ -26,6 +26,7 @@ from wands.config.click_options import build_command
 from wands.config.options import TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.errors import WandsError, one_line
+from wands.model.files.checkpoint_files import named_step
 from wands.texts import log_to_stderr
 
 _log = logging.getLogger("wands.train.restart")  # this module is also `__main__`
@@ -53,19 +54,19 @@ class RestartingAgent(LocalElasticAgent):
 
     def __init__(self, spec: Any, **options: Any) -> None:
         super().__init__(spec, **options)
-        self._args, self._latest, self._num_restarts, self._is_path = spec.args, Path(), 0, False
+        self._args, self._checkpoints, self._num_restarts, self._is_path = spec.args, Path(), 0, False
         words = list(spec.args[spec.args.index("train") + 1 :])
         with suppress(Exception):  # the workers report a wrong command line or recipe
             train = build_command(TrainOptions, lambda options: options).main(words, standalone_mode=False)
             self._is_path = train.resume not in (None, "auto")
-            self._latest = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints/latest")
-        self._first = self._newest = self._read_latest()
+            self._checkpoints = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints")
+        self._first = self._newest = named_step(self._checkpoints)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if codes:
-            previous, self._newest = self._newest, self._read_latest()
+            previous, self._newest = self._newest, named_step(self._checkpoints)
             self._num_restarts = 1 + (self._num_restarts if self._newest == previous else 0)
             # wands exits with 128 + the number of a signal if it ends at the request of this signal.
             stops = any(code == WandsError.exit_code or code > 128 for code in codes.values())
@@ -79,7 +80,7 @@ class RestartingAgent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: Any) -> None:
         # All nodes read this key after they have met again, so that all workers get the same options.
-        if not self._is_path or self._read_latest() != self._first:
+        if not self._is_path or named_step(self._checkpoints) != self._first:
             worker_group.store.underlying_store.set(_RESUME, "1")
         super()._restart_workers(worker_group)
 
@@ -93,11 +94,6 @@ class RestartingAgent(LocalElasticAgent):
         if signals and self._pcontext:
             self._pcontext.close(signals[0], _SAVE_TIMEOUT)
         super()._shutdown(*signals, **options)
-
-    def _read_latest(self) -> str:
-        with suppress(OSError):
-            return self._latest.read_text()
-        return ""
 
 
 def main() -> None:

@@ -194,7 +194,6 @@ def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -
             names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
             path.rename(next(name for name in names if not name.exists()))
     write_text(steps / "latest", checkpoint.folder.name)
-    (steps / "next").unlink(missing_ok=True)
     best = steps / "best"
     if best.is_file() and not (steps / best.read_text()).is_dir():
         best.unlink()

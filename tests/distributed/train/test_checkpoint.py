@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,20 +19,21 @@ import pytest
 import torch
 
 from tests.support.runs import make_run, run_training
+from wands.commands.train import _claim
 from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state
+from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state, step_name
 from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
 from wands.planning.workload import Weight, Workload
 from wands.train import checkpoint, loop
 from wands.train.buffers import TensorFile
 from wands.train.checkpoint import CheckpointSaver
-from wands.train.resume import check_resumable, find_resume, restore
+from wands.train.resume import check_resumable, find_resume
 from wands.train.watchdog import ControlRequest
 from wands.variants import VARIANTS
 
@@ -107,14 +108,35 @@ def test_a_kill_before_latest_is_replaced_loses_no_checkpoint(
     assert (folder / "latest").read_text() == "step_00000007"
 
 
-def test_a_resume_removes_next(finished: Path, tmp_path: Path):
-    """Otherwise, a later change of `latest` by the user would have no effect."""
-    run = copy_of(finished, tmp_path / "run")
-    (run / "checkpoints" / "next").write_text("step_00000006")
-    resumed = SimpleNamespace(checkpoint=find_checkpoint(run), output_dir=run)
-    restore(resumed, {}, 0, lambda text: None)  # type: ignore[arg-type]
-    (run / "checkpoints" / "latest").write_text("step_00000004")
-    assert find_checkpoint(run)[1].step == 4
+@pytest.mark.parametrize(("next_step", "latest", "newest"), [(6, 4, 6), (8, 4, 4), (4, 6, 6), (6, 9, 6)])
+def test_the_next_run_finishes_an_interrupted_save(
+    finished: Path, tmp_path: Path, next_step: int, latest: int, newest: int
+):
+    """A backup that never deletes files may contain an old `next`, which must not win over a newer `latest`."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "next").write_text(step_name(next_step))
+    (folder / "latest").write_text(step_name(latest))
+    assert find_checkpoint(folder)[1].step == newest
+    with ExitStack() as stack:
+        _claim(folder.parent, stack, lambda text: None)
+    assert not (folder / "next").exists()
+    assert (folder / "latest").read_text() == step_name(newest)
+
+
+def test_a_save_meanwhile_is_no_error(finished: Path, tmp_path: Path):
+    """A training renames `next` to `latest` after another process has listed the folder."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "latest").write_text("step_00000004")
+    (folder / "next").write_text("step_00000006")
+    read_text = Path.read_text
+
+    def rename_and_read(path: Path, *args: object, **options: object) -> str:
+        if path.name == "next":
+            path.replace(folder / "latest")
+        return read_text(path, *args, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(Path, "read_text", rename_and_read):
+        assert find_checkpoint(folder)[1].step == 6
 
 
 def save_and_die(model: Path, out: Path) -> None:

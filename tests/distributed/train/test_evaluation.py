@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
 from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
-from wands.train import evaluation, loop
+from wands.train import checkpoint, evaluation, loop
 from wands.train.evaluation import measure, own_bins, paired_change
 from wands.train.evaluation_plan import (
     HELD_OUT,
@@ -337,6 +338,27 @@ def test_the_best_checkpoint_is_kept_and_patience_ends_the_run(
     (folder / "best").write_text("step_00000005")
     worlds[2].run(scripted_run, tiny_pipeline, tmp_path, again, zero(1), folder / "step_00000004")
     assert not (folder / "best").exists()
+
+
+def killed_run(*args: Any) -> None:
+    """A run that ends when the checkpoint of step 2 has its final name. Its held-out loss is the lowest so far."""
+    publish = checkpoint.publish
+
+    def publish_and_die(temporary: Path, path: Path) -> None:
+        publish(temporary, path)
+        if path.name == "step_00000002":
+            raise KeyboardInterrupt
+
+    with mock.patch.object(checkpoint, "publish", publish_and_die), suppress(BaseException):
+        scripted_run(*args)
+
+
+def test_a_kill_just_after_the_best_step_is_saved(tiny_pipeline: Path, tmp_path: Path, run_world):
+    """A resumed run does not evaluate step 2 again."""
+    settings = (*EVAL, "eval.every=1", "checkpoint.every=1", "checkpoint.keep_best=true", "train.max_steps=3")
+    run_world(1, killed_run, tiny_pipeline, tmp_path, settings, zero(1), False)
+    assert find_checkpoint(tmp_path).state.step == 2
+    assert find_checkpoint(tmp_path / "checkpoints" / "best").state.step == 2
 
 
 # ---- the plan

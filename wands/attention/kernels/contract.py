@@ -57,18 +57,23 @@ How to add a kernel:
 5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
    tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128. If the kernel supports no
    other dtype or head dim, skip the unsupported cases in `test_cuda_backend_keeps_the_contract`.
-   `bash scripts/gpu.sh --only step --set attention.backend=NAME` measures whole training steps with the kernel. On a
-   machine with several GPUs, also run `python scripts/bench_attention.py --device cuda`. This script compares Ulysses and
-   the ring over NCCL with a single call of the kernel, for every `FlashBackend` that runs on the machine. Once per
-   process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose results
-   are wrong.
+   `bash scripts/gpu.sh --only step --set attention.backend=NAME --out FOLDER` measures whole training steps with the
+   kernel. Run it again with another kernel and another folder to compare them.
+   Also run `python scripts/bench_attention.py --device cuda`, which measures every `FlashBackend` that runs on the machine.
+   With one GPU, it computes the blocks of rings of 2, 4 and 8 ranks, and compares the merged result with a single call of
+   the kernel. For the kernel, Ulysses differs from a single process only in the number of heads and in the strides, which
+   the tests vary. With several GPUs, it runs Ulysses and the ring of wands over NCCL, and compares their results with a
+   single call.
+   Once per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
+   results are wrong.
 
 What the two functions receive (`Backend.forward` and `Backend.backward` list all arguments and their shapes):
 
 - q, k and v with the same number of heads H. With Ulysses, H can be the number of heads / the Ulysses degree.
 - Dtypes: q, k, v, out and dout have one dtype. `lse` is fp32 (fp64 if q is fp64).
 - Lengths of the segments: `lens_q` and `lens_k` are Python integers on the host. `cu_seqlens_q` and `cu_seqlens_k` are
-  int32 on the device of q, and their last value is the end of the last segment.
+  int32 on the device of q, and their last value is the end of the last segment. `max_seqlen_q` and `max_seqlen_k` are the
+  largest lengths, as Python integers.
 - Tensors that the functions must not change. In ring attention, k and v are being sent to another rank while the
   functions run.
 - q, k, v, dout and out can be views whose last dimension is contiguous and whose other dimensions are not. `lse` is

@@ -141,6 +141,8 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
 
     address = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)(?:@([^/]+))?/(.+)", written)
     repo, revision, name = address.groups() if address else (dataset, None, written)
+    if "://" in name:  # may contain a password
+        raise DataError("path is a URL, not a file of the dataset; write the path in the repository")
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
         raise DataError(f"path leads out of repository {repo} ({name[:99]}); use a relative path without ..")
     try:
@@ -148,7 +150,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
         return name, Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:  # the file does not exist, no connection, or no access
         raise DataError(
-            f"{name} cannot be fetched from the Hub ({_first_line(error)}); check the path and your access to the dataset"
+            f"file cannot be fetched from the Hub ({name[:99]}, {_first_line(error)}); check the path and your access"
         ) from None
 
 

@@ -180,7 +180,7 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
             _check_name(text)
             return locate(text, folders)[1]
     except DataError as error:
-        raise DataError(f"mask={text[:100]}: {error}") from None
+        raise DataError(f"for the mask, {error}") from None
     masks = (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)
     mask = next(filter(os.path.lexists, masks), None)
     if mask and not mask.is_file():  # a broken link must not become a clip without a mask

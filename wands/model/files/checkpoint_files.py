@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -243,6 +244,26 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
     return next((f"checkpoint={folder}: {text}" for text in texts), None)
 
 
+def named_step(folder: Path) -> Path | None:
+    """Return the step folder that the file `latest` in the folder `checkpoints` names, or None if it names none.
+
+    If a run was killed just before it replaced `latest`, return the newer step folder that the file `next` names.
+    """
+    named = []
+    for name in ("next", "latest"):  # `next` first, because a training may rename it to `latest` meanwhile
+        with suppress(OSError):
+            named.append((folder / name).read_text(encoding="utf-8", errors="replace").strip())
+    return max((step for step in list_steps(folder) if step.name in named), default=None)
+
+
+def finish_publish(folder: Path) -> None:
+    """Update the file `latest` in the folder `checkpoints`, if a run was killed just before it replaced `latest`."""
+    if (pointer := folder / "next").is_file():
+        if newest := named_step(folder):
+            write_text(folder / "latest", newest.name)
+        pointer.unlink()
+
+
 def find_checkpoint(
     where: Path, *, verify: bool = False, damaged: Mapping[Path, str] = MappingProxyType({})
 ) -> Checkpoint:
@@ -253,7 +274,7 @@ def find_checkpoint(
 
     In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
     checkpoint, the function logs a warning and returns the newest usable checkpoint. If a run was killed just before it
-    replaced `latest`, a file `next` names the newer checkpoint, which is returned.
+    replaced `latest`, a file `next` names a newer checkpoint, which is returned.
 
     Args:
         where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
@@ -271,9 +292,7 @@ def find_checkpoint(
         return _open_step(where, verify, damaged)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     steps = list_steps(folder)[::-1]
-    pointers = [folder / name for name in ("next", "latest") if (folder / name).is_file()]
-    named = [folder / pointer.read_text(encoding="utf-8", errors="replace").strip() for pointer in pointers]
-    if first := next((step for step in named if step in steps), None):
+    if first := named_step(folder):
         steps.sort(key=lambda step: step != first)  # the named step first, then from new to old
     elif steps:
         log.warning(

@@ -707,7 +707,8 @@ def test_streamed_rows_that_name_files_of_the_repository(
         return str(hub / name)
 
     videos = ["videos/a.mp4", "hf://datasets/o/n@refs%2Fpr%2F1/videos/b.mp4", "videos/c.mp4", "../../x.mp4"]
-    rows = {"clip": videos, "text": ["one", "two", "three", "four"], "other": [0] * 4}
+    videos.append("https://me:password@host/e.mp4")
+    rows = {"clip": videos, "text": ["one", "two", "three", "four", "five"], "other": [0] * 5}
     stream = datasets.Dataset.from_dict(rows).to_iterable_dataset()
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: stream)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
@@ -724,9 +725,10 @@ def test_streamed_rows_that_name_files_of_the_repository(
     assert [(r.key, r.reason) for r in rejections] == [
         (
             "train:2",
-            "videos/c.mp4 cannot be fetched from the Hub (404: videos/c.mp4); check the path and your access to the dataset",
+            "file cannot be fetched from the Hub (videos/c.mp4, 404: videos/c.mp4); check the path and your access",
         ),
         ("train:3", "path leads out of repository o/n (../../x.mp4); use a relative path without .."),
+        ("train:4", "path is a URL, not a file of the dataset; write the path in the repository"),
     ]
 
 
@@ -984,3 +986,12 @@ def test_reasons_are_counted_without_the_names_of_the_clips(tmp_path: Path) -> N
     assert count_problems((r.path, r.reason) for r in rejections) == [
         ("captions.json has no entry for this clip", 2)
     ]
+
+    masked = lay(tmp_path / "masked", {"a.mp4": "", "b.mp4": ""})
+    masks = {"a": "https://me:pw@host/a.png?sign=abc", "b": "gone/b.png"}
+    table = [json.dumps({"video": f"{key}.mp4", "caption": "x", "mask": mask}) for key, mask in masks.items()]
+    (masked / "metadata.jsonl").write_text("\n".join(table))
+    _, rejections = load_source(str(masked))
+    kinds = dict(count_problems((r.path, r.reason) for r in rejections))
+    assert kinds == {"for the mask, path is a URL, not a file": 1, "for the mask, no such file": 1}
+    assert not [r.reason for r in rejections if "sign=" in r.reason or "pw@" in r.reason]
