@@ -19,7 +19,12 @@ echo "$*" >>calls
 read -r action <plan
 sed -i 1d plan
 case "$action" in
-  save) mkdir -p run/checkpoints; echo "$RANDOM$RANDOM" >run/checkpoints/latest; exit 1 ;;
+  save | next)
+    step="$(printf 'step_%08d' "$(wc -l <calls)")"
+    mkdir -p "run/checkpoints/$step"
+    case "$action" in save) action=latest ;; esac
+    echo "$step" >"run/checkpoints/$action"
+    exit 1 ;;
   kill) kill -9 $$ ;;
   *) exit "$action" ;;
 esac
@@ -57,6 +62,7 @@ CASES = {
     "a signal": (OUT, "143 0", 2, "-"),
     "the end": (OUT, "0", 0, "-"),
     "a checkpoint of another run": ([*OUT, "--resume", "other/run"], "1 save 0", 0, "--r"),
+    "a kill before latest is replaced": ([*OUT, "--resume", "other/run"], "next 0", 0, "-r"),
     "an unknown recipe": (["unknown.yaml"], "2", 2, "-"),
 }
 
