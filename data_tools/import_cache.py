@@ -106,7 +106,7 @@ def _import_export(source: Path, out: Path) -> int:
             raise ValueError(f"layout={layout} in {EXPORT_NAME} must be one of {', '.join(FORMATS)}")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(
-            f"SOURCE={source} has a damaged {EXPORT_NAME} or {NULL_NAME} ({reason(error)}); run data_tools.export again."
+            f"{EXPORT_NAME} or {NULL_NAME} in SOURCE={source} cannot be imported ({reason(error)}); run data_tools.export again."
         ) from None
     items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
     seen: set[str] = set()
