@@ -245,12 +245,12 @@ def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tupl
     """
     group = file[sample_path(row)]
     if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the attribute dtype of the sample is {dtype}, but wands writes only bfloat16")
+        raise ValueError(f"the sample has dtype={dtype}, but wands writes only dtype=bfloat16")
     computed = num_bytes = 0
     for name in stored_names(group):
         stored = group[name]
         if stored.dtype != np.uint16:
-            raise ValueError(f"the array {name} has dtype {stored.dtype}, but wands writes only uint16")
+            raise ValueError(f"the array {name} has dtype {stored.dtype}, but wands writes bf16 as uint16")
         offset = stored.id.get_offset()
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)

@@ -8,9 +8,10 @@ with a certain share of 720p clips and of 81-frame clips.
 Each row of the table shows one scheme for one mix and one max_tokens. Columns:
 
 fill         tokens / (bins x max_tokens). For wands, the last step is not counted, because its bins need not be full.
-efficiency   mean cost of the ranks divided by the cost of the slowest rank, over the steps of an epoch, with one bin per rank and
-             step. The cost is the exact number of FLOPs of a forward. With varlen attention, free room in a bin costs no time, so
-             waiting for the slowest rank is the only waste. Columns for 1.3B and 14B, with 8 and 64 data-parallel ranks.
+efficiency   sum of the mean costs of the ranks over all steps of an epoch, divided by the sum of the costs of the slowest ranks.
+             Each rank has one bin per step. The cost is the exact number of FLOPs of a forward. With varlen attention, free room
+             in a bin costs no time, so waiting for the slowest rank is the only waste. Columns for 1.3B and 14B, with 8 and 64
+             data-parallel ranks.
 bias         mean Kolmogorov-Smirnov distance between the clip lengths of a step and of the whole mix, minus the mean distance for
              random steps with equally many clips. At 0, a step is as similar to the mix as a random step. Below 0, it is more
              similar.
@@ -199,7 +200,7 @@ def length_bias(steps: Steps, lens: np.ndarray) -> float:
 def bias_beyond_chance(steps: Steps, lens: np.ndarray) -> float:
     """Return the `length_bias` of the steps minus the `length_bias` of steps of randomly drawn clips.
 
-    Each random step has as many clips as a step in `steps`.
+    Random step number i has as many clips as step number i of `steps`.
     """
     steps = [step for step in steps if any(step)]
     ends = np.cumsum([sum(map(len, step)) for step in steps])[:-1]

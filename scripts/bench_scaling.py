@@ -136,9 +136,9 @@ def smallest_fit(shape: DiTShape, lens: Sequence[int], gpus: int, setting: Setti
 
 
 def effective_len(one: Prediction) -> float:
-    """Return the effective length of a bin (packed sequence): sum(L^2) / sum(L) over the lengths L of its clips.
+    """Return the effective length of the bin (packed sequence) of a prediction: sum(L^2) / sum(L) over its clips' lengths L.
 
-    A bin whose clips all have this length needs as much attention work per token as the given bin.
+    A bin whose clips all have this length needs as much attention work per token as the bin of the prediction.
     """
     lens = one.plan.seq_lens
     return sum(length * length for length in lens) / sum(lens)

@@ -187,7 +187,7 @@ def show_progress(log: Path, description: str) -> int:
     Errors of wands are printed. If stderr is not a terminal, the function prints a line after each 10 % of the steps.
 
     Returns:
-        The exit code of the process: always 0.
+        Exit code of this script: always 0, even if the training run failed.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

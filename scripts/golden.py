@@ -102,7 +102,7 @@ class Checkout:
     def model(self, variant: str) -> Path:
         """Return the folder of a variant's tiny pipeline.
 
-        The script of this checkout builds the pipeline, even if `root` is the folder of another commit.
+        scripts/make_tiny_pipeline.py of this checkout builds the pipeline, even if `root` is the folder of another commit.
         """
         script = str(ROOT / "scripts" / "make_tiny_pipeline.py")
         return self.once(

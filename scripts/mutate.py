@@ -69,7 +69,7 @@ class Outcome(NamedTuple):
 
 
 def read_mutations(only: list[str]) -> list[dict]:
-    """Return the entries of the bugs in tests/mutations.yaml. An invalid entry ends the script with an error.
+    """Return the bugs that tests/mutations.yaml lists, each as a dict. An invalid entry ends the script with an error.
 
     Args:
         only: ids of the bugs to return. An empty list returns all bugs.

@@ -119,7 +119,7 @@ def silence_branches(vae: AutoencoderKLWan) -> None:
 
 
 def start_downsample(module: WanResample, features: Sequence[torch.Tensor]) -> None:
-    """Initialize a downsampling layer of the encoder, whose inputs are `features`.
+    """Initialize a downsampling layer of the encoder. `features` are the inputs of this layer.
 
     The spatial convolution returns the principal components of 2x2 pixels. Three quarters of the channels of the temporal
     convolution return the mean of two frames. The last quarter of the channels returns half the difference of two frames.
@@ -301,13 +301,13 @@ def start_encoder(
 def leading_first(channels: int, kept: int) -> list[int]:
     """Return an order of the channels after the encoder's temporal convolution, with the `kept` most important channels first.
 
-    The convolution creates two groups of channels: first the means of two frames, then the differences of two frames. Each group
-    is sorted by falling variance. The returned order starts with the first channels of both groups: the means are three quarters
-    of `kept`, the differences one quarter. The other channels follow.
+    The convolution creates two groups of channels: first the means of two frames, then the differences of two frames. Inside a
+    group, the channels are sorted by falling variance. The returned order starts with the first channels of both groups: the
+    means are three quarters of `kept`, the differences one quarter. The other channels follow.
 
     `start_decoder` orders both the inputs and the outputs of the decoder's temporal convolution in this way. The first frame
-    skips this convolution, so its channels have the order of the inputs. The outputs for the other frames must have the same
-    order.
+    skips this convolution, so the channels of the first frame stay in the order of the inputs. The channels of all other frames
+    are outputs of the convolution, and must have the same order.
 
     Args:
         channels: number of output channels of the encoder's temporal convolution.

@@ -82,9 +82,10 @@ def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: f
     - A clip that is not a film is held out as a whole, or not at all (see `hold_out`).
     - If there are many films, each film is also held out as a whole, or not at all. "Many" means that (number of
       films) * `fraction` and (number of films) * (1 - `fraction`) are both at least `FEW_FILMS`.
-    - If there are few films, a span of consecutive windows of each film is held out. The hash of the film's name decides
-      where the span is, and whether `fraction` times the film's number of windows is rounded up or down. The two windows
-      next to a span, and all windows less than `GAP_SECONDS` from a span, are not used (GAP).
+    - If there are few films, a span of consecutive windows of each film is held out. The length of the span is `fraction`
+      times the film's number of windows, rounded up or down. The hash of the film's name decides where the span is, and
+      whether its length is rounded up or down. The two windows next to a span, and all windows less than `GAP_SECONDS` from
+      a span, are not used (GAP).
 
     For a clip that is not a film, the choice never changes when other clips are added. Adding a film changes the choice for other
     films only if the number of films changes from few to many.

@@ -70,7 +70,7 @@ def plan_ranks(
     if size % product or (len(given) == 2 and product != size):
         text = ", ".join(f"{flag}={value}" for flag, value in given.items())
         raise ConfigError(
-            f"{text}: the product of the degrees must {'be' if len(given) == 2 else 'divide'} world_size={world_size}, because "
+            f"{text} must {'have the product' if len(given) == 2 else 'divide'} world_size={world_size}, because "
             f"all processes share each video. Start {product} processes with a launcher, or leave the options out."
         )
     parallel = ParallelConfig(cp_size=size, ulysses_degree=ulysses_degree, ring_degree=ring_degree)

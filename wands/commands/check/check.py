@@ -175,8 +175,8 @@ _Task = tuple[Path, *tuple[Any, ...]]
 def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> CheckedClip:
     """Decode a clip, and return its samples and warnings. The result of a rejected clip contains the reason.
 
-    The fields `key` and `caption` of the result are empty, and `check` fills them later. The `key` of a sample in the result is
-    only a suffix, such as "#0001". `check` later puts the clip's key in front of the suffix.
+    The fields `key` and `caption` of the returned `CheckedClip` are empty, and `check` fills them later. Each of its samples also
+    has a key, which is only a suffix such as "#0001", until `check` puts the clip's key in front.
 
     Args:
         spec: frame rate, size and length of the samples.

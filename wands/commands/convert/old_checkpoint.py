@@ -165,7 +165,7 @@ def _read_rank(folder: Path, state: TrainState, rank: int, starts: dict[str, int
 def _load(folder: Path, pattern: str) -> Any:
     paths = list(folder.glob(pattern))
     if len(paths) != 1:
-        raise CheckpointError(f"{folder} must have 1 file {pattern}, not {len(paths)}. Restore this folder.")
+        raise CheckpointError(f"{folder} must contain 1 file {pattern}, not {len(paths)}. Copy it again.")
     return torch.load(paths[0], map_location="cpu", weights_only=False)
 
 

@@ -47,8 +47,8 @@ def pick_license(row: Mapping[str, Any]) -> str:
     """Return the license that a row states, as one line of at most 100 characters. Return "" if the row states no license.
 
     Args:
-        row: row of a table or JSON object of a clip, with lower-case names. The metadata of a sample in a cache are also
-            allowed.
+        row: dict from lower-case column names to cells. The row is from a table, from the JSON file of a clip, or from the
+            metadata of a sample in a cache.
     """
     value = first_filled(row, LICENSE_COLUMNS)
     return "" if is_empty(value) else printable(" ".join(str(value).split()))[:100]

@@ -296,10 +296,9 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. In two
-            cases, all usable `DecodedClip`s are yielded before the error. In the first case, the whole mask is black in a
-            window. In the second case, the frames are too small for some of the limits `spec.max_pixels` and
-            `spec.more_pixels`, but not for all.
+            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. All usable
+            `DecodedClip`s are yielded before the error if the whole mask is black in a window, or if the frames are smaller
+            than some, but not all, of the sizes that `spec.max_pixels` and the list `spec.more_pixels` lead to.
     """
     with open_video(path) as reader:
         duration = reader.info.duration
