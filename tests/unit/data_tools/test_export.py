@@ -196,7 +196,7 @@ def test_damage_and_loss_are_found(cache: Path, tmp_path: Path) -> None:
         import_cache(tmp_path / "export", tmp_path / "back")
     assert not (tmp_path / "back" / "index.npz").exists()
     (tmp_path / "export" / "null_text.safetensors").write_bytes(b"")
-    with pytest.raises(DataError, match=r"damaged export\.json or null_text\.safetensors"):
+    with pytest.raises(DataError, match=r"export\.json or null_text\.safetensors in SOURCE"):
         import_cache(tmp_path / "export", tmp_path / "back")
     (tmp_path / "export" / "export.json").unlink()
     with pytest.raises(DataError, match=r"neither export\.json nor \*_wan\.safetensors"):
