@@ -18,22 +18,22 @@ CORE_FILES = (
 FOLDERS = {
     ".": 748,
     "attention": 809,
-    "commands": 4129,
+    "commands": 4131,
     "config": 1195,
     "data": 4223,
     "distributed": 376,
     "encoders": 315,
     "export": 358,
     "flow": 203,
-    "model": 2338,
+    "model": 2342,
     "planning": 684,
     "recipes": 0,
     "report": 264,
     "sampling": 909,
-    "train": 3863,
+    "train": 3865,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_414
+TOTAL = 20_422
 """Sum of the folders."""
 
 NO_CODE = {

@@ -23,7 +23,7 @@ from wands.files import write_text
 from wands.flow.rng import philox
 from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.lock import LOCK_NAME, WriterLock
-from wands.model.files.checkpoint_files import finish_publish
+from wands.model.files.step_folders import finish_publish
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
 from wands.train.engine import check_offload
 from wands.train.launcher import Ancestor

@@ -36,7 +36,8 @@ from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
-from wands.model.files.checkpoint_files import TrainState, average_file, list_steps, state_file, step_name
+from wands.model.files.checkpoint_files import TrainState, average_file, state_file
+from wands.model.files.step_folders import list_steps, step_name
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.report.run_data import thin
 from wands.train.buffers import HostBuffers, TensorFile

@@ -26,7 +26,7 @@ from wands.config.click_options import build_command
 from wands.config.options import TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.errors import WandsError, one_line
-from wands.model.files.checkpoint_files import named_step
+from wands.model.files.step_folders import named_step
 from wands.texts import log_to_stderr
 
 _log = logging.getLogger("wands.train.restart")  # this module is also `__main__`

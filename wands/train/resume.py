@@ -15,7 +15,8 @@ from wands.config.recipe import Recipe, inner_section
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules
 from wands.files import differences, write_text
-from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint, list_steps
+from wands.model.files.checkpoint_files import Checkpoint, TrainState, find_checkpoint
+from wands.model.files.step_folders import list_steps
 from wands.train.engine_state import load_engine
 from wands.train.epoch_files import EPOCH_FILE
 from wands.train.run import Log, TrainingRun

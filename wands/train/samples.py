@@ -39,7 +39,7 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.model.files.checkpoint_files import step_name
+from wands.model.files.step_folders import step_name
 from wands.report.page import write_report
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images

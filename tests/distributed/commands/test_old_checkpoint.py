@@ -22,7 +22,8 @@ from tests.support.world import WorldPool
 from wands.cli import main
 from wands.commands.convert import old_checkpoint
 from wands.errors import CheckpointError
-from wands.model.files.checkpoint_files import STATE_FILE, average_file, find_checkpoint
+from wands.model.files.checkpoint_files import average_file, find_checkpoint
+from wands.model.files.step_folders import STATE_FILE
 from wands.model.files.tensor_files import as_bytes, write_safetensors
 from wands.train import loop
 from wands.train.checkpoint import CheckpointSaver

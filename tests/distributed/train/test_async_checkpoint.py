@@ -15,7 +15,8 @@ from tests.support.runs import losses, make_run, run_training
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.errors import CheckpointError
-from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint
+from wands.model.files.checkpoint_files import find_checkpoint
+from wands.model.files.step_folders import STATE_FILE
 from wands.planning.memory import estimate_memory
 from wands.train import checkpoint
 from wands.train.buffers import HostBuffers

@@ -17,7 +17,8 @@ from tests.support.commands import push
 from tests.support.fake_hub import FakeHub
 from tests.support.runs import run_training
 from tests.support.world import WorldPool
-from wands.model.files.checkpoint_files import find_checkpoint, list_steps
+from wands.model.files.checkpoint_files import find_checkpoint
+from wands.model.files.step_folders import list_steps
 from wands.train import checkpoint as background_push
 from wands.train.checkpoint import PUSH_MARK
 

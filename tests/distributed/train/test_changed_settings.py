@@ -16,7 +16,7 @@ from tests.distributed.train.test_datasets import write_cache
 from tests.support.runs import make_run
 from wands.errors import CheckpointError
 from wands.files import write_text
-from wands.model.files.checkpoint_files import STATE_FILE
+from wands.model.files.step_folders import STATE_FILE
 from wands.train.checkpoint import build_state
 from wands.train.prepare import load_run
 from wands.train.run import TrainingRun

@@ -26,7 +26,8 @@ from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import STATE_FILE, find_checkpoint, list_steps, load_state, step_name
+from wands.model.files.checkpoint_files import find_checkpoint, load_state
+from wands.model.files.step_folders import STATE_FILE, list_steps, step_name
 from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
 from wands.planning.workload import Weight, Workload

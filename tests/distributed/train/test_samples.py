@@ -21,7 +21,7 @@ from tests.support.runs import run_training
 from tests.support.sampling import infer
 from tests.support.world import WorldPool
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import step_name
+from wands.model.files.step_folders import step_name
 from wands.model.transformer import PackedWanBlock
 from wands.train import samples
 

@@ -23,7 +23,8 @@ from wands.config.optimizer_kinds import is_hidden_matrix
 from wands.config.recipe import ModelConfig
 from wands.errors import CheckpointError
 from wands.files import publish, sync
-from wands.model.files.checkpoint_files import TrainState, list_steps, load_state, state_file
+from wands.model.files.checkpoint_files import TrainState, load_state, state_file
+from wands.model.files.step_folders import list_steps
 from wands.model.files.tensor_files import hash_file, write_safetensors
 from wands.model.freezing import is_trained
 from wands.train.engine_state import COUNTERS, MOMENTUM, Fragment, flat_momentum, state_tensors

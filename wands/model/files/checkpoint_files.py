@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -25,13 +24,12 @@ from wands.files import write_text
 from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LoraPair, LoraUpdate
+from wands.model.files.step_folders import STATE_FILE, list_steps, named_step
 from wands.model.files.tensor_files import open_safetensors
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
 
 log = logging.getLogger(__name__)
-
-STATE_FILE = "wands_state.json"
 
 
 class PickleError(CheckpointError):
@@ -172,26 +170,6 @@ class Checkpoint(NamedTuple):
 # ---- folders
 
 
-def step_name(step: int) -> str:
-    """Return the folder name of the checkpoint of a step, such as "step_00000100". Sorting the names sorts the steps."""
-    return f"step_{step:08d}"
-
-
-def list_steps(where: Path) -> list[Path]:
-    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first.
-
-    A step folder contains one checkpoint, which may be incomplete.
-
-    If `where` is itself a step folder, the list contains only `where`.
-    """
-    if (where / STATE_FILE).is_file():
-        return [where]
-    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    return sorted(
-        path for path in folder.glob("step_????????") if path.is_dir() and path.name[5:].isdecimal()
-    )
-
-
 def load_state(checkpoint: Path) -> TrainState:
     """Read `wands_state.json` of a checkpoint's folder, and check the size of every file that `wands_state.json` lists.
 
@@ -242,26 +220,6 @@ def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str 
     damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
     texts = (f"{name} is damaged ({reason}); use another step_* folder." for name, reason in damaged)
     return next((f"checkpoint={folder}: {text}" for text in texts), None)
-
-
-def named_step(folder: Path) -> Path | None:
-    """Return the step folder that the file `latest` in the folder `checkpoints` names, or None if it names none.
-
-    If a run was killed just before it replaced `latest`, return the newer step folder that the file `next` names.
-    """
-    named = []
-    for name in ("next", "latest"):  # `next` first, because a training may rename it to `latest` meanwhile
-        with suppress(OSError):
-            named.append((folder / name).read_text(encoding="utf-8", errors="replace").strip())
-    return max((step for step in list_steps(folder) if step.name in named), default=None)
-
-
-def finish_publish(folder: Path) -> None:
-    """Update the file `latest` in the folder `checkpoints`, if a run was killed just before it replaced `latest`."""
-    if (pointer := folder / "next").is_file():
-        if newest := named_step(folder):
-            write_text(folder / "latest", newest.name)
-        pointer.unlink()
 
 
 def find_checkpoint(

@@ -1,0 +1,53 @@
+"""Names of the step folders, the folders `step_*` of a run in which each contains a checkpoint.
+
+This module does not import PyTorch, so that a launcher starts quickly.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from wands.files import write_text
+
+STATE_FILE = "wands_state.json"
+
+
+def step_name(step: int) -> str:
+    """Return the folder name of the checkpoint of a step, such as "step_00000100". Sorting the names sorts the steps."""
+    return f"step_{step:08d}"
+
+
+def list_steps(where: Path) -> list[Path]:
+    """Return the step folders (`step_*`) in a run folder or a checkpoints folder, oldest first.
+
+    A step folder contains one checkpoint, which may be incomplete.
+
+    If `where` is itself a step folder, the list contains only `where`.
+    """
+    if (where / STATE_FILE).is_file():
+        return [where]
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    return sorted(
+        path for path in folder.glob("step_????????") if path.is_dir() and path.name[5:].isdecimal()
+    )
+
+
+def named_step(folder: Path) -> Path | None:
+    """Return the step folder that the file `latest` in the folder `checkpoints` names, or None if it names none.
+
+    If a run was killed just before it replaced `latest`, return the newer step folder that the file `next` names.
+    """
+    named = []
+    for name in ("next", "latest"):  # `next` first, because a training may rename it to `latest` meanwhile
+        with suppress(OSError):
+            named.append((folder / name).read_text(encoding="utf-8", errors="replace").strip())
+    return max((step for step in list_steps(folder) if step.name in named), default=None)
+
+
+def finish_publish(folder: Path) -> None:
+    """Update the file `latest` in the folder `checkpoints`, if a run was killed just before it replaced `latest`."""
+    if (pointer := folder / "next").is_file():
+        if newest := named_step(folder):
+            write_text(folder / "latest", newest.name)
+        pointer.unlink()
