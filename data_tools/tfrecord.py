@@ -182,6 +182,6 @@ def parse_tensor(data: bytes) -> Tensor:
     wanted = int(np.prod(shape, dtype=object)) * _DTYPES[kind].itemsize
     if wanted != len(content) or not content or min(shape, default=0) < 0:
         raise DataError(
-            f"an array of the record has {len(content):,} bytes, but its shape {shape} needs {wanted:,}; copy the shard again"
+            f"an array of the record has the shape {shape}, which does not fit its {len(content):,} bytes; copy the shard again"
         )
     return torch.frombuffer(bytearray(content), dtype=_DTYPES[kind]).reshape(shape)
