@@ -319,8 +319,8 @@ class BackgroundPush:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._lock, self._thread = trainer, Lock(), Thread()
-        for mark in (trainer.run.output_dir / "checkpoints").glob(f"step_????????/{PUSH_MARK}"):
+        self._trainer, self._lock, self._thread, self._newest = trainer, Lock(), Thread(), Path()
+        for mark in self._marks():
             self.add(mark.parent)
 
     def add(self, step: Path | None) -> None:
@@ -337,21 +337,27 @@ class BackgroundPush:
             if hub is None or (number != last and number % hub.every):
                 return mark.unlink(missing_ok=True)  # the mark of a run with other settings
             mark.touch()
+            self._newest = mark
             command = [*_COMMAND, str(step), hub.repo, *["--public"] * hub.public]
             self._thread = Thread(target=self._push, args=(mark, command), daemon=True)
             self._thread.start()
 
     def _push(self, mark: Path, command: list[str]) -> None:
         with self._lock:
-            # Otherwise a newer checkpoint waits.
-            if mark == max(mark.parent.parent.glob(f"step_????????/{PUSH_MARK}"), default=mark):
+            if (
+                mark == self._newest
+            ):  # otherwise a newer checkpoint waits, or was pushed: threads get a lock in any order
                 done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
                 lines = done.stderr.decode(errors="replace").splitlines()
                 error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else None
                 self._trainer.events.write("push", checkpoint=mark.parent.name, error=error)
                 if error:
                     self._trainer.log(f"{mark.parent} was not pushed ({error}); the training continues")
-            mark.unlink(missing_ok=True)
+            for old in (old for old in self._marks() if old <= mark):
+                old.unlink(missing_ok=True)
+
+    def _marks(self) -> list[Path]:
+        return sorted((self._trainer.run.output_dir / "checkpoints").glob(f"step_????????/{PUSH_MARK}"))
 
     def close(self, wait: float) -> None:
         """Wait at most `wait` seconds for the upload of the newest checkpoint. A resumed run repeats an unfinished upload."""

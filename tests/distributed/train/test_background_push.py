@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from tests.support.fake_hub import FakeHub
 from tests.support.runs import run_training
 from tests.support.world import WorldPool
 from wands.model.files.checkpoint_files import find_checkpoint
-from wands.model.files.step_folders import list_steps
+from wands.model.files.step_folders import list_steps, step_name
 from wands.train import checkpoint as background_push
 from wands.train.checkpoint import PUSH_MARK
 
@@ -69,6 +70,43 @@ def test_a_slow_push_keeps_its_checkpoint_and_the_newest_comes_next(
     ]
     assert not list(tmp_path.rglob(PUSH_MARK))
     assert any("for the upload of the last checkpoint" in line for line in said)
+
+
+def test_an_older_checkpoint_is_never_pushed_after_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Threads that wait for a lock get it in any order. The process may end before the last of them has it."""
+    waiting: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        background_push,
+        "Thread",
+        lambda target=None, args=(), daemon=None: SimpleNamespace(
+            start=lambda: waiting.append(lambda: target(*args))
+        ),
+    )
+    monkeypatch.setattr(background_push, "_COMMAND", (sys.executable, "-c", SLOW))
+    hub = SimpleNamespace(every=1, repo="alice/lora", public=False)
+    run = SimpleNamespace(
+        output_dir=tmp_path, recipe=SimpleNamespace(hub=hub), sampler=SimpleNamespace(total_steps=3)
+    )
+    events: list[str] = []
+    trainer: Any = SimpleNamespace(
+        run=run,
+        rank=0,
+        log=print,
+        events=SimpleNamespace(write=lambda event, checkpoint, error: events.append(checkpoint)),
+    )
+    push = background_push.BackgroundPush(trainer)
+    for step in (1, 2, 3):
+        folder = tmp_path / "checkpoints" / step_name(step)
+        folder.mkdir(parents=True)
+        push.add(folder)
+    waiting[2]()
+    assert events == ["step_00000003"]
+    assert not list(tmp_path.rglob(PUSH_MARK))
+    waiting[1]()
+    waiting[0]()
+    assert events == ["step_00000003"]
 
 
 def test_a_failed_push_is_a_warning_and_not_the_end(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
