@@ -215,7 +215,8 @@ class CheckpointSaver:
             files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
             try:
                 state.write(partial, files)
-                if is_best:  # first, because a run that is killed between both and resumed evaluates no finished step again
+                # `best` first: a run that is killed after `_publish` and resumed does not evaluate this step again.
+                if is_best:
                     write_text(folder / "best", target.name)
                 _publish(partial, target)
                 self._thread.submit(_delete_old_steps, target, self._config)
@@ -344,9 +345,8 @@ class BackgroundPush:
 
     def _push(self, mark: Path, command: list[str]) -> None:
         with self._lock:
-            if (
-                mark == self._newest
-            ):  # otherwise a newer checkpoint waits, or was pushed: threads get a lock in any order
+            # Threads get the lock in any order, so a newer checkpoint may wait, or may have been pushed.
+            if mark == self._newest:
                 done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
                 lines = done.stderr.decode(errors="replace").splitlines()
                 error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else None

@@ -354,7 +354,7 @@ class CacheIndex:
             of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text"}
             wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
-                raise ValueError("arrays of all samples, or of all shards, have different lengths")
+                raise ValueError("arrays with one item per sample (or per shard) have different lengths")
         return index
 
 

@@ -135,7 +135,7 @@ def _fetch_clip(dataset: str, written: str) -> tuple[str, Path]:
         (path in the repository, local file).
 
     Raises:
-        DataError: if the path leads out of the repository, or the download fails.
+        DataError: if the path is a URL or leads out of the repository, or the download fails.
     """
     from huggingface_hub import hf_hub_download
 

@@ -1,4 +1,4 @@
-"""Names of the step folders, the folders `step_*` of a run in which each contains a checkpoint.
+"""Step folders: the folders `step_*` in `checkpoints`, with one checkpoint each, and the files that name the newest folder.
 
 This module does not import PyTorch, so that a launcher starts quickly.
 """
