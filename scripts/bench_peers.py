@@ -190,7 +190,8 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         rounds: number of timed steps of each variant.
 
     Returns:
-        One row of the table for each variant.
+        One row of the table for each variant. The row of a variant that needs more memory than the device has contains
+        "out of memory" and no times.
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "transformer").mkdir()
@@ -199,8 +200,13 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         own = wands_step(device, kind, Path(folder), overrides)
         peer = Peer(device, kind)
         steps = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
-        losses = {name: step() for name, step in steps.items()}  # the warm-up
-        peaks = {}
+        losses, peaks, full = {}, {}, []
+        for name, step in [*steps.items()]:  # the warm-up
+            try:
+                losses[name] = step()
+            except torch.OutOfMemoryError:
+                full.append({"variant": f"{kind}, {name}", "peak MiB": "out of memory"})
+                del steps[name]
         for name, step in steps.items():
             with PeakMemory(device) as peak:
                 step()
@@ -212,7 +218,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
                 step()  # reads the loss, and so waits for the device
                 times[name].append(time.perf_counter() - started)
     tokens = sum(f * h * w for f, h, w in bench_step.GRIDS[device])
-    return [
+    rows: Rows = [
         {
             "variant": f"{kind}, {name}",
             "s": statistics.median(values),
@@ -224,6 +230,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         }
         for name, values in times.items()
     ]
+    return rows + full
 
 
 FIXED = {

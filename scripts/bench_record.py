@@ -42,12 +42,16 @@ class Results:
         stage: name of the stage, which is also the name of the files.
         device: "cuda" or "cpu".
         overrides: recipe overrides of the run.
+        part: `run` runs only the parts whose names contain this text.
 
     Attributes:
         failed: whether at least one part has raised an error.
     """
 
-    def __init__(self, folder: Path, stage: str, device: str, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, stage: str, device: str, overrides: Sequence[str] = (), part: str = ""
+    ) -> None:
+        self._part = part
         self.failed, self._path, self._device = False, folder / f"{stage}.json", device
         self._data: dict[str, Any] = {
             "stage": stage,
@@ -62,6 +66,8 @@ class Results:
 
     def run(self, name: str, measure: Callable[[], Rows]) -> None:
         """Run `measure`, print its rows as a table, and write all results. If `measure` raises an error, record the error."""
+        if self._part not in name:
+            return
         started = time.perf_counter()
         try:
             part: dict[str, Any] = {"rows": measure()}

@@ -7,6 +7,7 @@
 # DIR (default gpu_out) gets STAGE.json, STAGE.txt and STAGE.log. The results are written after every part, so that a stage that
 # is ended after --limit SECONDS (default 520) keeps what it had. Without --only, all stages run. --only may be repeated.
 #   --set KEY=VALUE   recipe override for block, step and compare, such as attention.backend=torch
+#   --part TEXT       run only the parts of a stage whose names contain TEXT, such as '8 clips'
 #   --device cpu      a rehearsal with tiny sizes, on a machine without a GPU
 # Without a network: WANDS_VENV=none WANDS_WHEELS=FOLDER (scripts/wheelhouse.sh fills FOLDER), and WANDS_CLIPS=FOLDER for `tests`.
 set -euo pipefail
@@ -22,7 +23,8 @@ while [ $# -gt 0 ]; do
     --limit) limit="${2:?--limit needs a number of seconds}"; shift 2 ;;
     --device) device="${2:?--device needs cuda or cpu}"; shift 2 ;;
     --set) overrides+=(--set "${2:?--set needs KEY=VALUE}"); shift 2 ;;
-    -h | --help) sed -n '2,11p' "$0"; exit 0 ;;
+    --part) overrides+=(--part "${2:?--part needs a text}"); shift 2 ;;
+    -h | --help) sed -n '2,12p' "$0"; exit 0 ;;
     *) echo "gpu.sh: unknown option $1 (see --help)" >&2; exit 2 ;;
   esac
 done

@@ -373,12 +373,15 @@ def block_stage(args: argparse.Namespace, results: Results) -> None:
 def run_wands(arguments: Sequence[str]) -> None:
     """Run a command of wands in a new process, so that its peak memory does not include the memory of this script.
 
+    The output of the command is printed.
+
     Raises:
         RuntimeError: if the command fails.
     """
     done = subprocess.run([sys.executable, "-m", "wands", *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    print(done.stdout, flush=True)
 
 
 def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Results) -> Rows:
@@ -613,8 +616,14 @@ def main() -> int:
         metavar="KEY=VALUE",
         help="recipe override for block, step and compare, such as attention.backend=torch",
     )
+    parser.add_argument(
+        "--part",
+        default="",
+        metavar="TEXT",
+        help="run only the parts whose names contain TEXT, such as '8 clips'",
+    )
     args = parser.parse_args()
-    results = Results(args.out, args.stage, args.device, args.overrides)
+    results = Results(args.out, args.stage, args.device, args.overrides, args.part)
     STAGES[args.stage](args, results)
     return int(results.failed)
 

@@ -30,19 +30,21 @@ def main() -> None:
 
 
 def measure(kernels: list[str]) -> dict[str, Any]:
-    """Measure kernels with events whose clock goes on by a millisecond at each record."""
+    """Measure kernels with events whose clock goes on by a millisecond at each record. Return times and matmuls before each."""
     import torch
 
     from wands.train.attention_choice import measure_backends
 
     class Event:
         now = 0.0
+        queued: list[int] = []  # matmuls before each record
 
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
             self.time, Event.now = Event.now, Event.now + 1
+            Event.queued.append(matmuls)
 
         def synchronize(self) -> None:
             assert self.time == Event.now - 1  # the last event
@@ -50,9 +52,16 @@ def measure(kernels: list[str]) -> dict[str, Any]:
         def elapsed_time(self, end: Event) -> float:
             return end.time - self.time
 
-    torch.cuda.Event = Event
+    matmuls, mm = 0, torch.mm
+
+    def counted(*matrices: torch.Tensor) -> torch.Tensor:
+        nonlocal matmuls
+        matmuls += 1
+        return mm(*matrices)
+
+    torch.cuda.Event, torch.mm = Event, counted
     with fake_cuda():
-        return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "records": Event.now}
+        return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "queued": Event.queued}
 
 
 def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,30 @@ def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     assert rows_of(found["block"], "wan2.1-t2v-1.3b, 1 clip")[0]["U"] > 100
 
 
+def measure_without_memory(kind: str) -> list[dict[str, Any]]:
+    """Compare, where the padded batch does not fit into memory."""
+    import bench_peers
+    import bench_step
+    import torch
+
+    def padded(self: bench_peers.Peer) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    bench_peers.Peer.padded = padded
+    bench_step.GRIDS["cpu"] = [(1, 4, 4), (2, 4, 4)]
+    bench_step.WIDTHS["cpu"] |= {"num_layers": 1, "ffn_dim": 96, "text_dim": 32}
+    return bench_peers.measure("cpu", kind, rounds=1)
+
+
+def test_a_variant_without_enough_memory_loses_no_other(new_world: Callable[..., list[Any]]):
+    (rows,) = new_world(1, measure_without_memory, "lora")
+    assert [row["variant"] for row in rows] == [
+        f"lora, {name}" for name in ("wands", "one at a time", "padded")
+    ]
+    assert all(row["s"] > 0 for row in rows[:2])
+    assert rows[2] == {"variant": "lora, padded", "peak MiB": "out of memory"}
+
+
 def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same block with other recipe settings does other work."""
     args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])

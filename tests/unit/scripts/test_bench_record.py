@@ -38,6 +38,13 @@ def test_results_are_written_after_every_part(tmp_path: Path):
     assert [*tmp_path.glob("*.tmp")] == []
 
 
+def test_only_the_named_parts_run(tmp_path: Path):
+    results = Results(tmp_path, "step", "cpu", part="8 clips")
+    results.run("1.3B, 1 clip", fails)
+    results.run("1.3B, 8 clips", lambda: [{"s": 2.0}])
+    assert json.loads((tmp_path / "step.json").read_text())["parts"].keys() == {"1.3B, 8 clips"}
+
+
 def test_a_table_has_all_columns():
     lines = format_rows([{"name": "a", "ms": 1.5}, {"name": "long name", "n": 3}]).splitlines()
     assert lines == ["name        ms  n", "a          1.5   ", "long name       3"]

@@ -9,7 +9,7 @@ packed rows, every kernel returns the log-sum-exp as natural logarithms, fp32 [H
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -213,6 +213,12 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
             out[rows_q], lse[:, rows_q] = part[0].transpose(0, 1), part_lse.reshape(len(lse), -1)
         return out, lse
 
+    @cache
+    def trailing_axes() -> tuple[int, ...]:
+        """Return the axes after [1, H, T] in the log-sum-exp of this version of PyTorch: (1,) or ()."""
+        row = torch.empty(1, 1, 1, 8, dtype=torch.bfloat16, device="meta")
+        return forward_op(row, row, row, None, True)[1].shape[3:]
+
     def backward(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, s: Segments, scale: float
     ) -> Grads:
@@ -222,9 +228,8 @@ def cudnn_backend(min_rows: int, short: Backend) -> FlashBackend:
         for rows_q, rows_k in _long_pairs(s, min_rows):
             tensors = dout[rows_q], q[rows_q], k[rows_k], v[rows_k], out[rows_q]
             dense = [_batched(x.contiguous()) for x in tensors]
-            _, like_lse, *_ = forward_op(*(x.to("meta") for x in dense[1:4]), None, True)
             # cuDNN does not define what +inf means. exp(score - 1e30) is 0 as well.
-            stats = lse[:, rows_q].clamp(max=1e30).reshape(like_lse.shape)
+            stats = lse[:, rows_q].clamp(max=1e30).reshape(1, len(lse), -1, *trailing_axes())
             options = unused, unused, None, None, None, len(tensors[1]), len(tensors[2]), 0.0, False
             grads = aten._scaled_dot_product_cudnn_attention_backward(*dense, stats, *options, scale=scale)
             dq[rows_q], dk[rows_k], dv[rows_k] = (grad[0].transpose(0, 1) for grad in grads)
