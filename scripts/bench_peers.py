@@ -25,6 +25,7 @@ loss          loss of the first step. All variants start from a head of zeros, s
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -201,12 +202,17 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         peer = Peer(device, kind)
         steps = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
         losses, peaks, full = {}, {}, []
-        for name, step in [*steps.items()]:  # the warm-up
+        for name, step in steps.items():  # the warm-up
             try:
                 losses[name] = step()
             except torch.OutOfMemoryError:
                 full.append({"variant": f"{kind}, {name}", "peak MiB": "out of memory"})
-                del steps[name]
+        if full:  # DeepSpeed's engine is unusable after a backward pass that failed
+            del steps, step, peer
+            gc.collect()
+            peer = Peer(device, kind)
+            steps = {"wands": own, "one at a time": peer.one_at_a_time}
+            peer.one_at_a_time()
         for name, step in steps.items():
             with PeakMemory(device) as peak:
                 step()

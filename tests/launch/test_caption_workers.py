@@ -15,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.launch.test_end_to_end import ROOT, free_port
+from tests.launch.test_end_to_end import ROOT
+from tests.support.world import free_port
 from tests.unit.data_tools.test_captions import Server, prompt_of
 from wands.data.clips.tables import read_table
 from wands.data.clips.video import save_video

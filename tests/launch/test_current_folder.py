@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_end_to_end import free_port
 from tests.support.fake_hub import FakeHub
 from tests.support.runs import BASE
+from tests.support.world import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +16,11 @@ from click.testing import CliRunner, Result
 from tests.support.fake_hub import FakeHub
 from tests.support.runs import losses, run_training
 from tests.support.steps import DS_CONFIGS
-from tests.support.world import WorldPool
+from tests.support.world import WorldPool, free_port
 from wands.cli import main
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 def call(*command: object, check: bool = True, **more_env: str) -> subprocess.CompletedProcess[str]:

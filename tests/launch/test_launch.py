@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import runs
+from tests.support.world import free_port
 from wands.model.files.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,12 +106,6 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], se
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
 
 
 def slurm(**more: str) -> dict[str, str]:

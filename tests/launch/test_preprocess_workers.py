@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 from data_tools.merge import merge
 from tests.launch.test_preprocess import SMALL, break_some, contents
 from tests.support.commands import preprocess
+from tests.support.world import free_port
 from wands.commands.preprocess.scan import parse_part, select_part
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.records import ClipRecord
@@ -129,10 +129,7 @@ def test_two_workers_make_the_cache_of_one(
 def test_ranks_of_a_launcher_make_the_cache_of_one(
     source: Path, tiny_pipeline: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     out = tmp_path / "cache"
     ranks = [
         start(source, out, tiny_pipeline, env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_kills import final
-from tests.launch.test_stop import LAUNCHERS, ROOT, Job, ends_with_a_checkpoint, free_port, kill
+from tests.launch.test_stop import LAUNCHERS, ROOT, Job, ends_with_a_checkpoint, kill
+from tests.support.world import free_port
 from wands.files import read_rows
 
 SCRIPT = ROOT / "scripts" / "launch_multinode.sh"

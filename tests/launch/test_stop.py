@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_end_to_end import free_port
 from tests.support.runs import BASE
+from tests.support.world import free_port
 from wands.model.files.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]

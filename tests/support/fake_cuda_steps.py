@@ -35,16 +35,17 @@ def measure(kernels: list[str]) -> dict[str, Any]:
 
     from wands.train.attention_choice import measure_backends
 
+    queued: list[int] = []  # matmuls before each record
+
     class Event:
         now = 0.0
-        queued: list[int] = []  # matmuls before each record
 
         def __init__(self, enable_timing: bool) -> None:
             assert enable_timing
 
         def record(self) -> None:
             self.time, Event.now = Event.now, Event.now + 1
-            Event.queued.append(matmuls)
+            queued.append(matmuls)
 
         def synchronize(self) -> None:
             assert self.time == Event.now - 1  # the last event
@@ -61,7 +62,7 @@ def measure(kernels: list[str]) -> dict[str, Any]:
 
     torch.cuda.Event, torch.mm = Event, counted
     with fake_cuda():
-        return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "queued": Event.queued}
+        return {"times": measure_backends(kernels, torch.device("cuda"), 2, 64), "queued": queued}
 
 
 def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:

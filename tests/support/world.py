@@ -16,7 +16,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
@@ -43,10 +44,20 @@ def start_forkserver() -> None:
     forkserver.ensure_running()
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+_WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_NUMBERS = count(os.getpid())
+
+
+def free_port() -> str:
+    """Return a TCP port that is still free when a rank listens on it, seconds later.
+
+    Systems give the ports from 32,768 on to outgoing connections. Below these, each worker of pytest-xdist has 1,000 ports.
+    """
+    while True:
+        port = 10_000 + 1000 * _WORKER + next(_NUMBERS) % 1000
+        with socket.socket() as server, suppress(OSError):
+            server.bind(("127.0.0.1", port))
+            return str(port)
 
 
 @contextmanager
@@ -68,7 +79,7 @@ def _put_back() -> Iterator[None]:
 
 
 def _rank_main(
-    rank: int, world_size: int, port: int, pipe: Connection, accelerator: str | None = None
+    rank: int, world_size: int, port: str, pipe: Connection, accelerator: str | None = None
 ) -> None:
     if accelerator is not None:  # before anything imports DeepSpeed
         os.environ["DS_ACCELERATOR"] = accelerator
@@ -77,7 +88,7 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=port,
     )
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -180,7 +191,7 @@ class World:
             start_forkserver()
         else:
             context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

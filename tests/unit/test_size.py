@@ -17,7 +17,7 @@ CORE_FILES = (
 )
 FOLDERS = {
     ".": 748,
-    "attention": 809,
+    "attention": 812,
     "commands": 4131,
     "config": 1195,
     "data": 4223,
@@ -30,10 +30,10 @@ FOLDERS = {
     "recipes": 0,
     "report": 264,
     "sampling": 909,
-    "train": 3869,
+    "train": 3873,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_426
+TOTAL = 20_433
 """Sum of the folders."""
 
 NO_CODE = {

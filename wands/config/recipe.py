@@ -194,8 +194,8 @@ class AttentionConfig(StrictModel):
     results, and uses the fastest. A checkpoint stores this choice for the resumed run. On a CPU, `auto` uses `cpu`. In
     fp32 on a GPU, `auto` uses `reference`, which is plain PyTorch and slow. A GPU kernel that you choose by name must pass
     the same test. `torch` and `cudnn` are part of PyTorch. `flash2`, `flash3` and `flash4` are flash-attn packages. `cudnn`
-    uses cuDNN only for clips of 1,024 tokens or more, and the kernel `torch` for shorter clips. `auto` may combine cuDNN
-    with another kernel, or use another limit than 1,024 tokens. If ring attention divides a clip, the limit applies to each
+    uses cuDNN only for clips of 2,048 tokens or more, and the kernel `torch` for shorter clips. `auto` may combine cuDNN
+    with another kernel, or use another limit than 2,048 tokens. If ring attention divides a clip, the limit applies to each
     part of the clip."""
 
 

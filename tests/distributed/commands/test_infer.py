@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support.sampling import infer, source_of
+from tests.support.world import free_port
 from wands.commands import infer as infer_module
 from wands.commands.infer import InferResult
 from wands.distributed.dims import ParallelDims
@@ -625,10 +625,15 @@ assert not [name for name in sys.modules if name.endswith("pipeline_wan_i2v")], 
 
 def launch(*options: object, rank_1: str = "") -> subprocess.CompletedProcess[str]:
     """`wands infer` on two processes of torchrun; the second is given more options."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        2,
+        "--master-port",
+        free_port(),
+    ]
     started = f'exec "$0" -m wands infer "$@" $(test $RANK = 0 || echo {rank_1})'
     command += ["--no-python", "bash", "-c", started, sys.executable]
     command += [
