@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests.launch.test_stop import MIDDLE, RUNNER, TORCHRUN, Job, kill
 from tests.support.fake_hub import FakeHub
@@ -231,7 +231,12 @@ def test_a_killed_command_is_completed_by_the_same_command(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)  # read at the import
-    done = CliRunner().invoke(main, [str(word) for word in arguments])
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    def call() -> Result:  # in this process, which has imported everything
+        return CliRunner().invoke(main, [str(word) for word in arguments])
+
+    done = call()
     assert done.exit_code == 0, done.output
     wanted = result()
     assert len(wanted) > 3
@@ -249,10 +254,10 @@ def test_a_killed_command_is_completed_by_the_same_command(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         process.communicate(timeout=60)
-        output, _ = (again := start(arguments, temporary)).communicate(timeout=300)
+        again = call()
         # If the signal came after the result had its final name, a second conversion to this name is refused.
-        if not (command == "convert" and "contains files" in output):
-            assert again.returncode == 0, (number, output)
-        assert result() == wanted, (seed, number, output)
+        if not (command == "convert" and "contains files" in again.output):
+            assert again.exit_code == 0, (number, again.output)
+        assert result() == wanted, (seed, number, again.output)
         assert {path.name for path in tmp_path.iterdir()} == names, (seed, number)
         assert not list(temporary.iterdir()), (seed, number)

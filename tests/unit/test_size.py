@@ -28,12 +28,12 @@ FOLDERS = {
     "model": 2342,
     "planning": 684,
     "recipes": 0,
-    "report": 264,
+    "report": 268,
     "sampling": 909,
     "train": 3873,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_433
+TOTAL = 20_437
 """Sum of the folders."""
 
 NO_CODE = {

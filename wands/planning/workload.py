@@ -28,7 +28,7 @@ class Weight:
     element_size: int
     trained: bool
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements of the parameter before it is partitioned over ranks."""
         return math.prod(self.shape)

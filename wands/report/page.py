@@ -11,6 +11,7 @@ import io
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def render(folder: Path, template: str, **values: Any) -> str:
         template: file name of the Jinja template.
         values: variables of the template.
     """
+    return _template(folder, template).render(number="{:,}".format, **values)
+
+
+@cache
+def _template(folder: Path, name: str) -> jinja2.Template:
+    """Return a Jinja template. A training run renders its page many times, and compiling takes longer than rendering."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
@@ -87,7 +94,7 @@ def render(folder: Path, template: str, **values: Any) -> str:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    return environment.get_template(template).render(number="{:,}".format, **values)
+    return environment.get_template(name)
 
 
 def render_page(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:

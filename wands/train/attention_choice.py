@@ -60,8 +60,8 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for repeat in range(4):  # the last repeat counts; the first repeat builds plans and loads kernels
             if repeat == 3:
-                # Work that takes longer than the host needs to start all kernels. In a training step, too, the GPU is
-                # behind the host. Otherwise, the time would be that of the host, for a kernel with a call per segment.
+                # This work takes longer than the host needs to start the kernels below. Otherwise, cuDNN would be measured by
+                # the host's time for a call per segment. In a training step, too, the host is ahead of the GPU.
                 for _ in range(16):
                     torch.mm(busy, busy)
                 start.record()
