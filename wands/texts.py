@@ -40,7 +40,8 @@ def hide_secrets(text: str) -> str:
     - user names and passwords in URLs
     - values of environment variables whose name contains a word such as TOKEN or PASSWORD
     """
-    for name, value in os.environ.items():
+    variables = os.environ.items() if len(text) >= 8 else ()  # reading them takes longer than the rest
+    for name, value in variables:
         if len(value) >= 8 and _SECRET_NAME.search(name.upper()):
             text = text.replace(value, "REDACTED")
     return _SECRET.sub("REDACTED", text)

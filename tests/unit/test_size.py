@@ -16,7 +16,7 @@ CORE_FILES = (
     *("train/step.py", "data/collate.py"),
 )
 FOLDERS = {
-    ".": 748,
+    ".": 749,
     "attention": 812,
     "commands": 4131,
     "config": 1195,
@@ -33,7 +33,7 @@ FOLDERS = {
     "train": 3873,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_437
+TOTAL = 20_438
 """Sum of the folders."""
 
 NO_CODE = {
