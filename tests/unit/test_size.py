@@ -30,10 +30,10 @@ FOLDERS = {
     "recipes": 0,
     "report": 268,
     "sampling": 909,
-    "train": 3873,
+    "train": 3877,
 }
 """Folder of wands -> its budget; "." is the files next to the folders. A higher sum needs a line in CHANGELOG.md."""
-TOTAL = 20_438
+TOTAL = 20_442
 """Sum of the folders."""
 
 NO_CODE = {

@@ -82,6 +82,7 @@ class Watchdog:
         self.stop_requested = False
         self.saved: Path | None = None
         self._launcher, self._heartbeat = launcher, heartbeat
+        self._ends_hang = False
         self._first_signal: float | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._main, self._pipe = socket.socketpair()
@@ -187,6 +188,7 @@ class Watchdog:
                 self._receive(signal.Signals(number))
 
     def _end_hang(self, work: str, limit: float) -> NoReturn:
+        self._ends_hang = True
         faulthandler.dump_traceback_later(60 + _HANG_WAIT, exit=True)  # the run folder may hang too
         assert self._folder is not None
         text, is_lowest = call_roll(self._folder, _HANG_WAIT)
@@ -198,6 +200,9 @@ class Watchdog:
         os._exit(RankError.exit_code)
 
     def _raise_lost_connection(self, error: BaseException | None, work: str) -> None:
+        # After a step that did not end, the connection breaks because the other rank has ended. The stacks of the hang must stay.
+        if self._ends_hang:
+            return
         # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
         if not isinstance(error, RuntimeError) or not re.search("gloo|^Dist", repr(error)):
             return
