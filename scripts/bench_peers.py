@@ -191,7 +191,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         rounds: number of timed steps of each variant.
 
     Returns:
-        One row of the table for each variant. The row of a variant that needs more memory than the device has contains
+        One row of the table for each variant. If a variant of diffusers needs more memory than the device has, its row contains
         "out of memory" and no times.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -201,18 +201,20 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         own = wands_step(device, kind, Path(folder), overrides)
         peer = Peer(device, kind)
         steps = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
-        losses, peaks, full = {}, {}, []
-        for name, step in steps.items():  # the warm-up
+        losses, peaks, too_large = {"wands": own()}, {}, []  # the first calls are the warm-up
+        for name in ("one at a time", "padded"):
             try:
-                losses[name] = step()
+                losses[name] = steps[name]()
             except torch.OutOfMemoryError:
-                full.append({"variant": f"{kind}, {name}", "peak MiB": "out of memory"})
-        if full:  # DeepSpeed's engine is unusable after a backward pass that failed
-            del steps, step, peer
+                too_large.append({"variant": f"{kind}, {name}", "peak MiB": "out of memory"})
+        if too_large:  # DeepSpeed's engine is unusable after a backward pass that failed
+            del steps, peer
             gc.collect()
             peer = Peer(device, kind)
-            steps = {"wands": own, "one at a time": peer.one_at_a_time}
-            peer.one_at_a_time()
+            every = {"wands": own, "one at a time": peer.one_at_a_time, "padded": peer.padded}
+            steps = {name: every[name] for name in losses}
+            for step in steps.values():
+                step()
         for name, step in steps.items():
             with PeakMemory(device) as peak:
                 step()
@@ -236,7 +238,7 @@ def measure(device: str, kind: str, overrides: Sequence[str] = (), rounds: int =
         }
         for name, values in times.items()
     ]
-    return rows + full
+    return rows + too_large
 
 
 FIXED = {

@@ -46,12 +46,13 @@ class Results:
 
     Attributes:
         failed: whether at least one part has raised an error.
+        skipped: names of the parts that did not run because of `part`.
     """
 
     def __init__(
         self, folder: Path, stage: str, device: str, overrides: Sequence[str] = (), part: str = ""
     ) -> None:
-        self._part = part
+        self._part, self.skipped = part, list[str]()
         self.failed, self._path, self._device = False, folder / f"{stage}.json", device
         self._data: dict[str, Any] = {
             "stage": stage,
@@ -64,9 +65,18 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self._write(f"{stage} on {self._data['machine']}, torch {torch.__version__}, {self._data['commit']}")
 
+    @property
+    def ran(self) -> bool:
+        """Whether at least one part ran."""
+        return bool(self._data["parts"])
+
     def run(self, name: str, measure: Callable[[], Rows]) -> None:
-        """Run `measure`, print its rows as a table, and write all results. If `measure` raises an error, record the error."""
+        """Run `measure`, print its rows as a table, and write all results. If `measure` raises an error, record the error.
+
+        If the name of the part does not contain `part`, do nothing.
+        """
         if self._part not in name:
+            self.skipped.append(name)
             return
         started = time.perf_counter()
         try:

@@ -601,7 +601,10 @@ STAGES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
 
 
 def main() -> int:
-    """Run the stage that the command line names. Return the exit code: 1 if a measurement or test of the stage failed."""
+    """Run the stage that the command line names.
+
+    Return the exit code: 1 if a measurement or test of the stage failed, 2 if --part names no part.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -625,6 +628,10 @@ def main() -> int:
     args = parser.parse_args()
     results = Results(args.out, args.stage, args.device, args.overrides, args.part)
     STAGES[args.stage](args, results)
+    if not results.ran:
+        names = "; ".join(results.skipped)
+        print(f"--part {args.part}: no part of {args.stage} has this text in its name; use one of: {names}")
+        return 2
     return int(results.failed)
 
 

@@ -108,12 +108,12 @@ def test_gpu_runs_everything_and_sums_up(tmp_path: Path):
 
 
 def test_gpu_continues_after_a_failure_and_runs_only_the_named_stages(tmp_path: Path):
-    chosen = ("--only", "attention", "--only", "step", "--set", "model.dropout=0.1")
+    chosen = ("--only", "attention", "--only", "step", "--set", "model.dropout=0.1", "--part", "8 clips")
     done = run_gpu(tmp_path, 4, *chosen, failing="stages.py attention")
     assert done.returncode == 1
     ends = {"attention": "failed (3)", "bench_attention": "passed", "step": "passed"}
     assert done.stdout.splitlines()[-3:] == [f"{name:18} {end}" for name, end in ends.items()]
-    assert (tmp_path / "out" / "step.log").read_text().endswith("--set model.dropout=0.1\n")
+    assert (tmp_path / "out" / "step.log").read_text().endswith("--set model.dropout=0.1 --part 8 clips\n")
 
 
 def test_gpu_ends_a_stage_after_its_limit(tmp_path: Path):

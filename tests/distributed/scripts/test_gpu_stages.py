@@ -100,6 +100,18 @@ def test_a_variant_without_enough_memory_loses_no_other(new_world: Callable[...,
     assert rows[2] == {"variant": "lora, padded", "peak MiB": "out of memory"}
 
 
+def test_a_part_that_does_not_exist_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    options = ["step", "--device", "cpu", "--out", str(tmp_path), "--part", "9 clips"]
+    monkeypatch.setattr(sys, "argv", ["gpu_stages.py", *options])
+    assert gpu_stages.main() == 2
+    sentence = (
+        "--part 9 clips: no part of step has this text in its name; use one of: wan2.1-t2v-1.3b, 3 clips\n"
+    )
+    assert capsys.readouterr().out.endswith(sentence)
+
+
 def test_overrides_reach_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The same block with other recipe settings does other work."""
     args = gpu_stages.argparse.Namespace(device="cpu", out=tmp_path, overrides=[])

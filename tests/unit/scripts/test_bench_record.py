@@ -41,6 +41,8 @@ def test_results_are_written_after_every_part(tmp_path: Path):
 def test_only_the_named_parts_run(tmp_path: Path):
     results = Results(tmp_path, "step", "cpu", part="8 clips")
     results.run("1.3B, 1 clip", fails)
+    assert not results.ran
+    assert results.skipped == ["1.3B, 1 clip"]
     results.run("1.3B, 8 clips", lambda: [{"s": 2.0}])
     assert json.loads((tmp_path / "step.json").read_text())["parts"].keys() == {"1.3B, 8 clips"}
 
