@@ -28,13 +28,13 @@ from urllib.parse import quote
 from safetensors.torch import save
 
 from data_tools.program import program
-from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import disk_error
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
 from wands.files import publish
 from wands.lock import WriterLock
+from wands.preprocess.progress import progress
 
 EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
 EXPORT_FORMAT = "wands export"

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from data_tools.program import program
 from data_tools.shard_formats import EncodedSample, find_shards, read_samples
-from wands.commands.preprocess.workers import pick_device
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import write_whole
 from wands.data.cache.reader import CacheWriter
@@ -37,6 +36,7 @@ from wands.encoders.components import CONFIG_FILES, find_part, read_config, read
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextEncoder, clean_caption
 from wands.errors import ConfigError, DataError
+from wands.preprocess.workers import pick_device
 from wands.texts import safe_lines
 from wands.variants import TEXT_LEN, Variant
 

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import numpy as np
 
 from data_tools.program import program
-from wands.commands.length_histogram import token_histogram
 from wands.config.base import ARGUMENT, Options, Spelling
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
+from wands.preprocess.length_histogram import token_histogram
 from wands.texts import safe_lines
 
 STRIP_FRAMES = 8

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from data_tools.program import program
-from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
 from wands.files import first_difference, write_text
+from wands.preprocess.progress import progress
 from wands.texts import printable
 
 SHOWN = 5

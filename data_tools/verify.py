@@ -24,11 +24,11 @@ import h5py
 import numpy as np
 
 from data_tools.program import program
-from wands.commands.progress import progress
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
 from wands.data.cache.shards import CacheIndex, IndexEntry, read_entry, sample_path, stored_names
 from wands.errors import CacheError
+from wands.preprocess.progress import progress
 from wands.texts import safe_lines
 
 MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.attention.kernels.registry import Backend
+from wands.attention.layout import ContextLayout, ContextPlan
 from wands.attention.packed import PackedMeta
 from wands.attention.ring import RingAttention
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, varlen_attention
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.distributed.layout import ContextLayout, ContextPlan
 from wands.transfer import to_device
 
 HEAD_DIM = 128

@@ -42,13 +42,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from wands.checkpoint.buffers import HostBuffers, TensorFile
+from wands.checkpoint.checkpoint_files import FragmentFiles
+from wands.checkpoint.engine_state import engine_tensors, load_engine
 from wands.distributed.bootstrap import gather_objects, init_process_group
 from wands.files import sync
 from wands.model.files import tensor_files
-from wands.model.files.checkpoint_files import FragmentFiles
 from wands.model.files.tensor_files import hash_file, write_safetensors
-from wands.train.buffers import HostBuffers, TensorFile
-from wands.train.engine_state import engine_tensors, load_engine
 
 
 def build_engine(layers: int, width: int, stage: int, device: torch.device) -> Any:

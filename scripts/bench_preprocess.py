@@ -41,7 +41,7 @@ from make_tiny_pipeline import build_tiny_pipeline
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """
 import json, sys
-from wands.commands.preprocess.preprocess import preprocess
+from wands.preprocess.preprocess import preprocess
 from wands.config.options import PreprocessOptions
 if __name__ == "__main__":
     report = preprocess(PreprocessOptions(**json.loads(sys.argv[1])))

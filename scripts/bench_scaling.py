@@ -32,8 +32,8 @@ from wands.distributed.dims import choose_degrees
 from wands.planning.hardware import MACHINES, Machine
 from wands.planning.memory import estimate_memory, reserved_memory
 from wands.planning.step_time import Prediction, Traffic, predict
+from wands.planning.weights import list_weights
 from wands.planning.workload import Weight, Workload
-from wands.train.weights import list_weights
 from wands.variants import VARIANTS, DiTShape
 
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)

@@ -32,11 +32,11 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wands.attention.layout import ContextLayout
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
 from wands.config.recipe import FlowConfig
 from wands.data.collate import PackingCollator, RankSlice, Sample
-from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
 from wands.transfer import to_device
 from wands.variants import TEXT_LEN, DiTShape

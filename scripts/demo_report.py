@@ -286,8 +286,8 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     from wands.commands.score import correlation
     from wands.data.cache.reader import LatentCache
     from wands.files import read_rows
+    from wands.run.append_log import marked_steps
     from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
-    from wands.train.append_log import marked_steps
 
     cache = LatentCache(out / "cache")
     samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]

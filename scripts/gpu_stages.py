@@ -316,7 +316,7 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
     hook = block.register_forward_pre_hook(lambda _, given: inputs.extend(given))
     timesteps = torch.linspace(20, 980, len(samples), device=device)
     with autocast:
-        model(batch.model_input(batch.tokens), batch.meta, timesteps, batch.text_embeds)
+        model(**batch.model_inputs(batch.tokens, timesteps))
     hook.remove()
     inputs = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in inputs]
     call = model._gradient_checkpointing_func if model.gradient_checkpointing else lambda f, *x: f(*x)

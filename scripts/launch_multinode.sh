@@ -118,7 +118,7 @@ with_torchrun() {
   # Node 0 waits for connections at the master address; torchrun's own guess from host names fails in some containers.
   local here=(--rdzv-conf read_timeout=600,is_host=0)
   ((node_rank)) || here=(--rdzv-conf read_timeout=600,is_host=1 --local-addr "$master_addr")
-  exec python -m wands.train.restart --nnodes "$nnodes" --nproc-per-node "$nproc" --rdzv-backend c10d \
+  exec python -m wands.watch.restart --nnodes "$nnodes" --nproc-per-node "$nproc" --rdzv-backend c10d \
     --rdzv-endpoint "$master_addr:${master_port:-29500}" "${here[@]}" -m wands train "$@"
 }
 

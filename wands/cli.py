@@ -92,7 +92,7 @@ def _check(options: opts.CheckOptions) -> None:
 
 
 def _train(options: opts.TrainOptions) -> None:
-    from wands.train.launcher import find_launcher
+    from wands.watch.launcher import find_launcher
 
     launcher = find_launcher()  # now: the imports of the next line take seconds
     from wands.commands.train import run_train
@@ -115,7 +115,7 @@ def _infer(options: opts.InferOptions) -> None:
 
 
 def _selftest(options: opts.SelftestOptions) -> None:
-    from wands.commands.selftest.selftest import selftest
+    from wands.selftest.selftest import selftest
 
     counts = {"pass": 0, "fail": 0, "skipped": 0}
     echo = _echo if os.environ.get("RANK", "0") == "0" else lambda text: None
@@ -212,7 +212,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.CaptionOptions: "data_tools.footage.write_captions:caption",
     opts.MeasureOptions: "data_tools.footage.measures:measure",
     opts.CheckOptions: _check,
-    opts.PreprocessOptions: "wands.commands.preprocess.preprocess:preprocess",
+    opts.PreprocessOptions: "wands.preprocess.preprocess:preprocess",
     opts.PackOptions: "wands.commands.pack:pack",
     opts.CalibrateOptions: "wands.commands.calibrate:calibrate",
     opts.PlanOptions: "wands.commands.plan:plan",
@@ -223,7 +223,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.EvaluateOptions: "wands.commands.evaluate:evaluate",
     opts.ExportOptions: "wands.commands.export:export",
     opts.PushOptions: "wands.commands.push:push",
-    opts.ConvertOptions: "wands.commands.convert.convert:convert",
+    opts.ConvertOptions: "wands.convert.convert:convert",
     opts.ScoreOptions: "wands.commands.score:score",
     opts.VerifyOptions: "wands.commands.verify:verify",
     opts.SelftestOptions: _selftest,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from wands.commands.clip_rules import LIMIT_SECONDS, crash_reason
-from wands.commands.progress import progress
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import ClipRecord
 from wands.files import iter_rows, write_text
+from wands.preprocess.clip_rules import LIMIT_SECONDS, crash_reason
+from wands.preprocess.progress import progress
 
 Result = dict[str, Any]
 

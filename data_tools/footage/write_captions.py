@@ -22,10 +22,6 @@ import numpy as np
 
 from data_tools.footage.caption_models import connect_captioner, load_captioner
 from data_tools.footage.caption_text import clean_answer
-from wands.commands.clip_rules import LIMIT_SECONDS, crash_reason
-from wands.commands.preprocess.encoding import Devices
-from wands.commands.preprocess.workers import Lost, WorkerPool
-from wands.commands.progress import progress
 from wands.config.options import CaptionOptions
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
@@ -37,6 +33,10 @@ from wands.data.clips.video import decode_clip, probe
 from wands.errors import ConfigError, DataError, WandsError
 from wands.files import iter_rows
 from wands.lock import WriterLock
+from wands.preprocess.clip_rules import LIMIT_SECONDS, crash_reason
+from wands.preprocess.encoding import Devices
+from wands.preprocess.progress import progress
+from wands.preprocess.workers import Lost, WorkerPool
 
 PROMPT = (
     "Describe this video in two to four sentences: the subjects, their actions, the place, the light and the camera. Write only "

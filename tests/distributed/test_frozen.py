@@ -15,7 +15,7 @@ import pytest
 from tests.support.runs import losses, run_training
 from tests.support.world import WorldPool
 from wands.cli import main
-from wands.commands.convert import old_checkpoint
+from wands.convert import old_checkpoint
 from wands.data.cache.reader import LatentCache
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"

@@ -33,12 +33,12 @@ from tests.support.hostile import (
 )
 from tests.unit.data_tools.test_captions import Server
 from wands.commands.check import check
-from wands.commands.clip_rules import read_source
 from wands.config.options import CheckOptions
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.layouts import load_source
 from wands.data.clips.video import probe
 from wands.errors import ConfigError, DataError
+from wands.preprocess.clip_rules import read_source
 from wands.texts import printable
 
 SIZES = ("--max-pixels", 6144, "--max-frames", 9)

@@ -21,11 +21,11 @@ from tests.launch.test_stop import MIDDLE, RUNNER, TORCHRUN, Job, kill
 from tests.support.fake_hub import FakeHub
 from tests.support.runs import run_training
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.cli import main
 from wands.commands.export import export
 from wands.config.options import ExportOptions
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -16,13 +16,13 @@ import pytest
 
 from tests.support import runs
 from tests.support.world import free_port
-from wands.model.files.checkpoint_files import find_checkpoint
+from wands.checkpoint.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 MULTINODE = ROOT / "scripts" / "launch_multinode.sh"
 SLURM = ROOT / "scripts" / "launch_slurm.sh"
-AGENT = "-m wands.train.restart"
+AGENT = "-m wands.watch.restart"
 
 # Two nodes here: the options are written down, then the command runs once for each node.
 SRUN = """

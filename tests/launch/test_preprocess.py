@@ -23,10 +23,6 @@ from diffusers.video_processor import VideoProcessor
 from PIL import Image
 
 from tests.support.commands import preprocess
-from wands.commands import clip_rules
-from wands.commands import progress as progress_module
-from wands.commands.length_histogram import token_histogram
-from wands.commands.preprocess.preprocess_report import PreprocessReport
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
@@ -37,6 +33,10 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError, DataError
+from wands.preprocess import clip_rules
+from wands.preprocess import progress as progress_module
+from wands.preprocess.length_histogram import token_histogram
+from wands.preprocess.preprocess_report import PreprocessReport
 from wands.variants import variant_of
 
 SMALL: dict[str, Any] = {"max_pixels": 64 * 96, "max_frames": 9, "device": "cpu", "text_dtype": "fp32"}

@@ -15,14 +15,14 @@ from tests.launch.test_preprocess import start as start_python
 from tests.launch.test_preprocess_workers import finish, noise, start
 from tests.support import deadly
 from tests.support.commands import preprocess
-from wands.commands.preprocess import decoding
-from wands.commands.preprocess import preprocess as module
-from wands.commands.preprocess.decoding import WORK_NAME
-from wands.commands.preprocess.encoding import encode_clips
-from wands.commands.preprocess.preprocess import QUARANTINE_NAME
-from wands.commands.preprocess.scan import SourceScan
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.isolated import Crash, IsolatedWorker
+from wands.preprocess import decoding
+from wands.preprocess import preprocess as module
+from wands.preprocess.decoding import WORK_NAME
+from wands.preprocess.encoding import encode_clips
+from wands.preprocess.preprocess import QUARANTINE_NAME
+from wands.preprocess.scan import SourceScan
 
 SITE = {"PYTHONPATH": str(Path(deadly.__file__).parent / "deadly_site")}
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}

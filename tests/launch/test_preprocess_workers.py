@@ -20,11 +20,11 @@ from data_tools.merge import merge
 from tests.launch.test_preprocess import SMALL, break_some, contents
 from tests.support.commands import preprocess
 from tests.support.world import free_port
-from wands.commands.preprocess.scan import parse_part, select_part
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.records import ClipRecord
 from wands.data.clips.video import save_video
 from wands.errors import ConfigError
+from wands.preprocess.scan import parse_part, select_part
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = SMALL | {"clip_mode": "slide", "max_samples": 3}

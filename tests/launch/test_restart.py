@@ -115,7 +115,7 @@ def test_ctrl_c_is_not_restarted(start: Callable[..., Job]):
 def test_workers_whose_agent_is_killed_save_and_leave(start: Callable[..., Job]):
     job = start(script(), "run", 100_000)
     job.wait_for(lambda: len(job.rows()) >= 3, 200)
-    kill("wands.train.restart")(job)
+    kill("wands.watch.restart")(job)
     ends_with_a_checkpoint(job)
 
 
@@ -151,7 +151,7 @@ def test_the_run_continues_without_a_node_and_with_it_again(tmp_path: Path):
     def agent(node: int) -> subprocess.Popen[str]:
         options = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --no-python"
         conf = f"is_host={1 - node},last_call_timeout=3,keep_alive_interval=1"
-        command = [sys.executable, "-m", "wands.train.restart", *options.split(), "--rdzv-conf", conf]
+        command = [sys.executable, "-m", "wands.watch.restart", *options.split(), "--rdzv-conf", conf]
         worker = ["bash", "wands_worker.sh", "train", "--set", f"output_dir={tmp_path}/run", "--force"]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "NODE": str(node)}
         return subprocess.Popen([*command, *worker], cwd=tmp_path, env=env, text=True, start_new_session=True)

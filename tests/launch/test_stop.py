@@ -17,7 +17,7 @@ import pytest
 
 from tests.support.runs import BASE
 from tests.support.world import free_port
-from wands.model.files.checkpoint_files import find_checkpoint
+from wands.checkpoint.checkpoint_files import find_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

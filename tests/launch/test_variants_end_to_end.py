@@ -15,8 +15,8 @@ from tests.support.runs import losses, run_training
 from tests.support.sampling import infer
 from tests.support.steps import zero
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.data.cache.reader import LatentCache
-from wands.model.files.checkpoint_files import find_checkpoint
 from wands.sampling.requests import SampleRequest
 from wands.variants import VARIANTS
 

@@ -14,8 +14,8 @@ from wands.data.clips.isolated import IsolatedWorker
 
 if TYPE_CHECKING:
     from wands.commands.check.check_report import CheckReport
-    from wands.commands.convert.convert_result import ConvertResult
-    from wands.commands.preprocess.preprocess_report import PreprocessReport
+    from wands.convert.convert_result import ConvertResult
+    from wands.preprocess.preprocess_report import PreprocessReport
 
 Filled = TypeVar("Filled", bound=Options)
 
@@ -45,7 +45,7 @@ def check(source: str | Path, *, thumbnails: bool = True, **values: Any) -> Chec
 def preprocess(
     source: str | Path, out: str | Path, model: str | Path, *, max_samples: int = 512, **values: Any
 ) -> PreprocessReport | None:
-    from wands.commands.preprocess.preprocess import preprocess as command
+    from wands.preprocess.preprocess import preprocess as command
 
     given = {"source": source, "out": out, "model": model, **values}
     return command(fill(opts.PreprocessOptions, given), max_samples=max_samples)
@@ -82,7 +82,7 @@ def push(directory: Path, repo_id: str, *, token: str | None = None, **values: A
 
 
 def convert(source: str | Path, out: Path, **values: Any) -> ConvertResult:
-    from wands.commands.convert.convert import convert as command
+    from wands.convert.convert import convert as command
 
     return command(fill(opts.ConvertOptions, {"source": source, "out": out, **values}))
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
-from wands.distributed.layout import ContextLayout
 
 HEADS, DIM = 4, 8
 

@@ -14,7 +14,7 @@ def decode(real: Any, task: Any) -> Any:
 
 
 def encode_clips(*args: Any) -> Any:
-    """Abort, in place of `wands.commands.preprocess.encoding.encode_clips`."""
+    """Abort, in place of `wands.preprocess.encoding.encode_clips`."""
     os.abort()
 
 

@@ -130,10 +130,10 @@ def run_step(
     import torch
 
     from wands.attention.kernels.registry import BACKENDS
+    from wands.attention.layout import ContextLayout
     from wands.attention.ulysses import OPERATORS, context_attention
     from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
-    from wands.distributed.layout import ContextLayout
     from wands.flow.noise import add_noise
     from wands.flow.sigmas import sigma_weight
     from wands.model.files.loading import build_empty

@@ -10,12 +10,12 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
+from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
-from wands.commands.selftest.stock import stock_velocity
 from wands.data.patchify import patchify
-from wands.distributed.layout import ContextLayout
 from wands.model.transformer import PackedWanTransformer
+from wands.selftest.stock import stock_velocity
 
 CONFIG = {
     "num_attention_heads": 2,

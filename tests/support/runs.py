@@ -12,17 +12,17 @@ from unittest import mock
 
 import torch
 
+from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint
+from wands.run.run import TrainingRun
 from wands.train import loop
 from wands.train.engine import build_engine
 from wands.train.loop import train
 from wands.train.prepare import prepare_run
-from wands.train.run import TrainingRun
-from wands.train.watchdog import Watchdog
+from wands.watch.watchdog import Watchdog
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
 MOCK = "data.mock={num_samples: 7, shapes: [[2,4,4],[3,4,4],[2,2,2],[4,4,6],[1,4,6],[2,4,8],[1,6,6]], text_lens: [5,9,3]}"
@@ -125,6 +125,6 @@ def losses(rows: list[dict[str, Any]]) -> list[float]:
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     """The full fp32 weights of a run's newest checkpoint."""
-    from wands.model.files.checkpoint_files import load_exported_state
+    from wands.checkpoint.checkpoint_files import load_exported_state
 
     return load_exported_state(run_dir)

@@ -16,19 +16,19 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.support.runs import groups_of, make_run, release
-from wands.commands.selftest.stock import add_conditions, stock_velocity
+from wands.attention.layout import ContextLayout
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
-from wands.distributed.layout import ContextLayout
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
+from wands.run.run import TrainingRun
+from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
-from wands.train.run import TrainingRun
 from wands.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]

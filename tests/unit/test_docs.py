@@ -13,10 +13,10 @@ import click
 import pytest
 from pydantic import BaseModel
 
+from wands.checkpoint import resume
 from wands.cli import main
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import shipped_recipes
-from wands.train import resume
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

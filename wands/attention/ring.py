@@ -32,8 +32,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from wands.attention.kernels.contract import fp32_or_wider, new_lse
 from wands.attention.kernels.registry import Backend, get_backend
+from wands.attention.layout import ring_rounds
 from wands.attention.packed import ChunkLens, PackedMeta, Segments
-from wands.distributed.layout import ring_rounds
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
 from wands.config.options import EvaluateOptions
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import init_process_group, start_together
 from wands.distributed.dims import ProcessGroups
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.model.files.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
 from wands.train.engine import build_model
 from wands.train.evaluation import Row, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, plan_cache

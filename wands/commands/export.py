@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from wands import __version__
+from wands.checkpoint.checkpoint_files import TrainState, find_checkpoint, load_full_weights, load_lora_of
 from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
 from wands.export.model_card import RECORD_FILE, STRIPS_FILE
 from wands.export.trained_weights import DTYPES, write_lora, write_transformer
 from wands.files import atomic_folder, write_text
-from wands.model.files.checkpoint_files import TrainState, find_checkpoint, load_full_weights, load_lora_of
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.report.run_data import read_run, sample_strips
+from wands.run.append_log import marked_steps
 from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
-from wands.train.append_log import marked_steps
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import save
 
 from wands import __version__
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_full_weights
 from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
 from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
@@ -37,7 +38,6 @@ from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path, write_text
-from wands.model.files.checkpoint_files import find_checkpoint, load_full_weights
 from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from wands.checkpoint.epoch_files import FORMAT
 from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.data.packing import imbalance
 from wands.files import atomic_path
-from wands.train.epoch_files import FORMAT
+from wands.run.run import TrainingRun
 from wands.train.prepare import load_run
-from wands.train.run import TrainingRun
 
 
 def pack(options: PackOptions) -> str:

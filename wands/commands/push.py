@@ -77,8 +77,8 @@ def push(options: PushOptions, token: str | None = None) -> str:
     directory = options.directory
     exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
     if not exported and ((directory / "checkpoints").is_dir() or (directory / _STATE_FILE).is_file()):
+        from wands.checkpoint.checkpoint_files import find_checkpoint
         from wands.commands.export import export
-        from wands.model.files.checkpoint_files import find_checkpoint
 
         checkpoint, _ = find_checkpoint(directory)
         with _temporary_folder(checkpoint.parent) as parent:
@@ -175,7 +175,7 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
     """
     record: dict[str, Any] = {}
     if training is not None:
-        from wands.model.files.checkpoint_files import find_checkpoint
+        from wands.checkpoint.checkpoint_files import find_checkpoint
 
         step_dir, state = find_checkpoint(training)
         record = {key: getattr(state, key) for key in ("base", "step", "variant", "recipe", "loss")}

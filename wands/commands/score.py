@@ -19,7 +19,7 @@ from wands.distributed.bootstrap import accelerator_type
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.files import read_rows, write_text
-from wands.train.append_log import to_line
+from wands.run.append_log import to_line
 
 
 def score(options: ScoreOptions) -> str:

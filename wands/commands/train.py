@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from wands.checkpoint.step_folders import finish_publish
 from wands.commands.plan import find_model
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import TrainOptions
@@ -23,16 +24,15 @@ from wands.files import write_text
 from wands.flow.rng import philox
 from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.lock import LOCK_NAME, WriterLock
-from wands.model.files.step_folders import finish_publish
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
+from wands.run.run import Log, TrainingRun
 from wands.train.engine import check_offload
-from wands.train.launcher import Ancestor
 from wands.train.prepare import check_hashes, load_run
-from wands.train.run import Log, TrainingRun
 from wands.train.summary import start_block
 from wands.train.terminal import Terminal
-from wands.train.watchdog import REQUESTS, Watchdog
 from wands.variants import VARIANTS
+from wands.watch.launcher import Ancestor
+from wands.watch.watchdog import REQUESTS, Watchdog
 
 BAR_WIDTH, NUM_BARS = 50, 20
 """Width of the longest bar of a histogram in characters, and number of bars."""

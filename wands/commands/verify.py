@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.step_folders import list_steps
 from wands.config.options import VerifyOptions
 from wands.data.cache.format import MANIFEST_NAME
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError, WandsError
-from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.hashes import find_changed_files
-from wands.model.files.step_folders import list_steps
 
 
 def verify(options: VerifyOptions) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from wands.errors import ConfigError, failed_rules
 from wands.files import read_json_object
 
 Names = tuple[str, str]
+SHIPPED_CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+"""Folder of the shipped DeepSpeed JSONs, next to the package `wands` in a checkout and in an installation."""
 REDUCE_BUCKET_SIZE = 500_000_000
 """Number of gradient values that are reduced together if the JSON does not set reduce_bucket_size. DeepSpeed has the same
 default.
@@ -39,8 +40,8 @@ def load_ds_config(path: str | Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {"zero_optimization": {"stage": 2}}
-    folder = Path(str(resources.files("wands"))) / "ds_configs"
-    shipped, names = folder / f"{path}.json", sorted(file.stem for file in folder.glob("*.json"))
+    shipped = SHIPPED_CONFIGS / f"{path}.json"
+    names = sorted(file.stem for file in SHIPPED_CONFIGS.glob("*.json"))
     file = shipped if shipped.is_file() and not Path(path).exists() else Path(path)
     fix = f"pass the path of a JSON file, or one of {', '.join(names)}."
     return read_json_object(file, label=f"--deepspeed {path}", fix=fix)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.config.recipe import FlowConfig
 from wands.data.patchify import condition_channels, grid_size, patchify
-from wands.distributed.layout import ContextLayout
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
 from wands.variants import TEXT_LEN, DiTShape
@@ -107,17 +108,23 @@ class RankSlice(BinSamples):
     layout: ContextLayout
     condition_channels: Tensor | None = None
 
-    def model_input(self, noisy_tokens: Tensor) -> Tensor:
-        """Append this rank's conditioning channels to the noisy tokens, and return the model's input.
-
-        Conditioning channels get no noise. Without conditioning channels, return `noisy_tokens`.
+    def model_inputs(self, noisy_tokens: Tensor, timesteps: Tensor) -> dict[str, Any]:
+        """Return the keyword arguments of `PackedWanTransformer.forward`: the noisy tokens, and the inputs of all conditions.
 
         Args:
-            noisy_tokens: [tokens of this rank, channels of a token].
+            noisy_tokens: [L, P]. The conditioning channels, which get no noise, are appended to them.
+            timesteps: fp32 [M], one for each entry of `meta.timestep_lens`.
         """
-        if self.condition_channels is None:
-            return noisy_tokens
-        return torch.cat([noisy_tokens, self.condition_channels], dim=1)
+        tokens = noisy_tokens
+        if self.condition_channels is not None:
+            tokens = torch.cat([noisy_tokens, self.condition_channels], dim=1)
+        return {
+            "tokens": tokens,
+            "meta": self.meta,
+            "timesteps": timesteps,
+            "text_embeds": self.text_embeds,
+            "image_embeds": self.image_embeds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ an epoch uses two or three of these rows. The index of the epoch (0, 1, 2, ...) 
 of a source are numbered copy by copy: first one row for each sample, then a second row for each sample, and so on.
 
 As long as the data does not change, the step number is the only state of the data order. If clips were added or removed,
-a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.train.epoch_files`).
+a resumed run also needs the plan of the epoch, which the checkpoint contains (`wands.checkpoint.epoch_files`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from wands.attention.layout import ContextLayout
 from wands.config.recipe import ParallelConfig
-from wands.distributed.layout import ContextLayout
 from wands.errors import ConfigError
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wands.attention.layout import ContextLayout
 from wands.config.recipe import FlowConfig
-from wands.distributed.layout import ContextLayout
 from wands.flow.rng import SampleKey, rng
 from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS, sample_sigma, with_clip_shift
 

@@ -33,10 +33,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wands.attention.layout import ContextPlan
 from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
 from wands.data.packing import LEVEL
-from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import Machine
 from wands.planning.memory import BF16, FP32, Activations
 from wands.planning.workload import Workload

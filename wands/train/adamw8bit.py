@@ -22,8 +22,8 @@ from bitsandbytes.functional import create_dynamic_map
 from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
 
+from wands.checkpoint.engine_state import Fragment, cut_flat
 from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
-from wands.train.engine_state import Fragment, cut_flat
 
 States = Mapping[str, Tensor]
 """Adam's two moments of N consecutive values of a flattened parameter: the keys "state1" and "state2", each [N].

@@ -9,8 +9,8 @@ import torch
 from wands.attention.kernels.registry import Backend, get_backend, usable_backends
 from wands.attention.packed import Segments
 from wands.distributed.bootstrap import gather_objects
+from wands.run.run import Log, TrainingRun
 from wands.train.engine import attention_backend
-from wands.train.run import Log, TrainingRun
 from wands.transfer import to_device
 
 Choice = tuple[Backend, dict[str, str] | None]

@@ -20,7 +20,7 @@ from wands.data.patchify import frames_of_tokens, grid_size
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.flow.noise import NoisyBatch, add_noise
-from wands.train.run import TrainingRun
+from wands.run.run import TrainingRun
 from wands.transfer import map_tensors
 
 MicroBatch = tuple[RankSlice, NoisyBatch]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wands.train.ema import own_fragments
-from wands.train.engine_state import Fragment
+from wands.checkpoint.ema import own_fragments
+from wands.checkpoint.engine_state import Fragment
 
 
 @torch.no_grad()

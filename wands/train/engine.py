@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from wands.attention.ulysses import OPERATORS, context_attention
 from wands.attention.varlen import Backend, choose_backend
+from wands.checkpoint.engine_state import trained_fragments
 from wands.config.deepspeed import REDUCE_BUCKET_SIZE, learning_rate, offloads_optimizer, uses_adam
 from wands.config.optimizer_kinds import kind_of
 from wands.config.recipe import OptimConfig, Recipe
@@ -30,9 +31,8 @@ from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
 from wands.model.weight_dtypes import WeightDtypePolicy
-from wands.train.engine_state import trained_fragments
+from wands.run.run import TrainingRun
 from wands.train.optimizers import build_optimizer, split_by_decay, split_by_dtype
-from wands.train.run import TrainingRun
 from wands.variants import Expert
 
 

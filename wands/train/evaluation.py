@@ -25,14 +25,14 @@ from wands.files import write_text
 from wands.flow.loss import flow_matching_loss
 from wands.flow.noise import add_noise
 from wands.report.page import write_report
-from wands.train.append_log import continue_rows, to_line
+from wands.run.append_log import continue_rows, to_line
+from wands.run.run import TrainingRun
 from wands.train.batches import read_rows_of_bin
 from wands.train.evaluation_plan import HELD_OUT, PLAN_FILE, TRAIN, EvaluationPlan, EvaluationSample, get_plan
 from wands.train.metrics import StepLog
-from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
-from wands.train.watchdog import Watchdog
 from wands.transfer import to_device
+from wands.watch.watchdog import Watchdog
 
 EPOCH = -1
 """Epoch number from which the noise of evaluations is drawn. Training uses the epochs 0, 1, 2 and so on."""
@@ -227,8 +227,8 @@ def measure(
         sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
         noisy = add_noise(*inputs, host_slice.num_cond_tokens, given_sigmas=sigmas)
         batch, noisy = to_device((host_slice, noisy), device)
-        tokens, trained = batch.model_input(noisy.tokens), noisy.trained
-        pred = models[part](tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
+        trained = noisy.trained
+        pred = models[part](**batch.model_inputs(noisy.tokens, noisy.timesteps))
         pair = pred[trained].double(), noisy.target[trained].double()
         weights = batch.weights, batch.token_weights[trained]
         _, errors = flow_matching_loss(*pair, batch.meta.segment_ids[trained], *weights)

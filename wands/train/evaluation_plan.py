@@ -19,7 +19,7 @@ from wands.data.datasets import Dataset
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 from wands.flow.sigmas import sigma_quantile, with_clip_shift
-from wands.train.run import TrainingRun
+from wands.run.run import TrainingRun
 from wands.variants import Expert, Variant
 
 HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"

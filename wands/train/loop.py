@@ -13,31 +13,31 @@ import torch
 import torch.distributed as dist
 
 from wands.attention.kernels.registry import Backend
+from wands.checkpoint.ema import build_averages
+from wands.checkpoint.resume import restore
+from wands.checkpoint.save import BackgroundPush, CheckpointSaver, build_state
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.model.offload import ActivationOffloader
 from wands.report.page import write_report
-from wands.train.append_log import EventLog
+from wands.run.append_log import EventLog
+from wands.run.run import Log, TrainingRun
+from wands.run.trackers import Trackers
 from wands.train.attention_choice import agree_on_backend
-from wands.train.bad_steps import BadSteps
 from wands.train.batches import prefetched
-from wands.train.checkpoint import BackgroundPush, CheckpointSaver, build_state
-from wands.train.ema import build_averages
 from wands.train.engine import build_engine, build_model
 from wands.train.evaluation import Evaluator, Verdict
 from wands.train.metrics import StepLog, memory_peaks, sigma_sums, step_metrics
 from wands.train.profiler import memory_snapshots, profiled_steps
-from wands.train.rank_checks import FIXES, check_step, run_digests
-from wands.train.resume import restore
-from wands.train.run import Log, TrainingRun
 from wands.train.samples import RunSamples, encode_samples
 from wands.train.step import train_step
-from wands.train.stragglers import ComputeTimes
-from wands.train.trackers import Trackers
 from wands.train.trainer import Trainer
-from wands.train.watchdog import ControlRequest, Watchdog, poll_requests
 from wands.transfer import to_device
+from wands.watch.bad_steps import BadSteps
+from wands.watch.rank_checks import FIXES, check_step, run_digests
+from wands.watch.stragglers import ComputeTimes
+from wands.watch.watchdog import ControlRequest, Watchdog, poll_requests
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import torch
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.planning.hardware import peak_tflops
-from wands.train.append_log import continue_rows, to_line
+from wands.run.append_log import continue_rows, to_line
 from wands.train.step import StepResult
 from wands.train.terminal import Terminal
 from wands.train.trainer import Trainer

@@ -10,6 +10,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from wands.checkpoint.checkpoint_files import Checkpoint, find_damage
+from wands.checkpoint.epoch_files import follow_data, follow_plan
+from wands.checkpoint.resume import check_resumable, find_resume
+from wands.checkpoint.save import build_state
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import FlowConfig, Recipe, SourceConfig
@@ -22,19 +26,15 @@ from wands.distributed.bootstrap import accelerator_type, gather_objects, ranks_
 from wands.distributed.dims import check_world, choose_degrees
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import CheckpointError, ConfigError, Problems
-from wands.model.files.checkpoint_files import Checkpoint, find_damage
 from wands.model.files.hashes import find_changed_files
 from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.weight_dtypes import load_library
-from wands.train.checkpoint import build_state
-from wands.train.epoch_files import follow_data, follow_plan
+from wands.planning.weights import list_weights, read_model
+from wands.run.run import TrainingRun
+from wands.run.trackers import check_trackers
 from wands.train.evaluation_plan import check_held_out
-from wands.train.resume import check_resumable, find_resume
-from wands.train.run import TrainingRun
 from wands.train.samples import plan_videos
-from wands.train.trackers import check_trackers
-from wands.train.weights import list_weights, read_model
 from wands.variants import Variant
 
 _NO_MODEL: Any = (None, None, ())  # config, variant and experts if the model cannot be read

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from wands.checkpoint.step_folders import step_name
 from wands.config.recipe import Recipe
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
@@ -39,19 +40,18 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.model.files.step_folders import step_name
 from wands.report.page import write_report
+from wands.run.append_log import continue_rows, to_line
+from wands.run.run import TrainingRun
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
 from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.sharing import join_tokens, token_index
-from wands.train.append_log import continue_rows, to_line
-from wands.train.run import TrainingRun
 from wands.train.trainer import Trainer
-from wands.train.watchdog import Watchdog
 from wands.variants import Expert, Variant
+from wands.watch.watchdog import Watchdog
 
 _FRAMES = 3
 """Number of frames of each video on the contact sheet."""

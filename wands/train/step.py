@@ -17,9 +17,9 @@ from wands.flow.loss import flow_matching_loss, loss_weights
 from wands.flow.rng import SampleKey
 from wands.flow.sigmas import sigma_weight
 from wands.model.offload import new_copy_stream
+from wands.run.run import TrainingRun
 from wands.train.batches import MicroBatch
 from wands.train.block_norms import measure_blocks
-from wands.train.run import TrainingRun
 from wands.transfer import to_device
 
 
@@ -99,8 +99,7 @@ def train_step(
     total, micro_errors = torch.zeros((), device=device), []
     for number, (batch, noisy) in enumerate(_on_device(batches, device), start=1):
         engine.set_gradient_accumulation_boundary(number == len(batches))
-        tokens = batch.model_input(noisy.tokens)
-        pred = engine(tokens, batch.meta, noisy.timesteps, batch.text_embeds, batch.image_embeds)
+        pred = engine(**batch.model_inputs(noisy.tokens, noisy.timesteps))
 
         sigma_weights = sigma_weight(noisy.sigmas, recipe.flow)
         weights = loss_weights(batch.trained_lens, batch.weights, sigma_weights, recipe.loss.reduction)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from wands.checkpoint.resume import list_changes
+from wands.checkpoint.save import build_state
 from wands.config.deepspeed import learning_rate
 from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.planning.memory import estimate_memory, to_gib
-from wands.train.checkpoint import build_state
+from wands.run.run import TrainingRun
 from wands.train.engine import attention_backend
 from wands.train.evaluation_plan import get_plan
-from wands.train.resume import list_changes
-from wands.train.run import TrainingRun
 
 
 def start_block(run: TrainingRun) -> str:

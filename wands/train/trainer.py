@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from wands.checkpoint.ema import WeightAverage
 from wands.distributed.dims import ProcessGroups
-from wands.train.append_log import EventLog
-from wands.train.ema import WeightAverage
-from wands.train.run import Log, TrainingRun
-from wands.train.trackers import Trackers
+from wands.run.append_log import EventLog
+from wands.run.run import Log, TrainingRun
+from wands.run.trackers import Trackers
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.support.context import attend, groups_of, make_inputs, meta_of, shard_rows, whole
 from wands.attention import ring, ulysses
 from wands.attention.kernels import registry as backends
+from wands.attention.layout import ContextLayout
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import Segments, choose_backend
-from wands.distributed.layout import ContextLayout
 from wands.model.checkpointing import SelectiveCheckpoint
 
 GRIDS = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 1)]  # (ring, ulysses)

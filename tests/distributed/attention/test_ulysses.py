@@ -13,12 +13,12 @@ from torch import Tensor
 from tests.support.context import groups_of, make_inputs, meta_of, shard_rows
 from tests.support.runs import groups_of as groups_of_dims
 from tests.support.runs import make_run
+from wands.attention.layout import ContextLayout
 from wands.attention.ring import RingAttention
 from wands.attention.ulysses import UlyssesAttention, context_attention
 from wands.attention.varlen import choose_backend
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims
-from wands.distributed.layout import ContextLayout
 from wands.sampling.pipeline import find_pipeline, load_pipeline
 from wands.sampling.sharing import share_pipeline
 from wands.train.engine import build_model

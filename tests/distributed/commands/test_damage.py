@@ -17,6 +17,7 @@ from tests.distributed.train.test_datasets import write_cache
 from tests.support.runs import BASE, run_training
 from tests.support.sampling import source_of
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_exported_state
 from wands.cli import main
 from wands.commands.export import export
 from wands.commands.train import run_train
@@ -24,7 +25,6 @@ from wands.commands.verify import verify
 from wands.config.options import ExportOptions, TrainOptions, VerifyOptions
 from wands.data.cache.reader import LatentCache
 from wands.errors import WandsError
-from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
 from wands.model.files.hashes import HASH_FILE
 from wands.model.files.lora_files import find_lora_file
 from wands.sampling.pipeline import load_pipeline

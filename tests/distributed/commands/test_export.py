@@ -19,11 +19,11 @@ from safetensors import safe_open
 from tests.support.commands import export
 from tests.support.run_folder import write_run
 from tests.support.runs import make_run, run_training, weights
+from wands.checkpoint.save import build_state
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
 from wands.model.files import hub
 from wands.model.files.tensor_files import write_sharded
-from wands.train.checkpoint import build_state
 
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:

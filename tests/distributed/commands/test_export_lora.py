@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from tests.support.commands import convert, export
 from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
+from wands.checkpoint.checkpoint_files import load_full_weights
+from wands.checkpoint.resume import check_resumable
+from wands.checkpoint.save import build_state
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE
 from wands.export.trained_weights import COMFYUI_FILE
-from wands.model.files.checkpoint_files import load_full_weights
 from wands.model.files.lora_files import LORA_FILE
-from wands.train.checkpoint import build_state
-from wands.train.resume import check_resumable
 from wands.variants import TEXT_LEN
 
 RUN = ("train.max_steps=3", "optim.lr=2e-2", "lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")

@@ -245,8 +245,8 @@ def write_state(path: Path, weights: dict[str, torch.Tensor]) -> str:
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
     """Write what `wands train` leaves after a ZeRO-0 step on one process."""
-    from wands.model.files.checkpoint_files import TrainState, state_file
-    from wands.model.files.step_folders import STATE_FILE, step_name
+    from wands.checkpoint.checkpoint_files import TrainState, state_file
+    from wands.checkpoint.step_folders import STATE_FILE, step_name
 
     folder = run / "checkpoints" / step_name(step)
     weights = folder / "transformer" / state_file(0)

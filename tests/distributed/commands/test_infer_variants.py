@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.commands.test_infer import make_checkpoint, records, write_state
 from tests.support.sampling import infer, source_of
+from wands.checkpoint.checkpoint_files import state_file
 from wands.cli import main
 from wands.commands import infer as infer_module
 from wands.commands.infer import check_ranks
@@ -32,7 +33,6 @@ from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.distributed.dims import ParallelDims
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
-from wands.model.files.checkpoint_files import state_file
 from wands.sampling import sample as sampling
 from wands.sampling.images import ConditionImages, read_image
 from wands.sampling.pipeline import find_pipeline, load_pipeline

@@ -12,12 +12,12 @@ from click.testing import CliRunner
 
 from tests.support.commands import pack
 from tests.support.runs import BASE, make_run, run_training
+from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.resume import check_resumable
+from wands.checkpoint.save import build_state
 from wands.cli import main
 from wands.commands.pack import FORMAT
 from wands.errors import CheckpointError, ConfigError, DataError, WandsError
-from wands.model.files.checkpoint_files import find_checkpoint
-from wands.train.checkpoint import build_state
-from wands.train.resume import check_resumable
 
 KEYS = [f"mock-{i:06d}" for i in range(7)]
 TOKENS = [8, 12, 2, 24, 6, 16, 9]  # of the mock data of tests/support/runs.py

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.runs import groups_of, losses
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.commands.train import run_train
 from wands.config.options import TrainOptions
 from wands.distributed.dims import ProcessGroups
 from wands.errors import ConfigError
 from wands.files import read_rows
-from wands.model.files.checkpoint_files import find_checkpoint
 from wands.variants import VARIANTS
 
 SHRUNKEN = {"num_heads": 2, "head_dim": 12, "num_layers": 2, "ffn_dim": 24, "text_dim": 16, "freq_dim": 16}

@@ -17,11 +17,11 @@ from wands.distributed.bootstrap import init_process_group
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
+from wands.planning.weights import list_weights
 from wands.planning.workload import Workload
 from wands.train.batches import prefetched
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
-from wands.train.weights import list_weights
 from wands.variants import DiTShape
 
 CLOSE = 0.10
@@ -115,7 +115,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
             batches = prefetched(run, groups.dims, 0)
             average = None
             if run.recipe.ema:
-                from wands.train.ema import WeightAverage
+                from wands.checkpoint.ema import WeightAverage
 
                 average = WeightAverage(engine, run.recipe.ema, 0)
             for step in range(5):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from attention_variants import Variant, make_inputs
 
+from wands.attention.layout import CommBytes, ContextPlan
 from wands.attention.varlen import choose_backend
 from wands.distributed.bootstrap import init_process_group
-from wands.distributed.layout import CommBytes, ContextPlan
 
 HEADS = 4
 PACKS = [(9, 6, 14), (40, 3, 1, 7), (2, 1, 3, 1)]

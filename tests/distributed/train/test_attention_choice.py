@@ -13,9 +13,9 @@ import torch
 
 from tests.support.runs import make_run, run_training
 from wands.attention.kernels.registry import get_backend
+from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.step_folders import STATE_FILE
 from wands.distributed.bootstrap import init_process_group
-from wands.model.files.checkpoint_files import find_checkpoint
-from wands.model.files.step_folders import STATE_FILE
 from wands.train import attention_choice, loop, summary
 from wands.train.attention_choice import LENGTHS, agree_on_backend
 

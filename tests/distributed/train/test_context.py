@@ -36,10 +36,10 @@ from tests.support.steps import (
 )
 from tests.support.world import WorldPool
 from wands.attention import ring
+from wands.attention.layout import ContextLayout
 from wands.data.collate import PackedBatch, RankSlice
 from wands.distributed import dims
 from wands.distributed.dims import ParallelDims
-from wands.distributed.layout import ContextLayout
 from wands.flow import noise as noise_module
 from wands.flow.rng import SampleKey, rng
 from wands.train import step

@@ -20,7 +20,8 @@ from tests.support.commands import plan
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, zero
 from tests.support.world import WorldPool
-from wands.commands.selftest.stock import add_conditions, stock_velocity
+from wands.checkpoint import save as checkpoint
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_exported_state
 from wands.config.recipe import MockConfig
 from wands.data.datasets import MockDataset
 from wands.data.patchify import unpatchify
@@ -28,8 +29,8 @@ from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
-from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
-from wands.train import checkpoint, evaluation, loop
+from wands.selftest.stock import add_conditions, stock_velocity
+from wands.train import evaluation, loop
 from wands.train.evaluation import measure, own_bins, paired_change
 from wands.train.evaluation_plan import (
     HELD_OUT,

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.train.test_bad_steps import SKIP, damaged_clip
+from tests.distributed.watch.test_bad_steps import SKIP, damaged_clip
 from tests.support.run_folder import write_rows
 from tests.support.runs import run_training
 from wands.commands.export import export

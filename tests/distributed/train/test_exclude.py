@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.train.test_bad_steps import events, watch, zero
 from tests.distributed.train.test_datasets import write_cache
+from tests.distributed.watch.test_bad_steps import events, watch, zero
 from tests.support.runs import losses, make_run, run_training, weights
+from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.save import build_state
 from wands.data.sampler import PlanSampler
 from wands.errors import ConfigError
-from wands.model.files.checkpoint_files import find_checkpoint
-from wands.train.checkpoint import build_state
 from wands.train.summary import start_block
 
 OUT = "data.exclude=[mock-000001, mock-000004]"  # one bin, with others in the steps 2, 3, 5 and 8

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from tests.support.runs import BASE, losses, make_run, run_training
 from tests.support.steps import Grid, optimizer_step, save_random_lora, worst, zero
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import load_exported_state
+from wands.checkpoint.resume import check_resumable
 from wands.commands.train import run_train
 from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint_files import load_exported_state
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
-from wands.train.resume import check_resumable
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
 CELLS = [(3, Grid(1, 1, 2))]
@@ -154,7 +154,7 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
 
     A checkpoint of an older version has no fingerprint of the base; `test_changed_settings.py` tests those that have one.
     """
-    from wands.train.checkpoint import build_state
+    from wands.checkpoint.save import build_state
 
     training_run = make_run(tiny_pipeline, tmp_path, LORA, world_size=1)
     state = replace(build_state(training_run, 2, 0, []), base_fingerprint=None)

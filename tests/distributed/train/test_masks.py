@@ -20,9 +20,9 @@ from wands.data.collate import PackedBatch
 from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group
 from wands.flow.rng import SampleKey, rng
+from wands.run.run import TrainingRun
 from wands.train.evaluation import measure
 from wands.train.evaluation_plan import plan_evaluation
-from wands.train.run import TrainingRun
 
 SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
 MASKED = (1, 3, 4)

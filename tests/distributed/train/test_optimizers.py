@@ -17,19 +17,19 @@ import torch
 from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.engine_state import Fragment
+from wands.checkpoint.resume import check_resumable
+from wands.checkpoint.save import CheckpointSaver, build_state
 from wands.config.optimizer_kinds import MIN_8BIT, is_hidden_matrix, state_bytes
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint_files import find_checkpoint
 from wands.model.files.loading import build_empty
 from wands.train import loop
 from wands.train.batches import noisy_batches
-from wands.train.checkpoint import CheckpointSaver, build_state
 from wands.train.engine import build_engine, build_model, build_schedule
-from wands.train.engine_state import Fragment
 from wands.train.optimizers import build_optimizer, muon_ratio
-from wands.train.resume import check_resumable
 from wands.train.step import train_step
 from wands.train.summary import start_block
 

@@ -17,18 +17,18 @@ from tests.support.runs import groups_of, losses, make_run, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.stored_bytes import stored_bytes
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
+from wands.checkpoint.resume import check_resumable
+from wands.checkpoint.save import build_state
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.errors import CheckpointError, ConfigError
-from wands.model.files.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.files.lora_files import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
-from wands.train.checkpoint import build_state
 from wands.train.engine import build_model
 from wands.train.optimizers import split_by_dtype
-from wands.train.resume import check_resumable
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")

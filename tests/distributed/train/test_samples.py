@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tests.support.runs import run_training
 from tests.support.sampling import infer
 from tests.support.world import WorldPool
+from wands.checkpoint.step_folders import step_name
 from wands.files import read_rows
-from wands.model.files.step_folders import step_name
 from wands.model.transformer import PackedWanBlock
 from wands.train import samples
 

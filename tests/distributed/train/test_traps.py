@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.support.runs import losses, make_run, release, run_training
+from wands.checkpoint.checkpoint_files import FragmentFiles, find_checkpoint, load_state
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
-from wands.model.files.checkpoint_files import FragmentFiles, find_checkpoint, load_state
 from wands.train.batches import noisy_batches
 from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
@@ -31,8 +31,9 @@ def run_with_a_resume_bug(
     model: Path, out: Path, overrides: tuple[str, ...], bug: str
 ) -> list[dict[str, Any]]:
     """Resume with one thing forgotten."""
-    from wands.train import loop, resume
-    from wands.train.engine_state import load_engine
+    from wands.checkpoint import resume
+    from wands.checkpoint.engine_state import load_engine
+    from wands.train import loop
 
     if bug == "data":
         right = loop.prefetched

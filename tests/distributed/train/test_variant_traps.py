@@ -16,9 +16,9 @@ import wands.flow.noise as corrupt_module
 from tests.support.runs import make_run
 from tests.support.steps import Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
+from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.data.collate import PackedBatch, RankSlice
-from wands.distributed.layout import ContextLayout
 from wands.flow import sigmas as sigmas_module
 from wands.flow.noise import NoisyBatch, add_noise
 from wands.flow.rng import philox
@@ -170,9 +170,12 @@ def clean_rows_not_told_apart() -> Any:
 
 
 def _with_conditions(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
-    return mock.patch.object(
-        RankSlice, "model_input", lambda self, noisy: change(noisy, self.condition_channels)
-    )
+    right = RankSlice.model_inputs
+
+    def inputs(self: RankSlice, noisy: torch.Tensor, timesteps: torch.Tensor) -> dict[str, Any]:
+        return right(self, noisy, timesteps) | {"tokens": change(noisy, self.condition_channels)}
+
+    return mock.patch.object(RankSlice, "model_inputs", inputs)
 
 
 def conditions_noised() -> Any:

@@ -13,9 +13,9 @@ from tests.distributed.train.test_datasets import write_cache
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import Grid, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_exported_state
 from wands.errors import ConfigError
-from wands.model.files.checkpoint_files import find_checkpoint, load_exported_state
-from wands.train import weights as weights_module
+from wands.planning import weights as weights_module
 
 TOLERANCE = 1e-5
 ONE_EXPERT = ("model.experts=high",)
@@ -161,7 +161,7 @@ def test_both_experts_are_two_runs_of_one(
 def test_an_expert_sees_only_its_own_timesteps(
     experts: str, flow: str, pipelines: dict[str, Path], tmp_path: Path
 ):
-    from wands.distributed.layout import ContextLayout
+    from wands.attention.layout import ContextLayout
     from wands.flow.noise import add_noise
 
     training_run = make_run(

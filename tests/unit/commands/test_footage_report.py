@@ -14,13 +14,13 @@ from tests.support.commands import check, preprocess
 from tests.unit.data.clips.test_video import write_clip
 from tests.unit.data_tools.test_shots import FIXTURE
 from wands.commands.check.check import FrameWarnings
-from wands.commands.clip_rules import Footage
-from wands.commands.preprocess.preprocess_report import PreprocessReport
-from wands.commands.preprocess.scan import SourceScan
 from wands.data.cache.shards import IndexEntry
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.tables import write_table
 from wands.data.clips.video import decode_clip
+from wands.preprocess.clip_rules import Footage
+from wands.preprocess.preprocess_report import PreprocessReport
+from wands.preprocess.scan import SourceScan
 
 FPS = 16
 SMALL = {"max_pixels": 64 * 96, "max_frames": 9}

@@ -23,11 +23,11 @@ from PIL import Image
 from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
 from wands import __version__
+from wands.checkpoint.checkpoint_files import TrainState
 from wands.commands import push as push_module
 from wands.errors import WandsError
 from wands.export import model_card
 from wands.export import upload as hub_repo
-from wands.model.files.checkpoint_files import TrainState
 from wands.texts import without_paths
 
 TOKEN = "hf_SecretOfAlice0123456789"

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import wands.data.collate as collate_module
 from tests.support.examples import examples
+from wands.attention.layout import ContextLayout
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
 from wands.data.patchify import unpatchify
-from wands.distributed.layout import ContextLayout
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, philox
 from wands.variants import DiTShape

@@ -13,12 +13,12 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from PIL import Image
 from torch import Tensor
 
+from wands.attention.layout import ContextLayout
 from wands.config.recipe import FlowConfig
 from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator, Sample
 from wands.data.patchify import patchify
-from wands.distributed.layout import ContextLayout
 from wands.encoders.vae import WanVideoEncoder
 from wands.variants import VARIANTS, DiTShape
 
@@ -94,7 +94,7 @@ def check_model_input(
     sample = Sample("clip", torch.zeros_like(noise), text, make(folder, frames, last_image), embeds)
     batch = PackingCollator(shape, FlowConfig(), 0, text, row.conditions)([sample], [0], 0)
     shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
-    found = shard.model_input(patchify(noise, PATCH))
+    found = shard.model_inputs(patchify(noise, PATCH), torch.zeros(1))["tokens"]
     wanted = patchify(wanted, PATCH)
     assert found.shape == wanted.shape
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()

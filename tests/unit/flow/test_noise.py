@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import wands.flow.noise as noise_module
 from tests.support.examples import examples
 from tests.unit.flow.test_sigmas import cdf, ks_distance
+from wands.attention.layout import ContextLayout
 from wands.config.recipe import FlowConfig
-from wands.distributed.layout import ContextLayout
 from wands.flow.noise import NoisyBatch, add_noise, draw_noise, draw_sigma
 from wands.flow.rng import SampleKey, philox, rng
 from wands.flow.sigmas import sample_sigma

@@ -23,9 +23,9 @@ from wands.distributed.dims import ParallelDims
 from wands.model.files.loading import build_empty
 from wands.planning.memory import Activations
 from wands.planning.workload import Workload
+from wands.run.run import sampling_load
 from wands.sampling.requests import SampleRequest
 from wands.sampling.sharing import token_index
-from wands.train.run import sampling_load
 from wands.train.summary import start_block
 from wands.variants import VARIANTS, DiTShape
 

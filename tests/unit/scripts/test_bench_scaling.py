@@ -11,8 +11,8 @@ import bench_scaling
 import pytest
 from bench_scaling import H100, MODELS, SIZES, Setting, prediction, workload_of
 
+from wands.attention.layout import ContextPlan
 from wands.data.packing import LEVEL
-from wands.distributed.layout import ContextPlan
 from wands.planning.hardware import Machine
 from wands.planning.memory import CUDA_CONTEXT, NCCL_COMMUNICATOR, reserved_memory
 from wands.planning.step_time import (

@@ -14,9 +14,9 @@ import torch
 from tests.support.runs import make_run
 from wands.data import collate
 from wands.flow.noise import NoisyBatch, add_noise
+from wands.run.run import TrainingRun
 from wands.train import batches
 from wands.train.batches import rank_slices
-from wands.train.run import TrainingRun
 
 
 @pytest.fixture

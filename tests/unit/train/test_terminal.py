@@ -13,9 +13,10 @@ import pytest
 from click.testing import CliRunner
 
 from wands.cli import main
-from wands.train import terminal, watchdog
+from wands.train import terminal
 from wands.train.terminal import Terminal
-from wands.train.watchdog import Watchdog
+from wands.watch import watchdog
+from wands.watch.watchdog import Watchdog
 
 
 def test_a_sign_of_life(monkeypatch: pytest.MonkeyPatch):

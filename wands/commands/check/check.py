@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from wands.commands import clip_rules
 from wands.commands.check.check_report import (
     VERDICTS,
     CheckedClip,
@@ -29,7 +28,6 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
-from wands.commands.progress import progress
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
 from wands.data.clips.clip import ClipSpec, check_frames
@@ -41,6 +39,8 @@ from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
 from wands.errors import DataError, failed_rules
+from wands.preprocess import clip_rules
+from wands.preprocess.progress import progress
 from wands.variants import TEXT_LEN, VARIANTS, Variant
 
 SAMPLE_OVERHEAD = 1350

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from wands.commands.clip_rules import Footage, count_problems, describe_footage
-from wands.commands.length_histogram import count_lengths, token_histogram
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video_file import VideoInfo
 from wands.files import write_text
+from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
+from wands.preprocess.length_histogram import count_lengths, token_histogram
 from wands.texts import format_seconds, printable, redact, safe_lines
 
 SHOWN_CLIPS = 200

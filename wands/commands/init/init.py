@@ -26,9 +26,9 @@ from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import to_gib
 from wands.planning.search import machine_here, search
+from wands.run.run import sampling_load
 from wands.sampling.requests import SampleRequest, build_requests
 from wands.texts import format_seconds, printable
-from wands.train.run import sampling_load
 from wands.variants import VARIANTS
 
 FILES = ("recipe.yaml", "commands.sh", "deepspeed.json", "prompts.jsonl")

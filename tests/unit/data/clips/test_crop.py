@@ -13,13 +13,13 @@ import pytest
 
 from tests.unit.data.clips.test_video import ORIENTATIONS, quadrants, with_matrix, write_clip
 from wands.commands.check.check import check
-from wands.commands.preprocess.decoding import _decoded_windows
-from wands.commands.preprocess.scan import SourceScan, _read_pieces
 from wands.config.options import CheckOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
 from wands.data.clips.video import decode_clip
 from wands.errors import DataError
+from wands.preprocess.decoding import _decoded_windows
+from wands.preprocess.scan import SourceScan, _read_pieces
 
 SPEC = ClipSpec(25)
 LOSSLESS = {"codec": "ffv1", "options": {}, "pix_fmt": "bgr0"}

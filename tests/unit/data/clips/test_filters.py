@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.support.examples import examples
 from tests.unit.data.clips.test_listings import clip
-from wands.commands.clip_rules import read_source
 from wands.config.options import CheckOptions
 from wands.data.clips.filters import MAX_LENGTH, Filter
 from wands.errors import ConfigError
+from wands.preprocess.clip_rules import read_source
 
 ROW = {
     "motion": "0.05",

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from wands.commands.clip_rules import count_problems
-from wands.commands.preprocess.scan import select_part
 from wands.data.clips.file_kinds import VIDEO_EXTENSIONS
 from wands.data.clips.hf_dataset import write_clip
 from wands.data.clips.layouts import load_source
 from wands.data.clips.records import ClipRecord, clip_key
 from wands.data.clips.rows import pick_license
 from wands.errors import CacheError, DataError
+from wands.preprocess.clip_rules import count_problems
+from wands.preprocess.scan import select_part
 
 
 def lay(folder: Path, files: dict[str, str | bytes]) -> Path:

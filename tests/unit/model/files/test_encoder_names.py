@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from tests.support.official import T5Encoder, WanVae, XlmRobertaClip, random_state
-from wands.commands.convert.source_components import split_sources
+from wands.convert.source_components import split_sources
 from wands.errors import CheckpointError
 from wands.model.files.name_maps import (
     CLIP,

@@ -1,0 +1,455 @@
+"""Checkpoints: complete or not there, `latest` last, older ones pruned, and never resumed where that would be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.runs import make_run, run_training
+from wands.checkpoint import save as checkpoint
+from wands.checkpoint.buffers import TensorFile
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_state
+from wands.checkpoint.resume import check_resumable, find_resume
+from wands.checkpoint.save import CheckpointSaver
+from wands.checkpoint.step_folders import STATE_FILE, list_steps, step_name
+from wands.commands.train import _claim
+from wands.config.recipe import EmaConfig
+from wands.config.recipe_loading import load_recipe
+from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
+from wands.errors import CheckpointError, ConfigError
+from wands.files import read_rows
+from wands.model.files.tensor_files import LazyTensor
+from wands.planning.memory import checkpoint_bytes
+from wands.planning.workload import Weight, Workload
+from wands.train import loop
+from wands.variants import VARIANTS
+from wands.watch.watchdog import ControlRequest
+
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, run_world) -> Path:
+    """A run of six steps saved at every second, of which two checkpoints are kept."""
+    out = tmp_path_factory.mktemp("run")
+    overrides = ("train.max_steps=6", "checkpoint.every=2", "checkpoint.keep=2")
+    run_world(2, run_training, tiny_pipeline, out, overrides, ZERO2)
+    return out
+
+
+def copy_of(run: Path, to: Path) -> Path:
+    import shutil
+
+    shutil.copytree(run, to)
+    return to
+
+
+def test_layout_latest_and_pruning(finished: Path):
+    folder = finished / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "latest",
+        "step_00000004",
+        "step_00000006",
+    ]
+    assert (folder / "latest").read_text() == "step_00000006"
+    state = load_state(folder / "step_00000006")
+    assert (state.step, state.world_size, state.zero_stage) == (6, 2, 2)
+    found = {
+        str(p.relative_to(folder / "step_00000006"))
+        for p in (folder / "step_00000006").rglob("*")
+        if p.is_file()
+    }
+    assert set(state.files) == found - {STATE_FILE}
+    assert {name.split("/")[0] for name in state.files if "/" in name} == {"transformer"}
+    assert [step for step, _ in state.loss] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step_00000006"])
+def test_found_from_run_folder_or_step(finished: Path, where: str):
+    assert find_checkpoint(finished / where)[1].step == 6
+
+
+@pytest.mark.parametrize("text", [None, "", "step_00000099", "nonsense"])
+def test_a_damaged_latest_costs_nothing(finished: Path, tmp_path: Path, text: str | None):
+    run = copy_of(finished, tmp_path / "run")
+    latest = run / "checkpoints" / "latest"
+    latest.unlink() if text is None else latest.write_text(text)
+    assert find_checkpoint(run)[1].step == 6
+
+
+def test_a_kill_before_latest_is_replaced_loses_no_checkpoint(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """The folder of step 6 is complete, and `latest` still names step 4."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "latest").write_text("step_00000004")
+    assert find_checkpoint(folder)[1].step == 4  # a user may go back
+    (folder / "next").write_text("step_00000008")  # killed before the folder had its final name
+    assert find_checkpoint(folder)[1].step == 4
+    (folder / "next").write_text("step_00000006")
+    assert find_checkpoint(folder)[1].step == 6
+    assert find_checkpoint(folder / "latest")[1].step == 4  # as the user typed it
+    overrides = ("train.max_steps=7",)
+    rows = run_world(2, run_training, tiny_pipeline, folder.parent, overrides, ZERO2, True)[0]
+    assert [row["step"] for row in rows][-1] == 7
+    assert sorted(p.name for p in folder.iterdir()) == ["latest", "step_00000006", "step_00000007"]
+    assert (folder / "latest").read_text() == "step_00000007"
+
+
+@pytest.mark.parametrize(("next_step", "latest", "newest"), [(6, 4, 6), (8, 4, 4), (4, 6, 6), (6, 9, 6)])
+def test_the_next_run_finishes_an_interrupted_save(
+    finished: Path, tmp_path: Path, next_step: int, latest: int, newest: int
+):
+    """A backup that never deletes files may contain an old `next`, which must not win over a newer `latest`."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "next").write_text(step_name(next_step))
+    (folder / "latest").write_text(step_name(latest))
+    assert find_checkpoint(folder)[1].step == newest
+    with ExitStack() as stack:
+        _claim(folder.parent, stack, lambda text: None)
+    assert not (folder / "next").exists()
+    assert (folder / "latest").read_text() == step_name(newest)
+
+
+def test_a_save_meanwhile_is_no_error(finished: Path, tmp_path: Path):
+    """A training renames `next` to `latest` after another process has listed the folder."""
+    folder = copy_of(finished, tmp_path / "run") / "checkpoints"
+    (folder / "latest").write_text("step_00000004")
+    (folder / "next").write_text("step_00000006")
+    read_text = Path.read_text
+
+    def rename_and_read(path: Path, *args: object, **options: object) -> str:
+        if path.name == "next":
+            path.replace(folder / "latest")
+        return read_text(path, *args, **options)  # type: ignore[arg-type]
+
+    with mock.patch.object(Path, "read_text", rename_and_read):
+        assert find_checkpoint(folder)[1].step == 6
+
+
+def save_and_die(model: Path, out: Path) -> None:
+    """Save steps 1 and 2, and raise before `latest` is replaced for the second time."""
+    publish = checkpoint.publish
+
+    def publish_or_die(temporary: Path, path: Path) -> None:
+        if path.name == "latest" and path.is_file():
+            raise KeyboardInterrupt
+        if path.name.startswith("step_"):
+            assert (path.parent / "next").read_text() == path.name, (
+                "a kill after this rename would lose the folder"
+            )
+        publish(temporary, path)
+
+    with mock.patch.object(checkpoint, "publish", publish_or_die), pytest.raises(BaseException):  # noqa: B017, PT011
+        run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+
+
+def test_a_save_that_dies_before_latest_is_found(tiny_pipeline: Path, tmp_path: Path, run_world):
+    run_world(1, save_and_die, tiny_pipeline, tmp_path)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step_00000001"
+    assert find_checkpoint(tmp_path)[1].step == 2
+
+
+def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    shard = next((run / "checkpoints" / "step_00000006").rglob("state_rank_*"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert find_checkpoint(run)[1].step == 4
+    with pytest.raises(
+        CheckpointError, match=r"should have \d+ bytes but has \d+; use another step_\* folder"
+    ):
+        load_state(run / "checkpoints" / "step_00000006")
+    for step in (run / "checkpoints").glob("step_*"):
+        (step / STATE_FILE).unlink()
+    with pytest.raises(CheckpointError, match="contains no complete checkpoint"):
+        find_checkpoint(run)
+
+
+def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeline: Path):
+    _, state = find_checkpoint(finished)
+    recipe = state.recipe
+    check_resumable(state, state, "x")
+    for change, said in (
+        (
+            {"recipe": {**recipe, "train": {**recipe["train"], "seed": 9}}},
+            "train.seed=9 must equal the checkpoint's value 0",
+        ),
+        *(
+            (
+                {"recipe": {**recipe, "packing": {**recipe["packing"], key: 99}}},
+                f"packing.{key}=99 must equal",
+            )
+            for key in ("max_tokens", "level_bins", "buffer_size")
+        ),
+        ({"parts": ["transformer_2"]}, "model.experts="),
+        ({"transformer_config": {**state.transformer_config, "num_layers": 7}}, "different num_layers"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            check_resumable(state, replace(state, **change), "x")
+
+
+def test_going_on_from_an_older_step_sets_the_newer_aside(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    run = copy_of(finished, tmp_path / "run")
+    (run / "checkpoints" / "step_00000007.tmp").mkdir()  # a save that was killed
+    for suffix in ("abandoned", "abandoned1"):  # of earlier resumes
+        (run / "checkpoints" / f"step_00000005.{suffix}").mkdir()
+        os.utime(run / "checkpoints" / f"step_00000005.{suffix}", (0, 0))
+    overrides = ("train.max_steps=5", "checkpoint.keep=1")
+    run_world(2, run_training, tiny_pipeline, run, overrides, ZERO2, run / "checkpoints" / "step_00000004")
+    names = sorted(p.name for p in (run / "checkpoints").glob("step_*"))
+    assert names == ["step_00000005", "step_00000006.abandoned"]  # `keep` of either kind
+    (run / "checkpoints" / "latest").unlink()
+    assert find_checkpoint(run)[1].step == 5
+    # What was set aside can be looked at and exported; going on from it would leave two pasts side by side.
+    aside = run / "checkpoints" / "step_00000006.abandoned"
+    assert find_checkpoint(aside)[1].step == 6
+    with pytest.raises(ConfigError, match=r"rename step_00000006\.abandoned to step_00000006"):
+        find_resume(str(run), str(aside))
+
+
+def test_todays_optimizer_settings_stay_in_force_on_resume(
+    finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    """DeepSpeed alone would bring the old learning rate back, whatever the recipe says now."""
+    run = copy_of(finished, tmp_path / "run")
+    overrides = ("train.max_steps=8", "optim.lr=1e-5", "optim.weight_decay=0.3")
+    rows = run_world(2, run_training, tiny_pipeline, run, overrides, ZERO2, True)[0]
+    assert [row["lr"] for row in rows] == [1e-3] * 6 + [1e-5] * 2
+
+
+def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: Path):
+    one = make_run(tiny_pipeline, tmp_path, world_size=1)
+    same = make_run(tiny_pipeline, tmp_path, world_size=1)
+    other = make_run(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
+    assert one.data_fingerprint() == same.data_fingerprint() != other.data_fingerprint()
+
+
+def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    partial = run / "checkpoints" / "step_00000008.tmp"
+    partial.mkdir()
+    (partial / "state_rank_00000.safetensors").write_bytes(b"half")
+    assert find_checkpoint(run)[1].step == 6
+
+
+def latest_while_saving(model: Path, out: Path) -> list[str | None]:
+    """What `latest` names before each part of a checkpoint is written, found whole at that moment."""
+    folder, seen = out / "checkpoints", []
+
+    def looking(write: Callable[..., Any]) -> Callable[..., Any]:
+        def look_and_write(*args: Any) -> Any:
+            name = (folder / "latest").read_text() if (folder / "latest").exists() else None
+            seen.append(name)
+            assert name is None or load_state(folder / name), name
+            return write(*args)
+
+        return look_and_write
+
+    writers = {name: looking(getattr(checkpoint, name)) for name in ("sync", "write_text", "publish")}
+    with mock.patch.multiple(checkpoint, **writers):
+        run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2)
+    return seen
+
+
+def test_latest_names_a_whole_checkpoint_at_every_moment(tiny_pipeline: Path, tmp_path: Path, run_world):
+    seen = run_world(1, latest_while_saving, tiny_pipeline, tmp_path)[0]
+    parts = len(seen) // 2  # the file, the state, the folder's name, `latest`
+    assert parts >= 4
+    assert seen == [None] * parts + ["step_00000001"] * parts
+
+
+def _send_after(number: int, run: Path, steps: int) -> None:
+    """In rank 1 only: a signal to itself once the run has made some steps."""
+
+    def wait() -> None:
+        for _ in range(2000):
+            if len(read_rows(run / "metrics.jsonl")) >= steps:
+                os.kill(os.getpid(), number)
+                return
+            time.sleep(0.01)
+
+    if os.environ["RANK"] == "1":
+        threading.Thread(target=wait, daemon=True).start()
+
+
+def run_until(number: int, model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    _send_after(number, out, 2)
+    return run_training(model, out, overrides, ZERO2)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGHUP))],
+)
+def test_a_signal_to_one_worker_saves_and_stops_all(number: int, tiny_pipeline: Path, tmp_path: Path, worlds):
+    rows = worlds[2].run(run_until, number, tiny_pipeline, tmp_path, ("train.max_steps=500",))[0]
+    assert 2 <= len(rows) < 500
+    assert find_checkpoint(tmp_path)[1].step == len(rows)
+
+
+@pytest.mark.parametrize(("name", "stops"), [("save", False), ("save_quit", True)])
+def test_files_ask_for_a_checkpoint(name: str, stops: bool, tiny_pipeline: Path, tmp_path: Path, run_world):
+    (tmp_path / name).touch()
+    rows = run_world(
+        2, run_training, tiny_pipeline, tmp_path, ("train.max_steps=3", "checkpoint.keep=5"), ZERO2
+    )[0]
+    assert not (tmp_path / name).exists()
+    assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
+    assert len(rows) == (1 if stops else 3)
+
+
+def save_without_space(model: Path, out: Path) -> str:
+    """Save once more under a file size limit that the shards exceed."""
+    import resource
+
+    from wands.checkpoint.save import build_state
+    from wands.train.engine import build_engine, build_model
+
+    training_run = make_run(model, out, ("train.max_steps=1",), ZERO2)
+    _, _, device = init_process_group()
+    engine = build_engine(
+        build_model(training_run, ProcessGroups(training_run.grid(0)), device),
+        training_run.ds_config,
+        training_run.recipe,
+        1,
+    )
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    saver, plan = (
+        CheckpointSaver(
+            SimpleNamespace(run=training_run, engines={"transformer": engine}, averages={}, log=print)
+        ),
+        training_run.sampler.step_plan(0),
+    )
+    with pytest.raises(CheckpointError) as caught:
+        saver.save(build_state(training_run, 1, 0, []), plan, required=True)
+    assert caught.value.agreed
+    return str(caught.value)
+
+
+def test_no_disk_space_is_one_sentence_and_nothing_half_written(
+    tiny_pipeline: Path, tmp_path: Path, new_world
+):
+    said = new_world(2, save_without_space, tiny_pipeline, tmp_path)
+    assert said[0] == said[1]
+    assert "the file size limit (ulimit -f) is 100000 bytes. Raise the limit" in said[0]
+    assert not list(tmp_path.rglob("step_*"))
+
+
+@pytest.mark.parametrize(("whole", "needed"), [(True, 4 * 250_000 + 12 * 25_000), (False, 12 * 25_000)])
+def test_frozen_weights_need_room_for_themselves_alone(whole: bool, needed: int):
+    """And none where only what is trained is saved."""
+    weights = [Weight("0.weight", (250, 1000), 4, False), Weight("1.weight", (100, 250), 4, True)]
+    recipe, shape = load_recipe(None, [] if whole else ["lora.rank=4"]), VARIANTS["wan2.1-t2v-1.3b"].dit
+    ds_config = {"zero_optimization": {"stage": 2}}
+    workload = Workload(recipe, shape, weights, num_models=1, world_size=2, ds_config=ds_config)
+    assert checkpoint_bytes(workload) == needed
+    averaged = recipe.model_copy(update={"ema": EmaConfig()})
+    assert checkpoint_bytes(replace(workload, recipe=averaged, num_models=2)) == 2 * (needed + 4 * 25_000)
+
+
+def test_all_files_of_all_ranks_need_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tensors = [[LazyTensor.of("x", torch.zeros(100)), LazyTensor.of("y", torch.zeros(50))], []]
+    files = [TensorFile(f"file{number}", items, {}) for number, items in enumerate(tensors)]
+    monkeypatch.setattr(checkpoint, "gather_objects", lambda value: [value] * 2)
+    for free in (1200, 1199):
+        monkeypatch.setattr(
+            checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
+        )
+        with (
+            nullcontext()
+            if free == 1200
+            else pytest.raises(CheckpointError, match=r"are free\. Free disk space")
+        ):
+            checkpoint._check_space(tmp_path, files)
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    [
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, "adamw"), (0, "adafactor"), (1, "adamw"), (2, "adamw8bit"))
+        ),
+        (3, "adamw"),
+    ],
+)
+def test_the_room_that_is_asked_for_is_what_a_checkpoint_takes(
+    stage: int, optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds
+):
+    settings = ("train.max_steps=1", f"optim.name={optimizer}")
+    worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, {"zero_optimization": {"stage": stage}})
+    files = (tmp_path / "checkpoints" / "step_00000001" / "transformer").iterdir()
+    run = make_run(tiny_pipeline, tmp_path / "like", settings, {"zero_optimization": {"stage": stage}}, 2)
+    expected = checkpoint_bytes(run.workload("cpu"))
+    # Names, offsets and what aligns shards come to 64 KB a file, whatever the model.
+    assert expected <= sum(file.stat().st_size for file in files) <= 1.02 * expected + 3 * 65_536
+
+
+def kill_in_the_first_save(model: Path, out: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_training(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def test_a_run_killed_in_its_first_save_starts_anew(
+    tiny_pipeline: Path, tmp_path: Path, worlds, monkeypatch: pytest.MonkeyPatch
+):
+    """And what it left behind makes room before room is asked for."""
+    worlds[1].run(kill_in_the_first_save, tiny_pipeline, tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001.tmp"]
+    assert not list_steps(tmp_path / "checkpoints")
+    rows = worlds[1].run(run_with_little_room, tiny_pipeline, tmp_path)[0]
+    assert len(rows) == 1
+    assert [path.name for path in list_steps(tmp_path / "checkpoints")] == ["step_00000001"]
+
+
+def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
+    def usage(path: Path) -> SimpleNamespace:
+        taken = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+        return SimpleNamespace(free=2_000_000 - taken)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", usage)
+        return run_training(model, out, ("train.max_steps=1",), ZERO2)
+
+
+def asked_to_quit(model: Path, out: Path, step: int) -> str:
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        polls = iter([ControlRequest()] * (step - 1) + [ControlRequest(save=True, quit=True)])
+        patch.setattr(loop, "poll_requests", lambda output_dir, watchdog, rank: next(polls))
+        run_training(model, out, ("train.max_steps=2",), ZERO2, log=said.append)
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_run_asked_to_stop_as_it_ends_is_over(step: int, tiny_pipeline: Path, tmp_path: Path, worlds):
+    said = worlds[1].run(asked_to_quit, tiny_pipeline, tmp_path, step)[0]
+    assert ("use --resume to continue" in said) == (step == 1)
+    assert find_checkpoint(tmp_path)[1].step == step
+
+
+def test_state_file_is_plain_json(finished: Path):
+    values = json.loads((finished / "checkpoints" / "step_00000006" / STATE_FILE).read_text())
+    assert values["recipe"]["train"]["max_steps"] == 6
+    assert values["transformer_config"]["_class_name"] == "WanTransformer3DModel"

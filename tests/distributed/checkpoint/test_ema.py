@@ -1,0 +1,481 @@
+"""The moving average: that of one process that has all weights, however ZeRO and context parallelism cut them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from tests.support.commands import export
+from tests.support.runs import make_run, run_training
+from tests.support.sampling import options_of, source_of
+from tests.support.steps import DS_CONFIGS, Grid, zero
+from tests.support.world import WorldPool
+from wands.checkpoint import ema
+from wands.checkpoint.checkpoint_files import (
+    average_file,
+    find_checkpoint,
+    load_average,
+    load_exported_state,
+    load_full_weights,
+    load_lora_of,
+)
+from wands.checkpoint.engine_state import engine_tensors
+from wands.commands import infer
+from wands.config.recipe import EmaConfig
+from wands.errors import CheckpointError, ConfigError
+from wands.export.model_card import RECORD_FILE, FolderContents, build_card
+from wands.model.files.lora_files import LORA_FILE
+from wands.model.files.tensor_files import write_safetensors
+from wands.sampling.pipeline import load_pipeline
+from wands.train import loop
+from wands.train.summary import start_block
+
+Weights = dict[str, torch.Tensor]
+PLAIN = ("ema.decay=0.7", "ema.warmup=false")
+STEPS = ("train.max_steps=4", "train.bins_per_step=4", "checkpoint.every=2", "checkpoint.keep=3")
+RUNS = {
+    "alone": (Grid(1, 1, 1), zero(2)),
+    "zero0": (Grid(2, 1, 1), zero(0)),
+    "zero1": (Grid(2, 1, 1), zero(1)),
+    "zero2": (Grid(2, 1, 1), zero(2)),
+    "zero3": (Grid(2, 1, 1), zero(3)),
+    "offload": (Grid(2, 1, 1), DS_CONFIGS["zero3_offload"]),
+    "cp": (Grid(1, 1, 2), zero(3)),
+    "dp and cp": (Grid(2, 1, 2), zero(3)),
+    "dp 4": (Grid(4, 1, 1), zero(3)),
+}
+TIER = {"zero3": (), "dp and cp": pytest.mark.full, "dp 4": pytest.mark.full}
+
+
+# ---- the dumb way
+
+
+def whole_weights(engine: Any) -> Weights:
+    """All trained fp32 weights of an engine, on every rank; a collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {
+        name: (parameter if (full := safe_get_full_fp32_param(parameter)) is None else full).detach().clone()
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def watched_run(*args: Any) -> tuple[list[list[Weights]], list[str]]:
+    """A run: of each engine the weights before it and after each of its steps, on rank 0, and what the run said."""
+    series: dict[int, list[Weights]] = {}
+    said: list[str] = []
+
+    def step_and_look(engine: Any, *rest: Any) -> Any:
+        seen = series.setdefault(id(engine), [])
+        if not seen:
+            seen.append(whole_weights(engine))
+        result = step(engine, *rest)
+        seen.append(whole_weights(engine))
+        return result
+
+    step = loop.train_step
+    with mock.patch.object(loop, "train_step", step_and_look):
+        rows = run_training(*args, said.append)
+    return (list(series.values()), said) if rows else ([], [])
+
+
+def refused_run(*args: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        run_training(*args)
+    return str(caught.value)
+
+
+def averaged(series: list[Weights], decay: float) -> Weights:
+    """torch's own average, of a module that has all weights."""
+
+    def module(weights: Weights) -> torch.nn.ParameterDict:
+        return torch.nn.ParameterDict({name.replace(".", "/"): value for name, value in weights.items()})
+
+    average = AveragedModel(module(series[0]), multi_avg_fn=get_ema_multi_avg_fn(decay))
+    for weights in series:  # its first update copies
+        average.update_parameters(module(weights))
+    return {name.replace("/", "."): value.detach() for name, value in average.module.items()}
+
+
+def same(ours: Weights, theirs: Weights) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def files_of(step: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(step)): path.read_bytes() for path in sorted(step.rglob("ema_rank_*"))}
+
+
+def parts_in(step: Path, part: str = "transformer") -> list[dict[str, torch.Tensor]]:
+    """What each rank has written."""
+    return [load_file(path) for path in sorted((step / part).glob("ema_rank_*"))]
+
+
+# ---- what it is
+
+
+Finished = Callable[[str], tuple[Path, list[Weights]]]
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, worlds: WorldPool) -> Finished:
+    """Run folder and weights of one of RUNS, which trains when it is first asked for."""
+    done: dict[str, tuple[Path, list[Weights]]] = {}
+
+    def run(name: str) -> tuple[Path, list[Weights]]:
+        if name not in done:
+            (grid, ds), folder = RUNS[name], tmp_path_factory.mktemp(name)
+            overrides = (*PLAIN, *STEPS, *grid.overrides)
+            ranks = worlds[grid.world_size].run(watched_run, tiny_pipeline, folder, overrides, ds, False)
+            done[name] = folder, ranks[0][0][0]
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=TIER.get(name, pytest.mark.slow)) for name in RUNS],
+)
+def test_it_is_the_average_of_one_process_and_no_rank_has_it_all(name: str, finished: Finished):
+    folder, series = finished(name)
+    assert len(series) == 5
+    for steps in (2, 4):
+        found = load_exported_state(folder / "checkpoints" / f"step_{steps:08d}", ema=True)
+        assert same(found, averaged(series[: steps + 1], 0.7))
+    for key, value in load_exported_state(finished("alone")[0], ema=True).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)  # as the weights themselves
+    last = load_exported_state(folder)
+    assert same(last, series[-1])
+    assert not same(found, last)
+    shares = [sum(map(torch.numel, own.values())) for own in parts_in(find_checkpoint(folder)[0])]
+    num_params = sum(map(torch.numel, last.values()))
+    assert sum(shares) == num_params
+    assert max(shares) <= num_params / len(shares) + 64 * len(
+        last
+    )  # shards are cut at multiples of a few values
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["zero0", "zero2", "cp"])
+def test_a_run_that_was_stopped_has_the_same_bits(
+    name: str, finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    (grid, ds), run = RUNS[name], shutil.copytree(finished(name)[0], tmp_path / "run")
+    straight = parts_in((run / "checkpoints" / "step_00000004").rename(tmp_path / "aside"))
+    worlds[grid.world_size].run(run_training, tiny_pipeline, run, (*PLAIN, *STEPS, *grid.overrides), ds, True)
+    again = parts_in(run / "checkpoints" / "step_00000004")
+    assert len(again) == len(straight) == grid.world_size
+    assert all(same(mine, theirs) for mine, theirs in zip(again, straight, strict=True))
+    assert not same(again[0], parts_in(run / "checkpoints" / "step_00000002")[0])
+
+
+@pytest.mark.slow
+def test_warm_up_and_rare_updates_of_the_loras_of_two_experts(
+    tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    """Each expert has its own; a step that `every` passes over is made up for by the next update."""
+    model = tiny_variant("wan2.2-t2v-a14b")
+    settings = (*STEPS, "ema.decay=0.9", "ema.every=3", "lora.rank=2")
+    ranks = worlds[2].run(watched_run, model, tmp_path / "run", settings, zero(2), False)
+    for part, series in zip(("transformer", "transformer_2"), ranks[0][0], strict=True):
+        kept = (4 / 13) ** 3
+        truth = {
+            name: kept * series[0][name].double() + (1 - kept) * series[3][name].double()
+            for name in series[0]
+        }
+        found = load_exported_state(tmp_path / "run", part, ema=True)
+        assert found.keys() == truth.keys()
+        assert all(".lora_" in name for name in found)
+        for name, value in truth.items():
+            torch.testing.assert_close(
+                found[name].double(), value, rtol=0, atol=1e-7 * float(value.abs().max())
+            )
+        assert not same(found, load_exported_state(tmp_path / "run", part))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["ema_decay"] for row in rows] == [1 / 10, 1 / 10, 4 / 13, 4 / 13]
+
+    straight = shutil.move(tmp_path / "run" / "checkpoints" / "step_00000004", tmp_path / "aside")
+    worlds[2].run(run_training, model, tmp_path / "run", settings, zero(2), True)  # in between two updates
+    for part in ("transformer", "transformer_2"):
+        again = parts_in(tmp_path / "run" / "checkpoints" / "step_00000004", part)
+        assert [*map(len, again)] == [*map(len, parts_in(straight, part))]
+        assert all(map(same, again, parts_in(straight, part)))
+
+    folder = export(tmp_path / "run", tmp_path / "lora", ema=True)
+    for part, where in (("transformer", "high_noise"), ("transformer_2", "low_noise")):
+        pairs = load_lora_of(tmp_path / "run", part, ema=True)
+        written = load_file(folder / where / LORA_FILE)
+        assert len(written) == 2 * len(pairs)
+        for module, pair in pairs.items():
+            assert torch.equal(written[f"transformer.{module}.lora_A.weight"], pair.lora_A)
+    merged = export(tmp_path / "run", tmp_path / "merged", ema=True, merge=True)
+    for part in ("transformer", "transformer_2"):
+        stock = WanTransformer3DModel.from_pretrained(merged / part).state_dict()
+        assert same(stock, load_full_weights(tmp_path / "run", part, ema=True))
+        assert not same(stock, load_full_weights(tmp_path / "run", part))
+
+
+def exchanged_run(*args: Any) -> dict[str, list[str]]:
+    """A run that has its averages in the model before its third step: what differed then and what differs afterwards."""
+    import deepspeed
+
+    trainers: list[Any] = []
+    found: dict[str, list[str]] = {}
+
+    def build(*rest: Any) -> Any:
+        trainers.append(build_trainer(*rest))
+        return trainers[-1]
+
+    def own(engine: Any) -> Weights:
+        """This rank's values, and those of parameters that ZeRO-3 keeps whole between steps."""
+        parameters = dict(engine.module.named_parameters())
+        parts = {f"own/{name}": getattr(value, "ds_tensor", value) for name, value in parameters.items()}
+        parts |= {f"whole/{name}": value for name, value in parameters.items() if value.numel()}
+        return {name: value.detach().clone() for name, value in parts.items()}
+
+    def everything(trainer: Any) -> Weights:
+        state = {}
+        for part, engine in trainer.engines.items():
+            kept, averages = engine_tensors(engine)[0], trainer.averages[part].stored()[0]
+            state |= {f"{part}/state/{item.name}": item.read().clone() for item in kept}
+            state |= {f"{part}/average/{item.name}": item.read().clone() for item in averages}
+            state |= {f"{part}/{name}": value for name, value in own(engine).items()}
+        return state
+
+    def bits(value: torch.Tensor) -> bytes:
+        return value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def gathered(engine: Any, used: Weights) -> Weights:
+        """All parameters, as a forward pass would use them."""
+        every = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(
+            [*every.values()], enabled=not all(map(torch.numel, every.values()))
+        ):
+            whole = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+        return whole | {name: used[f"whole/{name}"] for name in whole if f"whole/{name}" in used}
+
+    def step_between(engine: Any, *rest: Any) -> Any:
+        if engine.global_steps == 2 and not found:
+            [trainer] = trainers
+            before, digest = everything(trainer), hashlib.sha256()
+            with trainer.inference("ema"):
+                for part, each in trainer.engines.items():
+                    inside = gathered(each, own(each))
+                    for fragment, _ in trainer.averages[part]._pairs:
+                        name, start = fragment.name, fragment.start
+                        average = before[f"{part}/average/{name}"]
+                        mine = inside[name].reshape(-1)[start : start + len(average)]
+                        judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
+                        found.setdefault(judged, []).append(name)
+                        master = (
+                            before[f"{part}/state/{name}/master"] if each.zero_optimization_stage() else mine
+                        )
+                        found.setdefault("moved", []).append(str(not torch.equal(master, average)))
+                    digest.update(b"".join(map(bits, inside.values())))
+            after = everything(trainer)
+            assert before.keys() == after.keys()
+            found["other"] = [name for name in before if bits(before[name]) != bits(after[name])]
+            found["digest"] = [digest.hexdigest()]
+        return step(engine, *rest)
+
+    step, build_trainer = loop.train_step, loop._build_trainer
+    with mock.patch.multiple(loop, train_step=step_between, _build_trainer=build):
+        run_training(*args)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings", "ds"),
+    [
+        ("wan2.1-t2v-1.3b", (), zero(0)),
+        ("wan2.1-t2v-1.3b", (), zero(2)),
+        (
+            "wan2.1-t2v-1.3b",
+            (),
+            {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 100}},
+        ),
+        pytest.param("wan2.2-t2v-a14b", ("lora.rank=2",), zero(0), marks=pytest.mark.slow),
+        ("wan2.1-t2v-1.3b", ("precision.weights=bf16", "precision.compute=bf16"), zero(1)),
+        pytest.param("wan2.2-t2v-a14b", (), zero(3), marks=pytest.mark.slow),
+        pytest.param(
+            "wan2.1-t2v-1.3b", ("ema.device=gpu",), DS_CONFIGS["zero3_offload"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "wan2.1-t2v-1.3b", (), zero(2, offload_optimizer={"device": "cpu"}), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["zero0", "zero2", "zero3", "lora", "bf16", "experts", "offload3", "offload2"],
+)
+def test_in_the_model_for_a_while_and_every_bit_is_restored(
+    variant: str,
+    settings: Any,
+    ds: Any,
+    tiny_variant: Callable[[str], Path],
+    tmp_path: Path,
+    worlds: WorldPool,
+):
+    overrides = (*PLAIN, *STEPS, "train.max_steps=3", *settings)
+    ranks = worlds[2].run(exchanged_run, tiny_variant(variant), tmp_path, overrides, ds, False)
+    for found in ranks:
+        assert found["other"] == []
+        assert "wrong" not in found
+        assert found["right"]
+        assert "True" in found["moved"] or ds == zero(0)
+        assert found["digest"] == ranks[0]["digest"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of three ranks that each have all weights; on the host it is worked out on the GPU and sent back without waiting."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = {"a": (700, 300), "b": (2,), "c": (5, 1, 7)}
+    series = [
+        {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()} for _ in range(4)
+    ]
+    module = torch.nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()}).to(device)
+    optimizer = torch.optim.AdamW(module.parameters())
+    stage = SimpleNamespace(zero_optimization_stage=lambda: 0, optimizer=optimizer)
+    engine = SimpleNamespace(module=module, device=torch.device(device), **vars(stage))
+
+    def share(rank: int, where: str) -> None:
+        monkeypatch.setattr(ema, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 3))
+        for step, weights in enumerate(series):
+            with torch.no_grad():
+                for name, value in weights.items():
+                    module[name].copy_(value)
+            if step == 0:
+                average = ema.WeightAverage(engine, EmaConfig(decay=0.9, warmup=False, device=where), step=0)
+            else:
+                average.update(step)
+        (tmp_path / where / "part").mkdir(parents=True, exist_ok=True)
+        write_safetensors(tmp_path / where / "part" / average_file(rank), *average.stored())
+
+    for rank, where in itertools.product(range(3), ("cpu", "gpu")):
+        share(rank, where)
+    truth = averaged([{name: value.to(device) for name, value in one.items()} for one in series], 0.9)
+    host, beside = (load_average(tmp_path / where / "part") for where in ("cpu", "gpu"))
+    assert same(host, beside)
+    for name, value in truth.items():
+        torch.testing.assert_close(host[name], value.cpu(), rtol=1e-6, atol=1e-7)
+    assert [*map(set, parts_in(tmp_path / "cpu", "part"))] == [{"a", "c"}, {"a", "b", "c"}, {"a", "b", "c"}]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_frozen_weights_are_what_they_were(
+    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    settings = (*PLAIN, "model.trainable=['blocks.*.attn*']", "train.max_steps=1")
+    worlds[2].run(run_training, tiny_pipeline, tmp_path, settings, zero(stage))
+    last, average = load_exported_state(tmp_path), load_exported_state(tmp_path, ema=True)
+    assert last.keys() == average.keys()
+    changed = {name for name in last if not torch.equal(last[name], average[name])}
+    assert changed == {name for name in last if ".attn" in name}
+
+
+def test_the_decay_warms_up():
+    section = EmaConfig(decay=0.9)
+    assert [ema.decay_after(section, n) for n in (1, 71, 80, 1000)] == [2 / 11, 72 / 81, 0.9, 0.9]
+    assert ema.decay_after(EmaConfig(decay=0.9, warmup=False), 1) == 0.9
+
+
+# ---- going on with one, without one, and what is refused
+
+
+@pytest.mark.slow
+def test_turned_off_and_on_again(finished: Finished, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    run = shutil.copytree(finished("zero2")[0], tmp_path / "run")
+
+    def go_on(steps: int, *overrides: str) -> tuple[list[Weights], list[str]]:
+        settings = (f"train.max_steps={steps}", "checkpoint.keep=9", *overrides)
+        [series], said = worlds[2].run(watched_run, tiny_pipeline, run, settings, zero(2), True)[0]
+        return series, said
+
+    assert "the recipe has no ema section: the moving average in the checkpoint is ignored" in go_on(5)[1]
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_00000005 contains no moving average .* leave --ema out, or train a new run with",
+    ):
+        load_exported_state(run, ema=True)
+    with pytest.raises(CheckpointError, match="contains no moving average"):
+        export(run, tmp_path / "out", ema=True)
+    assert not (tmp_path / "out").exists()
+    series, said = go_on(6, *PLAIN)
+    assert "the checkpoint has no moving average: ema starts from the weights at step 5" in said
+    assert same(load_exported_state(run, ema=True), averaged(series, 0.7))
+    before = load_exported_state(run, ema=True)
+    series, _ = go_on(7, "ema.decay=0.2", "ema.warmup=false")  # today's decay is in force
+    assert same(load_exported_state(run, ema=True), averaged([before, *series[1:]], 0.2))
+
+
+@pytest.mark.slow
+def test_an_average_that_is_not_whole_is_refused(finished: Finished, tmp_path: Path):
+    folder = shutil.copytree(find_checkpoint(finished("zero3")[0])[0], tmp_path / "step") / "transformer"
+    whole = load_average(folder)
+    (folder / average_file(1)).rename(folder / "gone")
+    with pytest.raises(
+        CheckpointError,
+        match=r"the files ema_rank_\* lack values of .*; use another step_\* folder",
+    ):
+        load_average(folder)
+    assert len(whole) > 1
+
+
+def test_keys_that_make_no_sense(tiny_pipeline: Path, tmp_path: Path):
+    for key, value in (("decay", 1), ("decay", 0), ("every", 0), ("device", "disk"), ("decoy", 1)):
+        with pytest.raises(ConfigError, match=rf"ema\.{key}"):
+            make_run(tiny_pipeline, tmp_path, (f"ema.{key}={value}",), world_size=1)
+    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with pytest.raises(
+        ConfigError, match=r"zero_optimization\.offload_optimizer\.device=nvme keeps .* use device=cpu"
+    ):
+        make_run(tiny_pipeline, tmp_path, PLAIN, {"zero_optimization": nvme}, world_size=1)
+
+
+def test_the_start_block_says_so(tiny_pipeline: Path, tmp_path: Path):
+    training_run = make_run(tiny_pipeline, tmp_path, ("ema.decay=0.999", "ema.every=5"), world_size=1)
+    assert "ema decay 0.999, warm-up, every 5 steps, on cpu\n" in start_block(training_run)
+    assert EmaConfig() == make_run(tiny_pipeline, tmp_path, ("ema={}",), world_size=1).recipe.ema
+
+
+# ---- what becomes of it
+
+
+def test_it_is_exported_and_sampled(finished: Finished, tiny_pipeline: Path, tmp_path: Path):
+    run = finished("zero3")[0]
+    average = load_exported_state(run, ema=True)
+    folder = export(run, tmp_path / "out", ema=True)
+    assert same(WanTransformer3DModel.from_pretrained(folder / "transformer").state_dict(), average)
+    source = source_of(tiny_pipeline, checkpoint=run, ema=True)
+    assert same(load_pipeline(source).transformer.state_dict(), average)
+    options = options_of(tiny_pipeline, checkpoint=run, ema=True)
+    assert infer._describe_weights(source, options, "fp32")["ema"] is True
+    with pytest.raises(
+        ConfigError,
+        match=r"--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from",
+    ):
+        source_of(tiny_pipeline, ema=True)
+
+    record = json.loads((folder / RECORD_FILE).read_text())
+    card = build_card(folder, "me/average", record, FolderContents("WanPipeline"), "apache-2.0")
+    assert "| Weights | fp32, exponential moving average (decay 0.7) |" in card
+    export(run, folder)  # in its place the last weights, and no word of an average
+    record = json.loads((folder / RECORD_FILE).read_text())
+    assert "moving average" not in build_card(
+        folder, "me/last", record, FolderContents("WanPipeline"), "apache-2.0"
+    )

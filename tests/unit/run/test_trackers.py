@@ -1,0 +1,233 @@
+"""Trackers: curves of a resumed run, one run in wandb, no secret, and failures that stop nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.fake_wandb import SOURCE
+from wands.config.deepspeed_rules import check_json
+from wands.config.recipe import Recipe
+from wands.errors import ConfigError
+from wands.files import read_rows
+from wands.flow.rng import SampleKey
+from wands.run import trackers
+from wands.run.trackers import Trackers, check_trackers
+from wands.train.metrics import StepLog, curves, sigma_sums
+
+
+def build_run(out: Path, names: tuple[str, ...] = ("tensorboard",), step: int = 0, **values: Any) -> Any:
+    settings = {"output_dir": str(out), "logging": {"trackers": names, **values}}
+    settings["model"] = {"path": "/data/somebody/wan"}
+    checkpoint = SimpleNamespace(state=SimpleNamespace(step=step, loss=[])) if step else None
+    recipe = Recipe.model_validate(settings)
+    return SimpleNamespace(
+        recipe=recipe,
+        output_dir=out,
+        checkpoint=checkpoint,
+        world_size=1,
+        experts=(),
+        sampler=SimpleNamespace(total_steps=5),
+        grid=lambda rank: SimpleNamespace(rank=rank, cp_rank=0),
+    )
+
+
+def build_log(run: Any, board: Trackers) -> StepLog:
+    trainer: Any = SimpleNamespace(run=run, rank=0, log=lambda text: None, trackers=board)
+    return StepLog(trainer)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    events = EventAccumulator(str(folder)).Reload()
+    return {
+        tag: [(item.step, item.value) for item in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Install the fake package. The fixture is a function that returns the calls so far."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "wandb.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("FAKE_WANDB", str(tmp_path / "calls"))
+    monkeypatch.delitem(trackers.importlib.sys.modules, "wandb", raising=False)
+    yield lambda: read_rows(tmp_path / "calls")
+    trackers.importlib.sys.modules.pop("wandb", None)
+
+
+def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measured = {"seconds": 1.0, "mfu": None, "tokens_per_second": 2.0, "device_peak": None, "host_peak": 0}
+    for start_step, end in ((0, 4), (3, 4)):
+        run = build_run(tmp_path, step=start_step)
+        board = Trackers(run, 0)
+        log = build_log(run, board)
+        monkeypatch.setattr("wands.train.metrics.describe_step", lambda row, total: "")
+        for step in range(start_step + 1, end + 1):
+            log.write({"step": step, "loss": float(10 * start_step + step), **measured}, [])
+        board.log(0, {"eval/held_out": 1.0}) if not start_step else None
+        log.close()
+        board.close()
+    series = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0)]
+    found = {
+        name: points for name, points in scalars(tmp_path / "tensorboard").items() if "speed" not in name
+    }
+    assert found == {"train/loss": series, "eval/held_out": [(0, 1.0)]}
+    assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
+    assert log.history == series
+
+
+def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A first step of 100 s does not spoil the prediction. Saves between the steps count as they were so far."""
+    log = build_log(build_run(tmp_path), Trackers(build_run(tmp_path, ()), 0))
+    now = [1000.0]
+    monkeypatch.setattr("wands.train.metrics.time.perf_counter", lambda: now[0])
+    assert log._eta(100.0, 9) == 900.0
+    for _ in range(3):
+        now[0] += 2.0
+        eta = log._eta(2.0, 10)
+    assert eta == 20.0
+    now[0] += 2.0 + 10.0  # a save of 10 s
+    assert log._eta(2.0, 10) == 10 * (2.0 + 10.0 / 5)
+
+
+def test_clips_of_a_context_parallel_group_count_once():
+    key, errors = SampleKey("a", 0, 0), torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
+    clips = [(key, sigma, weight) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))]
+    results = [SimpleNamespace(clips=clips[:n], errors=errors[:n]) for n in (4, 1)]
+    first, second = (sigma_sums(results, SimpleNamespace(cp_rank=rank)) for rank in (0, 1))
+    assert first.tolist() == [0.1 + 0.2 + 0.1, 3, *[0] * 16, 4.0, 1]
+    assert not second.any()
+
+
+def test_names_of_curves():
+    row = {"step": 3, "loss": 1.0, "loss_high": 2.0, "mfu": None, "own_seconds": [1.0, 2.0, 5.0]}
+    row |= {"loss_by_sigma": [None] * 9 + [0.5], "grad_norm_blocks": {"blocks.0": 3.0}, "device_peak": 7}
+    assert curves(row) == {
+        "train/loss": 1.0,
+        "train/loss_high": 2.0,
+        "loss_by_sigma/0.9": 0.5,
+        "grad_norm_blocks/blocks.0": 3.0,
+        "speed/device_peak": 7,
+        "speed/own_seconds_max": 5.0,
+        "speed/own_seconds_median": 2.0,
+    }
+
+
+def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any):
+    monkeypatch.setattr("threading.excepthook", lambda args: None)  # of TensorBoard's thread
+    board = Trackers(build_run(tmp_path), 0)
+    board.log(1, {"train/loss": 0.5})
+    assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 0.5)]}
+    shutil.rmtree(tmp_path / "tensorboard")
+    (tmp_path / "tensorboard").write_text("in the way")
+    board._retry_at = dict.fromkeys(board._retry_at, 0)
+    board.log(2, {"train/loss": 1.5})
+    board.log(2, {"train/loss": 1.5})
+    (tmp_path / "tensorboard").unlink()
+    for step in (3, 4):
+        board._retry_at = dict.fromkeys(board._retry_at, 0)
+        board.log(step, {"train/loss": step + 0.5})
+    board.close()
+    assert scalars(tmp_path / "tensorboard")["train/loss"][-1] == (4, 4.5)
+    assert len([text for text in caplog.messages if "the tracker tensorboard fails" in text]) == 1
+
+
+def test_pictures_in_tensorboard(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = Trackers(build_run(tmp_path), 0)
+    board.log_media(2, "Image", {"samples/0": np.full((8, 6, 3), 200, np.uint8)})
+    board.log_media(2, "Video", {"samples/0": str(tmp_path / "0.mp4")})
+    board.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (image,) = events.Images("samples/0")
+    assert (image.step, image.height, image.width) == (2, 8, 6)
+    (recipe,) = events.Tensors("recipe/text_summary")
+    text = recipe.tensor_proto.string_val[0].decode()
+    assert "path: wan\n" in text
+    assert "somebody" not in text
+
+
+def test_one_run_in_wandb(tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch):
+    out = tmp_path / "my_run"
+    out.mkdir()
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    for step in (0, 4):
+        monkeypatch.setenv("FAKE_WANDB_STEP", str(2 * step))
+        board = Trackers(build_run(out, ("wandb",), step, project="p-0123456789abcdef"), 0)
+        board.log(step + 1, {"train/loss": 0.5})
+        board.log(9 + step, {"train/loss": 0.25})
+        board.close()
+    monkeypatch.setenv("FAKE_WANDB_STEP", "0")
+    board = Trackers(build_run(out, ("wandb",), run_name="other"), 0)
+    board.log_media(1, "Image", {"samples/0": np.zeros((8, 6, 3), np.uint8)})
+    board.log_media(1, "Video", {"samples/0": str(out / "0.mp4")})
+
+    calls = wandb()
+    first, second, third = (call for call in calls if call["call"] == "init")
+    assert first == second
+    assert (first["name"], first["resume"], first["dir"]) == ("my_run", "allow", str(out))
+    assert third["name"] == "other"
+    # The steps up to 8 are in the curves of the first process.
+    logged = [(call["step"], call.get("train/loss")) for call in calls if call["call"] == "log"]
+    assert logged == [(1, "0.5"), (9, "0.25"), (13, "0.25"), (1, None), (1, None)]
+    media = [call["samples/0"] for call in calls if "samples/0" in call]
+    assert media == ["image (8, 6, 3) uint8", f"video {out / '0.mp4'}"]
+    config = next(call for call in calls if call["call"] == "config")["values"]
+    assert config["model"]["path"] == "wan"
+    assert config["optim"]["lr"] == Recipe().optim.lr
+    assert config["logging"]["project"] == "p-REDACTED"
+
+
+def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, wandb: Any, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "calls.down").touch()
+    board = Trackers(build_run(tmp_path, ("wandb", "tensorboard")), 0)
+    for step in range(1, 4):
+        board._retry_at = dict.fromkeys(board._retry_at, 0)
+        board.log(step, {"train/loss": 0.5})
+    assert [text for text in caplog.messages if "tracker" in text] == [
+        "the tracker wandb fails (no network); the training continues."
+    ]
+    assert [call["call"] for call in wandb()] == ["init"] * 4
+    assert len(scalars(tmp_path / "tensorboard")["train/loss"]) == 3
+    board._retry_at["wandb"] = trackers.time.monotonic() + 100
+    board.log(4, {"train/loss": 0.5})
+    assert len(wandb()) == 4
+    (tmp_path / "calls.down").unlink()
+    board._retry_at = dict.fromkeys(board._retry_at, 0)
+    board.log(5, {"train/loss": 0.5})
+    assert [call["call"] for call in wandb()[4:]] == ["init", "config", "log"]
+
+
+def test_a_package_that_is_missing():
+    check_trackers(["tensorboard"])
+    with pytest.raises(ConfigError, match=r"installed: comet_ml clearml\. Run pip install comet_ml clearml,"):
+        check_trackers(["comet_ml", "tensorboard", "clearml"])
+
+
+@pytest.mark.parametrize("section", ["wandb", "tensorboard", "csv_monitor", "comet"])
+def test_monitors_of_deepspeed_are_refused(section: str):
+    (problem,) = check_json({section: {"enabled": True}}, "my.json")
+    assert problem == (
+        f"my.json: {section} is not supported by wands; use logging.trackers of the recipe, which also get the loss."
+    )
+
+
+def test_names_are_those_of_accelerate():
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    for name in LOGGER_TYPE_TO_CLASS:
+        Recipe.model_validate({"logging": {"trackers": [name]}})
+    assert json.loads(Recipe().model_dump_json())["logging"]["trackers"] == ["tensorboard"]

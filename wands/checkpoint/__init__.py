@@ -1,0 +1,1 @@
+"""Checkpoints: one format, written by every rank, and restored on the same or on another grid of ranks."""

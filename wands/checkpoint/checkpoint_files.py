@@ -1,0 +1,531 @@
+"""Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
+
+Each rank stored fragments (slices of the flattened parameters). One process can read a checkpoint that any number of ranks
+wrote, at any ZeRO stage.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from wands.checkpoint.step_folders import STATE_FILE, list_steps, named_step
+from wands.config.recipe import LoraConfig, MergeConfig
+from wands.errors import CheckpointError, one_line
+from wands.files import write_text
+from wands.model.files.hashes import find_damaged_files
+from wands.model.files.loading import load_weights
+from wands.model.files.lora_files import LoraPair, LoraUpdate
+from wands.model.files.tensor_files import open_safetensors
+from wands.model.lora import MergedLoras, lora_pairs
+from wands.variants import Expert
+
+log = logging.getLogger(__name__)
+
+
+class PickleError(CheckpointError):
+    """Error for a checkpoint whose files are pickles. Opening a pickle can run any code, so wands does not open these files."""
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Training state saved with a checkpoint: the contents of `wands_state.json`.
+
+    The state of random number generators is not saved, because all random numbers are functions of the step.
+
+    Attributes:
+        step: number of optimizer steps that the run has made.
+        epoch: epoch of the last step, for information only.
+        world_size: number of ranks that wrote the ZeRO partitions.
+        zero_stage: ZeRO stage of the partitions.
+        variant: name of the variant (kind of Wan model), such as "wan2.1-t2v-1.3b".
+        parts: subfolders of the trained DiTs in the diffusers pipeline, such as "transformer". The checkpoint has a
+            folder with each of these names.
+        transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
+            same config.
+        data_fingerprint: digest of the properties that determine in which order training reads the samples (see
+            `TrainingRun.data_fingerprint`).
+        data_summary: numbers about the training data for the model card (see `TrainingRun.data_summary`).
+        recipe: the recipe of the run, with all defaults filled in.
+        base: `model.path` of the run. A folder is stored as an absolute path. Older checkpoints store the path that the user
+            typed.
+        loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
+        files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
+            checkpoint is complete if every listed file has its listed size.
+        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not contain this entry. In older
+            checkpoints, a `base` that starts with "Wan-AI/" is a folder if this folder exists, and a Hub id otherwise. Any
+            other `base` of an older checkpoint is a folder. If this other `base` is a relative path, this class puts "./"
+            in front of the path, so that "models/wan" is not taken for a Hub id.
+        data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
+        base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
+            None for a full finetune, for random base weights, and in older checkpoints.
+        ds_config: complete DeepSpeed config of the run. None in older checkpoints.
+        hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in older checkpoints that
+            consist of pickles.
+        data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is
+            (0, 0) unless the data or the packing changed when the run was resumed.
+        attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
+            measurement. "setup" is the GPU and software of the measurement. None without a measurement, and in older
+            checkpoints.
+        bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`). None in
+            older checkpoints.
+    """
+
+    step: int
+    epoch: int
+    world_size: int
+    zero_stage: int
+    variant: str
+    parts: list[str]
+    transformer_config: dict[str, Any]
+    data_fingerprint: str
+    data_summary: dict[str, Any]
+    recipe: dict[str, Any]
+    base: str
+    loss: list[tuple[int, float]]
+    files: dict[str, int]
+    base_on_hub: bool | None = None
+    data_contents: str | None = None
+    base_fingerprint: str | None = None
+    ds_config: dict[str, Any] | None = None
+    hashes: dict[str, str] = field(default_factory=dict)
+    bad_steps: dict[str, Any] | None = None
+    data_start: tuple[int, int] = (0, 0)
+    attention: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        # "Wan-AI/": a published model, as a folder or as a Hub id
+        if self.base_on_hub is None and self.base and not self.base.startswith((".", "/", "Wan-AI/")):
+            object.__setattr__(self, "base", f"./{self.base}")
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether the model has two experts (DiTs for high and low noise). The run may train only one expert."""
+        return self.recipe["model"].get("experts") is not None or len(self.parts) == 2
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """LoRA settings of the run that wrote the checkpoint; None for a full finetune."""
+        section = self.recipe.get("lora")
+        return None if section is None else LoraConfig.model_validate(section)
+
+    def has_average(self, part: str) -> bool:
+        """Return whether the checkpoint contains the moving average of the DiT `part`, such as "transformer"."""
+        return f"{part}/{average_file(0)}" in self.files
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the training state as a dict for `json.dump`. The entry "hash_of_this_file" is a hash of the other entries."""
+        values = asdict(self)
+        return {**values, "hash_of_this_file": _hash_of(values)}
+
+    def write(self, folder: Path, hashes: dict[str, str]) -> None:
+        """Write this state to `wands_state.json`, with the sizes and hashes of the other files in the same folder.
+
+        Args:
+            folder: step folder (folder of one checkpoint), which may still have a temporary name.
+            hashes: maps the name of every other file in the folder to its hash.
+        """
+        files = {name: (folder / name).stat().st_size for name in sorted(hashes)}
+        write_text(folder / STATE_FILE, json.dumps(replace(self, files=files, hashes=hashes).to_json()))
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint of one optimizer step.
+
+    Attributes:
+        folder: folder of the step, such as `checkpoints/step_00000100`.
+        state: contents of the state file `wands_state.json` in this folder.
+    """
+
+    folder: Path
+    state: TrainState
+
+    def open_state(self, part: str) -> FragmentFiles:
+        """Return the files with the weights and the optimizer state of the DiT `part`, such as "transformer"."""
+        return FragmentFiles(self.folder / part, "state")
+
+    def check_average(self) -> None:
+        """Check that the checkpoint contains the moving average of the weights of every trained DiT.
+
+        Raises:
+            CheckpointError: if the moving average of a DiT is missing.
+        """
+        missing = [part for part in self.state.parts if not self.state.has_average(part)]
+        if missing:
+            raise CheckpointError(
+                f"checkpoint={self.folder} contains no moving average (no file {missing[0]}/{average_file(0)}), because the "
+                "recipe of the run has no ema section; leave --ema out, or train a new run with --set ema.decay=0.9999."
+            )
+
+
+# ---- folders
+
+
+def load_state(checkpoint: Path) -> TrainState:
+    """Read `wands_state.json` of a checkpoint's folder, and check the size of every file that `wands_state.json` lists.
+
+    Raises:
+        CheckpointError: if the folder has no `wands_state.json`, this file is damaged, or a listed file is missing or
+            has a different size.
+    """
+    try:
+        values = json.loads((checkpoint / STATE_FILE).read_bytes())
+        digest = values.pop("hash_of_this_file", None)
+        if digest not in (None, _hash_of(values)):
+            raise ValueError(f"hash_of_this_file={digest} is not the hash of the rest of {STATE_FILE}")
+        state = TrainState(**values)
+    except OSError:
+        raise CheckpointError(
+            f"checkpoint={checkpoint} has no {STATE_FILE}; use a step_* folder that wands train saved."
+        ) from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({one_line(error)}); use another step_* folder of the run."
+        ) from None
+    for name, size in state.files.items():
+        path = checkpoint / name
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != size:
+            problem = "is missing" if actual is None else f"has {actual}"
+            raise CheckpointError(
+                f"checkpoint={checkpoint}: {name} should have {size} bytes but {problem}; use another step_* folder of the run."
+            )
+    return state
+
+
+def _hash_of(values: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
+
+
+def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str | None:
+    """Compare the files of a checkpoint with the hashes in `wands_state.json`.
+
+    Args:
+        checkpoint: a checkpoint whose files all have the right size.
+        share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
+
+    Returns:
+        An error message for the first damaged file that this rank read. None if this rank read no damaged file.
+    """
+    folder, state = checkpoint
+    damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
+    texts = (f"{name} is damaged ({reason}); use another step_* folder." for name, reason in damaged)
+    return next((f"checkpoint={folder}: {text}" for text in texts), None)
+
+
+def find_checkpoint(
+    where: Path, *, verify: bool = False, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> Checkpoint:
+    """Find a usable checkpoint, and read its state.
+
+    A checkpoint is usable if all of its files have the sizes (and, with `verify`, the hashes) in `wands_state.json`, and its
+    step folder (folder of one checkpoint) is not in `damaged`.
+
+    In a run folder or its folder `checkpoints`, the file `latest` names the checkpoint to return. If `latest` names no usable
+    checkpoint, the function logs a warning and returns the newest usable checkpoint. If a run was killed just before it
+    replaced `latest`, a file `next` names a newer checkpoint, which is returned.
+
+    Args:
+        where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
+            of a run.
+        verify: whether to compare the hash of every file, in addition to the size.
+        damaged: maps each step folder that is known to be damaged to an error message.
+
+    Raises:
+        CheckpointError: if `where` contains no usable checkpoint.
+        PickleError: if the files of the checkpoint to return are pickles, which an earlier version of wands wrote.
+    """
+    if where.name in ("best", "latest") and where.is_file():
+        where = where.parent / where.read_text(encoding="utf-8").strip()
+    if (where / STATE_FILE).is_file():
+        return _open_step(where, verify, damaged)
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    steps = list_steps(folder)[::-1]
+    if first := named_step(folder):
+        steps.sort(key=lambda step: step != first)  # the named step first, then from new to old
+    elif steps:
+        log.warning(
+            "%s is missing or names no checkpoint; using the newest complete checkpoint", folder / "latest"
+        )
+    for step in steps:
+        try:
+            return _open_step(step, verify, damaged)
+        except PickleError:
+            raise
+        except CheckpointError as error:
+            log.warning("%s", error)
+    raise CheckpointError(
+        f"checkpoint={where} contains no complete checkpoint; use the output_dir of a run, or one of its step_* folders."
+    )
+
+
+def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Checkpoint:
+    checkpoint = Checkpoint(folder, load_state(folder))
+    if checkpoint.state.files.keys() - checkpoint.state.hashes.keys():
+        raise PickleError(
+            f"checkpoint={folder} was written by an earlier version of wands. Its files are pickles, and opening a pickle can "
+            f"run any code. If you trust the files, run wands convert {folder} --trust-pickle."
+        )
+    problem = damaged.get(folder) or (find_damage(checkpoint) if verify else None)
+    if problem:
+        raise CheckpointError(problem)
+    return checkpoint
+
+
+# ---- weights
+
+
+class FragmentFiles:
+    """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
+
+    Any slice of a flattened parameter can be read, even if it is spread over several fragments.
+
+    Args:
+        folder: DiT folder of a checkpoint.
+        kind: "state" for the weights and the optimizer state, "ema" for the moving average of the weights. The files are named
+            `state_rank_*` or `ema_rank_*`. Their metadata contains a JSON object under the key "wands_state" or "wands_ema".
+
+    Attributes:
+        headers: maps the path of each file to its JSON object. In this object, the entries "fragments" (trained parameters)
+            and "frozen" (frozen parameters) map a parameter name to a list [start, shape]. start is the index of the
+            fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
+        dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or was not written by `wands train`.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._where, self._pattern = f"checkpoint={folder.parent}", f"{kind}_rank_*"
+        self.headers: dict[Path, dict[str, Any]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        for path in sorted(folder.glob(f"{self._pattern}.safetensors")):
+            with open_safetensors(path, self._where) as file:
+                try:
+                    self.headers[path] = json.loads(file.metadata()[f"wands_{kind}"])
+                except (TypeError, KeyError, ValueError):
+                    raise CheckpointError(
+                        f"{path} was not written by wands train, or was replaced (no wands_{kind} metadata); use another step_* "
+                        "folder of the run."
+                    ) from None
+                for name in file.keys():  # noqa: SIM118, not a dict
+                    if name not in self.dtypes and file.get_slice(name).get_shape():
+                        self.dtypes[name] = file.get_slice(name)[:0].dtype
+
+    def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
+        """Build whole parameters from the fragments (slices of flattened parameters) that the ranks wrote.
+
+        Args:
+            section: parameters to build: "fragments" for the trained parameters, "frozen" for the frozen parameters.
+            suffix: text after the parameter's name in the names of the stored tensors, such as "/master".
+            excluded: names of parameters to leave out.
+
+        Returns:
+            A dict that maps the name of each parameter to an fp32 CPU tensor.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+        """
+        whole = {
+            name: torch.empty(place[1])
+            for header in self.headers.values()
+            for name, place in header[section].items()
+            if name not in excluded
+        }
+        self.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
+        return whole
+
+    @torch.no_grad()
+    def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Read slices of stored tensors into given tensors. Only one file is open at a time.
+
+        Args:
+            wanted: maps the name of a stored tensor to (start, flat tensor to fill). The stored tensor is flattened, and
+                its values from index `start` on fill the flat tensor.
+
+        Raises:
+            CheckpointError: if a file cannot be read, or the files lack a requested value.
+        """
+        missing = {name: target.numel() for name, (_, target) in wanted.items()}
+        for path, header in self.headers.items():
+            places = {**header.get("frozen", {}), **header["fragments"]}
+            with open_safetensors(path, self._where) as file:
+                for name in wanted.keys() & set(file.keys()):
+                    values, (first, target) = file.get_slice(name), wanted[name]
+                    start = places[name if name in places else name.rpartition("/")[0]][0]
+                    low = max(first, start)
+                    high = min(first + target.numel(), start + values.get_shape()[0])
+                    if low < high:
+                        target[low - first : high - first] = values[low - start : high - start]
+                        missing[name] -= high - low
+        if incomplete := [name for name, numel in missing.items() if numel]:
+            raise CheckpointError(
+                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use another step_* folder of the run."
+            )
+
+    def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
+        """From the file `path`, read each tensor whose name starts with `prefix`.
+
+        Return a dict that maps the name without the prefix to the tensor.
+        """
+        with open_safetensors(path, self._where) as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118, not a dict
+            return {name.removeprefix(prefix): file.get_tensor(name).clone() for name in names}
+
+    def read_overlapping(
+        self, ranges: Mapping[str, tuple[int, int]]
+    ) -> dict[str, list[tuple[int, dict[str, Tensor]]]]:
+        """Read the optimizer state of stored fragments (slices of flattened parameters) that overlap with given ranges.
+
+        Args:
+            ranges: maps the name of a parameter to a range (index of the first value, index after the last value) in the
+                flattened parameter.
+
+        Returns:
+            A dict that maps the name of a parameter to a list with one pair (start, tensors) for each overlapping fragment.
+            start is the index of the fragment's first value. tensors maps the name of an optimizer state, such as "exp_avg",
+            to the state's tensor for the whole fragment.
+        """
+        found: dict[str, list[tuple[int, dict[str, Tensor]]]] = {name: [] for name in ranges}
+        for path, header in self.headers.items():
+            with open_safetensors(path, self._where) as file:
+                keys: dict[str, list[str]] = {}
+                for key in file.keys():  # noqa: SIM118, not a dict
+                    keys.setdefault(key.rpartition("/")[0], []).append(key)
+                for name in ranges.keys() & header["fragments"].keys():
+                    start, (first, last) = header["fragments"][name][0], ranges[name]
+                    numel = file.get_slice(f"{name}/master").get_shape()[0]
+                    if start < last and first < start + numel:
+                        states = [key for key in keys[name] if key != f"{name}/master"]
+                        values = {key.rpartition("/")[2]: file.get_tensor(key).clone() for key in states}
+                        found[name].append((start, values))
+        return found
+
+
+def load_exported_state(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, Tensor]:
+    """Read the fp32 weights of a trained DiT from a checkpoint, and join the ZeRO partitions that the ranks wrote.
+
+    Args:
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
+        ema: whether to read the moving average of the trained weights instead of their last values. Frozen weights have
+            no average and keep their values.
+
+    Returns:
+        For a full finetune, a dict that maps diffusers parameter names to fp32 CPU tensors. For a LoRA run, a dict that
+        maps PEFT's parameter names to the fp32 CPU tensors of the LoRA.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
+            average.
+    """
+    checkpoint = find_checkpoint(where)
+    average: dict[str, Tensor] = {}
+    if ema:
+        checkpoint.check_average()
+        average = load_average(checkpoint.folder / part)
+    files = checkpoint.open_state(part)
+    return average | files.join("fragments", "/master", average) | files.join("frozen", "/frozen", average)
+
+
+def load_lora_of(where: Path, part: str = "transformer", ema: bool = False) -> dict[str, LoraPair]:
+    """Read the LoRA of one DiT from a checkpoint of a LoRA run.
+
+    Args:
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
+        ema: whether to read the moving average of the LoRA instead of its last values.
+
+    Returns:
+        A dict that maps the name of each adapted module to its pair of LoRA matrices.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or `ema` is set and the checkpoint contains no moving
+            average.
+    """
+    lora = find_checkpoint(where).state.lora
+    assert lora is not None, f"{where} belongs to a run without LoRA"
+    return lora_pairs(load_exported_state(where, part, ema), lora)
+
+
+def load_full_weights(
+    where: Path,
+    part: str = "transformer",
+    base: str | Path | None = None,
+    ema: bool = False,
+    base_key: str = "--base",
+) -> dict[str, Tensor]:
+    """Read all weights of a trained DiT.
+
+    For a full finetune, these are the weights of the checkpoint. For a LoRA run, these are the weights of the base
+    model with the trained LoRA and the LoRAs in `model.merge_loras` merged in.
+
+    Args:
+        where: folder of a checkpoint, or run folder. For a run folder, its newest complete checkpoint is read.
+        part: subfolder of the DiT in the pipeline, one of `TrainState.parts`.
+        base: base model of a LoRA run; None means the `model.path` of the run.
+        ema: whether to read the moving average of the trained weights instead of their last values.
+        base_key: option with which the user chose `base`, for error messages.
+
+    Returns:
+        A dict that maps diffusers parameter names to fp32 CPU tensors.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, the base model is damaged, or `ema` is set and the
+            checkpoint contains no moving average.
+        ConfigError: if the base model does not exist, or a LoRA does not fit the base model.
+    """
+    state = find_checkpoint(where).state
+    if state.lora is None:
+        return load_exported_state(where, part, ema)
+    expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
+    model = state.recipe["model"]
+    merges = [MergeConfig.model_validate(item) for item in model.get("merge_loras", [])]
+    in_base = MergedLoras.load(merges, Expert(expert, part, (0.0, 1.0)))
+    trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        return trained(name, in_base(name, weight))
+
+    init, key = ("pretrained", base_key) if base else (model["init"], "model.path")
+    seed = state.recipe["train"]["seed"]
+    return load_weights(base or state.base, part, init=init, seed=seed, key=key, merge=merge)
+
+
+# ---- moving average
+
+
+def average_file(rank: int) -> str:
+    """Return the name of the file in which a rank stores its part of the moving average of the weights."""
+    return f"ema_rank_{rank:05d}.safetensors"
+
+
+def state_file(rank: int) -> str:
+    """Return the name of the file in which a rank stores its part of the weights and of the optimizer's state."""
+    return f"state_rank_{rank:05d}.safetensors"
+
+
+def load_average(folder: Path) -> dict[str, Tensor]:
+    """Read the moving average of a DiT's weights, and join the fragments (slices) that the ranks wrote.
+
+    Only one file is open at a time.
+
+    Args:
+        folder: DiT folder of a checkpoint that contains a moving average.
+
+    Returns:
+        A dict that maps the name of each trained parameter to its average, an fp32 CPU tensor.
+
+    Raises:
+        CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
+    """
+    return FragmentFiles(folder, "ema").join("fragments", "")

@@ -1,0 +1,185 @@
+"""Exponential moving average of the trained weights, divided among the ranks like the optimizer's fp32 master weights.
+
+A fragment is a range of values of a flattened parameter. Each rank averages its own fragments, in fp32. At ZeRO stage 0,
+every rank has all weights, but each rank averages only its own range of every parameter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wands.checkpoint.buffers import allocate
+from wands.checkpoint.checkpoint_files import FragmentFiles
+from wands.checkpoint.engine_state import Fragment, refresh_weights, trained_fragments
+from wands.config.recipe import EmaConfig
+from wands.model.files.tensor_files import LazyTensor
+from wands.run.run import Log, TrainingRun
+
+
+def decay_after(section: EmaConfig, num_steps: int) -> float:
+    """Return the decay for an update of the moving average, `num_steps` optimizer steps after the average started.
+
+    With `ema.warmup=true` in the recipe, the decay is below `ema.decay` in the first steps.
+
+    Source: the warm-up follows TensorFlow's ExponentialMovingAverage(num_updates) and diffusers' EMAModel.
+    """
+    return min(section.decay, (1 + num_steps) / (10 + num_steps)) if section.warmup else section.decay
+
+
+class WeightAverage:
+    """Moving average of the trained parameters of one engine. The average starts with the current weights.
+
+    Args:
+        engine: DeepSpeed engine of any ZeRO stage.
+        section: `ema` section of the recipe.
+        step: number of optimizer steps that the run has made.
+    """
+
+    def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
+        self.section = section
+        # `_first` is the step at which the average starts. `_last` is the step of its last update.
+        self._first = self._last = step
+        fragments = own_fragments(engine)
+        device = torch.device("cpu") if section.device == "cpu" else engine.device
+        self._crosses = device.type == "cpu" and any(fragment.tensor.is_cuda for fragment in fragments)
+        sizes = [4 * fragment.numel for fragment in fragments]
+        vectors = allocate(sizes, device, self._crosses, "ema.device=cpu", "set ema.device=gpu")
+        averages = [vector.view(torch.float32) for vector in vectors]
+        self._pairs = list(zip(fragments, averages, strict=True))
+        for fragment, average in self._pairs:
+            average.copy_(fragment.read())
+
+    @property
+    def decay(self) -> float:
+        """Decay of the moving average in its last update. During the warm-up, this decay is lower than `ema.decay`."""
+        return decay_after(self.section, self._last - self._first)
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the moving average after an optimizer step. Do nothing unless `step` is a multiple of `ema.every`.
+
+        The formula is average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last
+        update.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+        """
+        if step % self.section.every:
+            return
+        num_steps, self._last = step - self._last, step
+        weight = 1.0 - self.decay**num_steps
+        for fragment, average in self._pairs:
+            master = fragment.read()
+            # The update runs on the device of the weights, in the order of its stream, so the host does not wait.
+            updated = average.to(master.device, non_blocking=master.is_cuda)
+            updated.lerp_(master.float(), weight)
+            if updated is not average:
+                average.copy_(updated, non_blocking=master.is_cuda)
+
+    @torch.no_grad()
+    def exchange(self, engine: Any) -> None:
+        """Swap the weights of the model with the moving average. A second call swaps them back, bit for bit.
+
+        Every rank must call this method.
+
+        Args:
+            engine: the engine from which this average was built.
+        """
+        for fragment, average in self._pairs:
+            master = fragment.read()
+            weights = master.clone()  # the copies run in the order of the stream
+            master.copy_(average, non_blocking=master.is_cuda)
+            average.copy_(weights, non_blocking=master.is_cuda)
+        if engine.zero_optimization_stage():
+            refresh_weights(engine)
+        else:
+            # At ZeRO-0, every rank sends its share of each parameter. A sum with zeros keeps all bits, also those of -0.0.
+            for fragment in trained_fragments(engine):
+                share, bits = _own_share(fragment), fragment.read().view(torch.int32)
+                bits[: share.start] = bits[share.start + share.numel :] = 0
+                dist.all_reduce(bits)
+
+    def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
+        """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
+        if self._crosses:
+            torch.cuda.synchronize()  # the last copy to the host may not have finished
+        places = {fragment.name: [fragment.start, fragment.shape] for fragment, _ in self._pairs}
+        header = {"first_step": self._first, "last_step": self._last, "fragments": places}
+        tensors = [LazyTensor.of(fragment.name, average) for fragment, average in self._pairs]
+        return tensors, {"wands_ema": json.dumps(header)}
+
+    def load(self, folder: Path) -> None:
+        """Restore this rank's part of the moving average from a checkpoint. Any number of ranks may have written the checkpoint.
+
+        Args:
+            folder: subfolder of the DiT in the checkpoint.
+
+        Raises:
+            CheckpointError: if the files in the folder do not contain the whole moving average.
+        """
+        files = FragmentFiles(folder, "ema")
+        files.read({fragment.name: (fragment.start, average) for fragment, average in self._pairs})
+        header = next(iter(files.headers.values()))
+        self._first, self._last = header["first_step"], header["last_step"]
+
+
+def build_averages(run: TrainingRun, engines: Mapping[str, Any], log: Log) -> dict[str, WeightAverage]:
+    """Build the moving average of each trained DiT.
+
+    If the run resumes from a checkpoint with averages, restore these averages. Otherwise the averages start with the
+    current weights.
+
+    Args:
+        run: the checked training run.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already
+            loaded.
+        log: function that prints a line for the user.
+
+    Returns:
+        A dict that maps the subfolder of each trained DiT to its average; {} if the recipe has no `ema` section.
+    """
+    section, checkpoint = run.recipe.ema, run.checkpoint
+    saved = checkpoint is not None and any(checkpoint.state.has_average(part) for part in engines)
+    if section is None:
+        if saved:
+            log("the recipe has no ema section: the moving average in the checkpoint is ignored")
+        return {}
+    step = checkpoint.state.step if checkpoint else 0
+    averages = {part: WeightAverage(engine, section, step) for part, engine in engines.items()}
+    if checkpoint and saved:
+        for part, average in averages.items():
+            average.load(checkpoint.folder / part)
+    elif checkpoint:
+        log(f"the checkpoint has no moving average: ema starts from the weights at step {step}")
+    return averages
+
+
+def own_fragments(engine: Any) -> list[Fragment]:
+    """Return the fragments (ranges of flattened trained parameters) whose moving average this rank computes.
+
+    At ZeRO-0, every rank has all weights. There each rank averages an equal share of each parameter.
+    """
+    fragments = trained_fragments(engine)
+    if engine.zero_optimization_stage():
+        return fragments
+    return [share for share in map(_own_share, fragments) if share.numel]
+
+
+def _own_share(fragment: Fragment) -> Fragment:
+    """Return the part of a parameter whose moving average (EMA) this rank computes at ZeRO-0 (nothing is partitioned).
+
+    At ZeRO-0, every rank has all values of every parameter, so the ranks share the work of the moving average. Each rank
+    computes the average for one range of the flattened parameter.
+
+    Args:
+        fragment: the whole parameter, flattened.
+    """
+    rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
+    start, end = numel * rank // world_size, numel * (rank + 1) // world_size
+    return fragment._replace(start=start, offset=start, numel=end - start)

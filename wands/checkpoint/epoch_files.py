@@ -1,0 +1,147 @@
+"""Read the plan of an epoch (the samples of each step and packed sequence) from a file, instead of planning the epoch.
+
+`wands pack` writes a plan file for `packing.plan`. Every new checkpoint contains the plan of its epoch in `epoch.json`.
+A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
+plans the epoch in another way than the version that wrote the checkpoint. In both cases, the run finishes the epoch with
+the plan in `epoch.json`, without the removed clips. The run plans the next epoch without a file. The noise of a clip depends
+only on the clip and the epoch, so the noise of unchanged clips stays the same.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from wands.data.packing import EpochPlan
+from wands.data.sampler import StepPlan
+from wands.errors import CheckpointError, ConfigError, one_line
+from wands.run.run import TrainingRun
+
+EPOCH_FILE = "epoch.json"
+FORMAT = "wands-plan-1"
+"""Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
+
+
+def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
+    """Return a run that takes the bins of one epoch from a plan file. A bin is a list of samples that form one sequence.
+
+    The file contains the number of the epoch. The other epochs are planned without the file. A user may edit the key
+    `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number of steps, and the
+    number of bins in each step must stay the same.
+
+    Args:
+        run: the checked training run.
+        path: file that `wands pack` wrote.
+
+    Raises:
+        ConfigError: if the file cannot be read, or does not fit the data or the recipe.
+    """
+    sampler, fix = run.sampler, "write the file again with wands pack --out and this recipe"
+    try:
+        header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        epoch, known = header["epoch"], (header["format"], header["data_fingerprint"])
+        steps = tuple(tuple(tuple(bin["indices"]) for bin in line["bins"]) for line in lines)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"packing.plan={path} cannot be read ({one_line(error)}); {fix}.") from None
+    planned, found = (
+        ([len(step) for step in plan], sorted(i for step in plan for bin in step for i in bin))
+        for plan in (sampler.epoch_plan(epoch).steps, steps)
+    )
+    if known != (FORMAT, run.data_fingerprint()) or planned != found:
+        raise ConfigError(
+            f"packing.plan={path} has other samples, steps or bins than epoch {epoch} of this run; {fix}."
+        )
+    plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens)
+    if max(sampler.seq_lens[list(bin)].sum() for step in steps for bin in step) > sampler.max_tokens:
+        raise ConfigError(
+            f"packing.plan={path} has a bin with more than packing.max_tokens={sampler.max_tokens} tokens; {fix}."
+        )
+    return replace(run, sampler=replace(sampler, given={epoch: plan}))
+
+
+def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
+    """Return the contents of `epoch.json`: the plan of an epoch, with the key and checksum of each sample.
+
+    Args:
+        run: the checked training run.
+        plan: plan of any step of the epoch.
+
+    Returns:
+        A dict with the keys "epoch", "first_step" (the epoch's first step, counted from 0 over the whole run), "totals"
+        (numbers of samples and tokens), "steps" and "unused" (sorted keys of the samples that the epoch does not use).
+        A step is a list of bins. A bin (packed sequence) is a list of (key of the sample, number of its
+        earlier uses in the epoch, CRC-32 of its contents).
+    """
+    keys, checksums, steps = run.data.keys, run.data.checksums, plan.epoch_plan.steps
+    used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}
+    return {
+        "epoch": plan.epoch,
+        "first_step": plan.step - plan.step_in_epoch,
+        "totals": plan.epoch_plan.totals,
+        "steps": [
+            [[(keys[i], int(plan.repeat_index_of[i]), int(checksums[i])) for i in bin] for bin in step]
+            for step in steps
+        ],
+        "unused": sorted(set(keys) - used),
+    }
+
+
+def follow_data(run: TrainingRun) -> TrainingRun:
+    """Let a resumed run finish its epoch with the plan in the checkpoint, if the data or the planning has changed.
+
+    Removed clips are left out at once. Added clips are used from the next epoch on. If this version of wands packs clips
+    differently from the version that wrote the checkpoint, the new packing also begins with the next epoch.
+
+    Args:
+        run: the checked training run, whose steps are planned for the data as it is now.
+
+    Returns:
+        The run with the checkpoint's plan for the current epoch. If neither the data nor the planning has changed, or the
+        checkpoint contains no plan, the steps of the result are those of `run`.
+
+    Raises:
+        CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.
+    """
+    assert run.checkpoint is not None
+    folder, state = run.checkpoint
+    is_same = run.data_fingerprint() == state.data_fingerprint
+    start = (state.data_start[0], state.data_start[1])
+    if EPOCH_FILE not in state.files:
+        return run
+    values, sampler = json.loads((folder / EPOCH_FILE).read_bytes()), run.sampler
+    rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(run.data.keys)}
+    steps = tuple(
+        tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)
+        for step in values["steps"]
+    )
+    is_planned = is_same and state.step >= start[1]
+    if is_planned:
+        sampler = replace(sampler, start=start) if start != (0, 0) else sampler
+        if values["epoch"] < start[0] or sampler.epoch_plan(values["epoch"]).steps == steps:
+            return replace(run, sampler=sampler)
+    samples = list(chain.from_iterable(chain.from_iterable(values["steps"])))
+    for key, repeat_index, crc32 in samples:
+        row = rows.get((key, repeat_index))
+        if row is not None and run.data.checksums[row] != crc32:
+            raise CheckpointError(
+                f"--resume {folder}: the training sample {key} was encoded again since the checkpoint was saved. Restore the "
+                "cache of the checkpoint's run, or export the checkpoint (wands export) and start a new run from the export."
+            )
+    plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
+    start = (values["epoch"] + 1, values["first_step"] + len(steps))
+    given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
+    before, after = {*values["unused"], *(key for key, *_ in samples)}, set(run.data.keys)
+    change = (
+        f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
+        "clips are left out at once. The plan with the added clips takes effect"
+    )
+    if is_same:
+        version = "this version of wands packs the clips in another way, which"
+        change = (
+            f"data: {version if is_planned else 'a change that was made before the checkpoint'} takes effect"
+        )
+    change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
+    return replace(run, sampler=replace(sampler, start=start, given=given), data_change=change)

@@ -1,0 +1,200 @@
+"""Resume a run: find the checkpoint, check that the checkpoint fits the run, and restore the engines."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Mapping
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import ValidationError
+
+from wands.checkpoint.checkpoint_files import Checkpoint, TrainState, find_checkpoint
+from wands.checkpoint.engine_state import load_engine
+from wands.checkpoint.epoch_files import EPOCH_FILE
+from wands.checkpoint.step_folders import list_steps
+from wands.config.recipe import Recipe, inner_section
+from wands.distributed.consistency import shorten_value
+from wands.errors import CheckpointError, ConfigError, failed_rules
+from wands.files import differences, write_text
+from wands.planning.weights import differing_keys
+from wands.run.run import Log, TrainingRun
+
+# Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
+# form step n.
+_FIXED_KEYS = {
+    "because the key decides which samples a step contains": (
+        *("train.seed", "train.bins_per_step"),
+        *("packing.max_tokens", "packing.level_bins", "packing.buffer_size", "packing.plan"),
+    ),
+    "because the checkpoint contains the states of this optimizer": ("optim.name", "optim.decay_norms"),
+    "because the checkpoint's weights depend on this key": (
+        *("lora.rank", "lora.alpha", "lora.targets", "lora.quantize"),
+        *("model.trainable", "model.freeze", "precision.weights"),
+    ),
+}
+# Keys that a resumed LoRA run may not change, because a LoRA checkpoint does not contain the base weights. Checkpoints with a
+# fingerprint of the base weights allow other paths.
+_BASE_KEYS = ("model.init", "model.path", "model.merge_loras")
+
+
+def find_resume(
+    output_dir: str, resume: str | None, damaged: Mapping[Path, str] = MappingProxyType({})
+) -> Checkpoint | None:
+    """Find the checkpoint that the option `--resume` names.
+
+    Args:
+        output_dir: the run folder.
+        resume: None for a new run. "auto" for the newest checkpoint of the run folder, or for a new run if the run
+            folder has no checkpoint. Otherwise a path of a checkpoint or run folder.
+        damaged: maps the folder of each known damaged checkpoint to an error message. With "auto" or a run folder, these
+            checkpoints are skipped.
+
+    Returns:
+        The checkpoint, or None for a new run.
+
+    Raises:
+        ConfigError: if the path does not exist, or is a checkpoint that was renamed to `*.abandoned` when the run resumed
+            from an older step. Also if the run folder contains checkpoints, and `resume` is None or names a checkpoint of
+            another run folder.
+        CheckpointError: if the folder that `resume` names has no complete checkpoint, or the checkpoint contains pickles
+            of an earlier version of wands. An empty run folder is no error with "auto".
+    """
+    folder = Path(output_dir) / "checkpoints"
+    has_checkpoints = bool(list_steps(folder))
+    if resume is None and has_checkpoints:
+        raise ConfigError(
+            f"output_dir={output_dir} contains checkpoints of an earlier run; add --resume to continue that run, or set another "
+            "output_dir."
+        )
+    if resume is None or (resume == "auto" and not has_checkpoints):
+        return None
+    where = Path(output_dir if resume == "auto" else resume)
+    if not where.exists():
+        raise ConfigError(
+            f"--resume {resume} does not exist; pass a run folder or a step folder. If {resume} is the recipe, write {resume} "
+            "before --resume."
+        )
+    checkpoint = find_checkpoint(where, damaged=damaged)
+    name = checkpoint.folder.name
+    if ".abandoned" in name:
+        raise ConfigError(
+            f"--resume {resume} was abandoned when the run resumed from an older step; to resume from {resume}, move the folder "
+            f"{name.partition('.')[0]} and all later steps away, then rename {name} to {name.partition('.')[0]}."
+        )
+    if has_checkpoints and checkpoint.folder.parent.resolve() != folder.resolve():
+        raise ConfigError(
+            f"output_dir={output_dir} contains checkpoints of a different run than --resume {checkpoint.folder}; set another "
+            "output_dir."
+        )
+    return checkpoint
+
+
+def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
+    """Check that a run can resume from a checkpoint.
+
+    Args:
+        saved: state of the checkpoint.
+        current: result of `build_state` for the resumed run. The steps of the two states are not compared.
+        label: start of each error message, such as "--resume runs/default".
+
+    Raises:
+        CheckpointError: if the checkpoint has no optimizer states, or if the two states differ in a setting that a resumed run
+            must not change. The message lists every such difference.
+    """
+    new_run = "export the checkpoint and start a new run from it"
+    changed = differing_keys(saved.transformer_config, current.transformer_config)
+    other_contents = saved.data_contents not in (None, current.data_contents)
+    knows_base = saved.base_fingerprint is not None
+    types = [((state.ds_config or {}).get("optimizer") or {}).get("type") for state in (current, saved)]
+    experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
+    rules: dict[str, object] = {
+        "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
+        f"{new_run}.": saved.recipe.get("checkpoint", {}).get("weights_only"),
+        f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
+        f"{new_run}.": current.parts != saved.parts,
+        f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
+        f"{saved.base}.": changed,
+        f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
+        f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
+        and current.data_fingerprint != saved.data_fingerprint,
+        "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
+        f"again; use the cache of the checkpoint's run, or {new_run}.": other_contents
+        and current.data_fingerprint == saved.data_fingerprint,
+        f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
+        f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
+        and current.base_fingerprint != saved.base_fingerprint,
+        f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
+        f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
+    }
+    fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
+    if saved.recipe.get("lora"):
+        keys = _BASE_KEYS[: 1 if knows_base else None]
+        fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in keys]
+    for name, reason in fixed_keys:
+        value, saved_value = _recipe_value(current.recipe, name), _recipe_value(saved.recipe, name)
+        rule = f"{name}={value} must equal the checkpoint's value {saved_value}, {reason}; restore that value, or {new_run}"
+        rules[f"{rule} (for a LoRA, set lora.init_from)."] = value != saved_value
+    if problems := failed_rules(rules):
+        raise CheckpointError([f"{label}: {difference_and_fix}" for difference_and_fix in problems])
+
+
+def list_changes(saved: TrainState, current: TrainState) -> list[str]:
+    """Return the settings that a resumed run changes, as texts such as "optim.lr=0.1 (checkpoint: 0.2)".
+
+    Args:
+        saved: state of the checkpoint.
+        current: result of `build_state` for the resumed run.
+    """
+    recipe: Mapping[str, Any] = saved.recipe
+    with contextlib.suppress(ValidationError):  # fill in the keys that the checkpoint's recipe is older than
+        recipe = Recipe.model_validate(saved.recipe).model_dump(mode="json")
+    changes = [("number of processes", current.world_size, saved.world_size)]
+    changes = changes[: current.world_size != saved.world_size] + differences(current.recipe, recipe)
+    changes += differences(current.ds_config, saved.ds_config, "DeepSpeed") if saved.ds_config else []
+    return [f"{key}={shorten_value(new)} (checkpoint: {shorten_value(old)})" for key, new, old in changes]
+
+
+def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
+    section, key = name.split(".")
+    config: Any = inner_section(Recipe.model_fields[section].annotation)
+    # The recipe may be older than the key.
+    default = config.model_fields[key].get_default(call_default_factory=True)
+    value = recipe[section].get(key, default) if recipe.get(section) else None
+    if name == "model.path" and value:
+        return PurePath(value).name  # the folder may have moved
+    # In train, packing and optim, 0 is a value. In model, precision and lora, 0, [] and None all mean "not set".
+    return value if section in ("train", "packing", "optim") else value or None
+
+
+def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -> None:
+    """Load the checkpoint of a resumed run into new engines. Every rank must call this function.
+
+    If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
+    resumed run makes these steps again.
+
+    Args:
+        run: the checked training run. If it does not resume from a checkpoint, this function does nothing.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        rank: rank of this process.
+        log: function that prints a line for the user.
+    """
+    checkpoint = run.checkpoint
+    if checkpoint is None:
+        return
+    for part, engine in engines.items():
+        load_engine(engine, checkpoint.open_state(part))
+    log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
+    steps = checkpoint.folder.parent
+    if rank != 0 or steps.resolve() != (run.output_dir / "checkpoints").resolve():
+        return
+    for path in list_steps(steps):
+        if path.name > checkpoint.folder.name:  # the resumed run will make this step again
+            names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+    write_text(steps / "latest", checkpoint.folder.name)
+    best = steps / "best"
+    if best.is_file() and not (steps / best.read_text()).is_dir():
+        best.unlink()

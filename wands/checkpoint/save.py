@@ -1,0 +1,366 @@
+"""Save checkpoints, and push them to the Hub. The folder of a saved step is either complete or does not exist.
+
+A save has four stages:
+
+1. A thread of each rank writes the rank's part of the weights and of the optimizer states. The files are in a folder with a
+   temporary name, with a subfolder for each DiT. With `checkpoint.asynchronous`, the rank first copies its part to host
+   memory. The thread then writes the copy while the training continues.
+2. Rank 0 writes `wands_state.json`, which contains the size and the hash of every file.
+3. The file `next` is written with the final name of the folder, and the folder gets this name.
+4. The file `next` is renamed to `latest`.
+
+If the process is killed at any moment, the previous checkpoint stays valid. If it is killed between stages 3 and 4, `next`
+shows that the new folder is complete.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock, Thread
+
+import torch.distributed as dist
+
+from wands.checkpoint.buffers import HostBuffers, TensorFile
+from wands.checkpoint.checkpoint_files import TrainState, average_file, state_file
+from wands.checkpoint.engine_state import engine_tensors
+from wands.checkpoint.epoch_files import EPOCH_FILE, epoch_values
+from wands.checkpoint.step_folders import list_steps, step_name
+from wands.config.recipe import CheckpointConfig
+from wands.data.sampler import StepPlan
+from wands.distributed.bootstrap import gather_objects
+from wands.errors import CheckpointError, WandsError, one_line
+from wands.files import publish, sync, write_text
+from wands.model.files.tensor_files import hash_file, write_safetensors
+from wands.report.run_data import thin
+from wands.run.run import TrainingRun
+from wands.train.trainer import Trainer
+
+_log = logging.getLogger(__name__)
+
+PUSH_MARK = "push_is_pending"
+"""Name of an empty file. It marks the folder of a checkpoint that must be pushed to the Hub."""
+# The command is not a rank of the run, and must not slow down the run.
+_COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
+
+
+def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
+    """Build the training state for a checkpoint.
+
+    The training loop sets the fields `bad_steps` and `attention` later. `TrainState.write` adds `files` and `hashes`.
+
+    Args:
+        run: the checked training run.
+        step: number of optimizer steps that the run has made.
+        epoch: epoch of the last step that the run has made.
+        history: (step, loss) pairs of the run so far.
+    """
+    base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
+    for merge in recipe["model"]["merge_loras"]:
+        merge["path"] = str(Path(merge["path"]).resolve())
+    is_folder = Path(base).is_dir()
+    return TrainState(
+        step=step,
+        epoch=epoch,
+        world_size=run.world_size,
+        zero_stage=run.zero_stage,
+        variant=run.variant.name,
+        parts=[expert.subfolder for expert in run.experts],
+        transformer_config=run.transformer_config,
+        data_fingerprint=run.data_fingerprint(),
+        data_summary=run.data_summary,
+        recipe=recipe,
+        base=str(Path(base).resolve()) if is_folder else base,
+        loss=thin(history),
+        files={},
+        base_on_hub=not is_folder,
+        data_contents=run.data_contents,
+        base_fingerprint=run.base_fingerprint,
+        ds_config=run.ds_config,
+        data_start=run.sampler.start,
+    )
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of a run.
+
+    With `checkpoint.asynchronous`, `save` copies the state to host memory, and a thread writes the copy while the training
+    continues. A later call of `finish` completes the checkpoint. `finish` waits for the files of all ranks.
+
+    Args:
+        trainer: engines and moving averages to save.
+
+    Attributes:
+        saved: folder of the last complete checkpoint; None if there is no complete checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        run, self._log = trainer.run, trainer.log
+        self._run, self._engines, self._averages = run, trainer.engines, trainer.averages
+        self._config, self._last_save = run.recipe.checkpoint, time.perf_counter()
+        self._buffers = HostBuffers() if self._config.asynchronous else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
+        self._pending: tuple[TrainState, bool, Future[dict[str, str] | str]] | None = None
+        self.saved = run.checkpoint.folder if run.checkpoint else None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether `save` has started a checkpoint that `finish` has not completed. The value is equal on all ranks."""
+        return self._pending is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is still writing its files of a checkpoint that it has started to save."""
+        return self._pending is not None and not self._pending[2].done()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due: `step` is a multiple of `checkpoint.every`. The result is equal on all ranks."""
+        return bool(self._config.every) and step % self._config.every == 0
+
+    @property
+    def minutes_passed(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed since the last save. The value may differ between the ranks."""
+        minutes = self._config.every_minutes
+        return bool(minutes) and time.perf_counter() - self._last_save >= 60 * minutes
+
+    def save(self, state: TrainState, plan: StepPlan, required: bool, is_best: bool = False) -> None:
+        """Save a checkpoint. Every rank must call this method.
+
+        With `checkpoint.asynchronous`, the method only starts the save, unless the checkpoint is required.
+
+        If a checkpoint that is not required cannot be saved, log the reason and return, so that the training continues.
+
+        Args:
+            state: training state for `wands_state.json`, without sizes and hashes of the files.
+            plan: packing plan of the last step. It contains the plan of the whole epoch, which is written to `epoch.json`.
+            required: whether the method must complete the checkpoint before it returns. If so, a failure raises an error.
+            is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
+
+        Raises:
+            CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
+                does not change.
+            ConfigError: if the host has too little memory for a copy of the state.
+        """
+        with self._tolerant(state.step, required):
+            self._start(state, plan, is_best)
+        if self.is_pending and (required or not self._config.asynchronous):
+            self.finish(required)
+        self._last_save = time.perf_counter()
+
+    def finish(self, required: bool = False) -> None:
+        """Complete the checkpoint that `save` started, and delete old checkpoints.
+
+        If `is_pending` is true, every rank must call this method. Otherwise the method must not be called.
+
+        Args:
+            required: whether a failure raises an error. Otherwise the failure is only logged.
+
+        Raises:
+            CheckpointError: if the checkpoint is required and cannot be written.
+        """
+        assert self._pending is not None
+        (state, is_best, work), self._pending = self._pending, None
+        with self._tolerant(state.step, required):
+            self.saved = self._complete(state, is_best, work.result())
+            self._log(f"saved {self.saved}")
+
+    @contextmanager
+    def _tolerant(self, step: int, required: bool) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if required or not error.agreed:  # not agreed: the other ranks wait for a rank that failed
+                raise
+            self._log(f"{error} The training continues without a checkpoint of step {step}.")
+
+    def _start(self, state: TrainState, plan: StepPlan, is_best: bool) -> None:
+        rank, folder = dist.get_rank(), self._run.output_dir / "checkpoints"
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
+                shutil.rmtree(stale)
+        dist.barrier()
+        files = []
+        for part, engine in self._engines.items():
+            if rank == 0 or self._run.zero_stage:
+                tensors, values = engine_tensors(engine, self._config.weights_only)
+                metadata = {"wands_state": json.dumps(values)}
+                files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
+            if part in self._averages:
+                files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
+        _check_space(folder, files)
+        if self._buffers is not None:
+            files = self._buffers.copy_files(files)
+        texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
+        partial = folder / f"{step_name(state.step)}.tmp"
+        work = self._thread.submit(_write_files, partial, files, texts)
+        self._pending = copy.deepcopy(state), is_best, work
+
+    def _complete(self, state: TrainState, is_best: bool, own_hashes: dict[str, str] | str) -> Path:
+        folder = self._run.output_dir / "checkpoints"
+        target = folder / step_name(state.step)
+        partial, hashes = folder / f"{target.name}.tmp", gather_objects(own_hashes)
+        problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
+        if dist.get_rank() == 0 and not problem:
+            files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
+            try:
+                state.write(partial, files)
+                # `best` first: a run that is killed after `_publish` and resumed does not evaluate this step again.
+                if is_best:
+                    write_text(folder / "best", target.name)
+                _publish(partial, target)
+                self._thread.submit(_delete_old_steps, target, self._config)
+            except (OSError, WandsError) as error:
+                problem = one_line(error)
+        if problem := next(filter(None, gather_objects(problem)), None):
+            shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
+            raise CheckpointError(
+                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, start the "
+                "run again with --resume.",
+                agreed=True,
+            )
+        return target
+
+    def close(self) -> None:
+        """Wait until the thread that deletes old checkpoints has finished."""
+        self._thread.shutdown()
+
+
+def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
+    """Write this rank's files of a checkpoint. Return a dict from file names to hashes.
+
+    If a file cannot be written, return the reason as text.
+    """
+    hashes = {}
+    try:
+        for name, tensors, metadata in files:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            hashes[name] = write_safetensors(path, tensors, metadata)
+            sync(path)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+            hashes[name] = hash_file(folder / name)
+            sync(folder / name)
+    except OSError as error:
+        return one_line(error)
+    return hashes
+
+
+def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
+    """Check that the disk has space for a checkpoint, before anything is written. All ranks raise the same error.
+
+    Without this check, a write could fail on one rank while the other ranks wait for this rank.
+
+    Args:
+        folder: folder of the checkpoints.
+        files: files that this rank will write.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
+    """
+    sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
+    needed, largest = sum(gather_objects(sum(sizes))), max(sizes, default=0)
+    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    problem = None
+    if needed > free:
+        problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
+    elif limit != resource.RLIM_INFINITY and largest > limit:
+        problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
+    if needs_x_and_fix := next(filter(None, gather_objects(problem)), None):
+        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
+
+
+def _publish(partial: Path, target: Path) -> None:
+    if target.exists():  # the same step saved again, after a resume from an older checkpoint
+        shutil.rmtree(target)
+    pointer = target.with_name("next")
+    write_text(pointer, target.name)
+    publish(partial, target)
+    publish(pointer, target.with_name("latest"))
+
+
+def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
+    older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
+    abandoned = sorted(newest.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
+    best = newest.with_name("best")
+    best_name = best.read_text() if best.is_file() else ""
+    for path in older[: -config.keep] + abandoned[: -config.keep]:
+        step = int(path.name.partition(".")[0].removeprefix("step_"))
+        is_kept = (config.keep_every and step % config.keep_every == 0) or (path / PUSH_MARK).exists()
+        is_kept = is_kept or path.name == best_name
+        if path in abandoned or not is_kept:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                _log.error("%s cannot be deleted (%s); delete the folder yourself.", path, one_line(error))
+
+
+class BackgroundPush:
+    """Pushes checkpoints to the Hub, one at a time, while the training continues.
+
+    The recipe's section `hub` selects the checkpoints. On rank 0, a thread runs `wands push` in a subprocess with low
+    priority. While a checkpoint waits for its push or is being pushed, its folder contains the file `PUSH_MARK`, so that the
+    run does not delete the checkpoint.
+
+    A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
+    and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
+    push was not finished when an earlier process of the run ended.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._lock, self._thread, self._newest = trainer, Lock(), Thread(), Path()
+        for mark in self._marks():
+            self.add(mark.parent)
+
+    def add(self, step: Path | None) -> None:
+        """Start to push a checkpoint to the Hub, if its training step is a multiple of `hub.every` or the last step of the run.
+
+        Args:
+            step: folder of the complete checkpoint. If it is None, nothing is pushed.
+        """
+        hub, last = self._trainer.run.recipe.hub, self._trainer.run.sampler.total_steps
+        if step is None or self._trainer.rank:
+            return
+        mark, number = step / PUSH_MARK, int(step.name.removeprefix("step_"))
+        with suppress(OSError):
+            if hub is None or (number != last and number % hub.every):
+                return mark.unlink(missing_ok=True)  # the mark of a run with other settings
+            mark.touch()
+            self._newest = mark
+            command = [*_COMMAND, str(step), hub.repo, *["--public"] * hub.public]
+            self._thread = Thread(target=self._push, args=(mark, command), daemon=True)
+            self._thread.start()
+
+    def _push(self, mark: Path, command: list[str]) -> None:
+        with self._lock:
+            # Threads get the lock in any order, so a newer checkpoint may wait, or may have been pushed.
+            if mark == self._newest:
+                done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+                lines = done.stderr.decode(errors="replace").splitlines()
+                error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else None
+                self._trainer.events.write("push", checkpoint=mark.parent.name, error=error)
+                if error:
+                    self._trainer.log(f"{mark.parent} was not pushed ({error}); the training continues")
+            for old in (old for old in self._marks() if old <= mark):
+                old.unlink(missing_ok=True)
+
+    def _marks(self) -> list[Path]:
+        return sorted((self._trainer.run.output_dir / "checkpoints").glob(f"step_????????/{PUSH_MARK}"))
+
+    def close(self, wait: float) -> None:
+        """Wait at most `wait` seconds for the upload of the newest checkpoint. A resumed run repeats an unfinished upload."""
+        if wait and self._thread.is_alive():
+            self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
+            self._thread.join(wait)

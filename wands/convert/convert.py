@@ -1,0 +1,395 @@
+"""`wands convert`: write a model or a LoRA in the file layout of another program, and compare the result with the source.
+
+All tensors of the result and the source must be equal bit for bit. The DiTs of the result and the source must also
+give equal outputs in a forward pass.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wands.config.options import ConvertOptions
+from wands.convert.convert_result import ConvertResult, compare_forwards, stock_names
+from wands.convert.old_checkpoint import convert_run
+from wands.convert.pipeline_folder import build_stock, copy_path, write_pipeline, write_stock_config
+from wands.convert.source_components import SourceComponent, find_components, map_component
+from wands.encoders.components import WEIGHT_STEMS
+from wands.errors import CheckpointError, ConfigError
+from wands.export.base_pipeline import check_base
+from wands.export.trained_weights import DTYPES
+from wands.files import atomic_folder
+from wands.model.files import lora_files, official
+from wands.model.files.hashes import write_hashes
+from wands.model.files.hub import fetch_model
+from wands.model.files.name_maps import EXPERTS, shorten
+from wands.model.files.tensor_files import (
+    LazyTensor,
+    TensorFiles,
+    check_written,
+    write_safetensors,
+    write_sharded,
+)
+from wands.model.weight_dtypes import stock_dtype
+from wands.variants import Variant, variant_of
+
+_TOKENIZER = "google/umt5-xxl"
+_SOURCE_FILES = ["*.json", "*.safetensors", "*.pth", "*.txt", "*.model"]
+# Files of an official repository that are copied if they are not converted.
+_OFFICIAL_REST = ("models_clip_*", "models_t5_*", "Wan2.*_VAE.*", "google", "xlm-roberta-large")
+_DIT_FILES = [*(f"{expert}/*.safetensors" for expert in EXPERTS), f"{official.DIT_STEM}*", "*_noise_model/*"]
+_NOT_CONVERTED = {
+    "image_encoder to official": "the official file also needs CLIP's text encoder; --base DIR copies this file from an official "
+    "repository",
+    "text_encoder to comfyui": "ComfyUI's file also needs the tokenizer; use the file umt5_xxl of ComfyUI",
+    "image_encoder to comfyui": "wands cannot write ComfyUI's file; use the file clip_vision_h of ComfyUI",
+}
+
+
+def convert(options: ConvertOptions) -> ConvertResult | str:
+    """Write a model or a LoRA in the file layout of diffusers, official Wan, ComfyUI or, for a LoRA, musubi-tuner.
+
+    Tensors are converted one at a time. The result is read back and compared with the source bit for bit. With
+    `options.forward`, diffusers then runs a forward pass with the source's DiT, and a forward pass with the result's DiT.
+    The two outputs must be equal.
+
+    With `options.trust_pickle`, convert the checkpoints of an earlier version of wands instead (see `convert_run`).
+
+    Args:
+        options: options of the command.
+
+    Returns:
+        A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
+
+    Raises:
+        ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base`
+            (model for missing parts) are different models. The error is also raised if options are missing or exclude each
+            other.
+        CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
+            source.
+        WandsError: if `--out` cannot be written. In this case no file of the result is left.
+    """
+    if options.trust_pickle:
+        return convert_run(options.source)
+    if options.to is None or options.out is None:
+        raise ConfigError(
+            "wands convert needs the options --to (file layout of the result) and --out (folder to write). Set both options."
+        )
+    result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
+    with atomic_folder(result.out) as unfinished:
+        is_file = Path(source).is_file()
+        root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
+        loras = _find_loras(root)
+        if base and (options.to == "comfyui" or loras):
+            layout = "a LoRA" if loras else "ComfyUI's layout"
+            raise ConfigError(
+                f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
+            )
+        for expert, path in loras.items():
+            _convert_lora(path, unfinished, result, options.to, DTYPES.get(options.dtype), expert)
+        if not loras and options.to == "musubi":
+            raise ConfigError(
+                f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
+            )
+        if not loras:
+            rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
+            ModelConversion(options, options.to, root, unfinished, rest, result).run()
+        write_hashes(unfinished)
+    return result
+
+
+# ---- LoRAs
+
+
+def _find_loras(root: Path) -> dict[str | None, Path]:
+    """Find the LoRA files in the source of a conversion.
+
+    Args:
+        root: file or folder that the user wants to convert.
+
+    Returns:
+        {None: file} for a single LoRA. {"transformer": file, "transformer_2": file} for a folder with LoRAs of two
+        experts (DiTs for high and low noise); only one of the two items if one LoRA is missing. {} if the source is not a LoRA.
+
+    Raises:
+        CheckpointError: if a file cannot be read.
+        ConfigError: if several files could be the LoRA of one expert. The error is also raised if the folder contains LoRAs
+            of experts, and a safetensors file that belongs to no expert.
+    """
+    names = (lora_files.LORA_FILE, lora_files.PEFT_FILE)
+    usual = [root] if root.is_file() else [root / name for name in names]
+    files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
+    if not files and not (root / "model_index.json").is_file():
+        experts = lora_files.experts_in(root)
+        files = {expert: lora_files.find_lora_file(root, "SOURCE", expert) for expert in experts}
+    for path in files.values():
+        if not lora_files.is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
+            return {}
+    others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
+    if files and others:
+        raise ConfigError(
+            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which belongs to no expert. Move "
+            f"{others[0].name} out of the folder, or set SOURCE to a single file."
+        )
+    return files
+
+
+def _convert_lora(
+    source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
+) -> None:
+    """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
+
+    If the file contains the LoRAs of two experts (DiTs for high and low noise), write two files, because no program loads
+    both LoRAs from one file.
+
+    Args:
+        source: LoRA file in any layout that `wands.model.files.lora_files.parse_lora` supports.
+        out: existing folder for the new files.
+        result: receives a summary of each new file, and notes for the user.
+        to: "diffusers", "official", "comfyui" or "musubi".
+        dtype: dtype of the new files; None keeps the dtype of the source.
+        expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
+
+    Raises:
+        CheckpointError: if `source` is not a LoRA of Wan, or contains no LoRA of `expert`. The error is also raised if
+            `source` contains full (not low-rank) changes of parameters that the layout `to` cannot store, or if values
+            read back from a written file differ from the values in `source`.
+    """
+    files = TensorFiles([source], f"SOURCE {source}")
+    loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
+    if expert is not None:
+        update = lora_files.update_of(loras, expert)
+        if update is None:
+            raise CheckpointError(
+                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder indicates {expert}. "
+                f"Rename the file or folder, or convert only this file: with SOURCE={source}, wands ignores the names."
+            )
+        loras = {expert: update}
+    several = expert is not None or len(loras) > 1
+    for name, update in loras.items():
+        pairs, differences = update.pairs, update.differences
+        if differences and to not in ("official", "comfyui"):
+            raise CheckpointError(
+                f"SOURCE {source} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
+                f"which a LoRA file of --to {to} cannot contain. Use --to comfyui."
+            )
+        state = sorted(lora_files.lora_tensors(pairs, to, differences).items())
+        # alpha stays fp32
+        tensors = [LazyTensor.of(key, value, dtype if value.ndim else None) for key, value in state]
+        file_name = lora_files.LORA_FILE if to == "diffusers" else f"{source.stem}.safetensors"
+        is_marked = not several or lora_files.EXPERT_NAMES[name] in file_name
+        path = out / (file_name if is_marked else f"{lora_files.EXPERT_NAMES[name]}_{file_name}")
+        write_safetensors(path, tensors)
+        check_written(tensors, [path], "convert")
+        num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
+        if num_folded and to != "musubi":
+            result.notes.append(
+                f"{path.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
+            )
+        if several and name == EXPERTS[1] and to == "diffusers":
+            result.notes.append(
+                f"load {path.name} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
+            )
+        num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
+        num_renamed = sum(tensor.name not in old_names for tensor in tensors)
+        result.add(path.name, num_read, tensors, num_renamed)
+
+
+# ---- models
+
+
+@dataclass
+class ModelConversion:
+    """Conversion of one model to the file layout of another program: diffusers, official Wan or ComfyUI.
+
+    Attributes:
+        options: options of the command.
+        to: layout of the result: "diffusers", "official" or "comfyui".
+        root: folder or file of the source.
+        out: existing folder for the result.
+        rest: folder of a model in the layout `to`. Components that the source lacks are copied from this model.
+            None copies nothing.
+        result: receives a summary of each component, and notes for the user.
+        variant: model variant of the DiT. The attribute does not exist until the DiT has been converted.
+        dit_config: diffusers config of the DiT; empty until the DiT has been converted.
+    """
+
+    options: ConvertOptions
+    to: str
+    root: Path
+    out: Path
+    rest: Path | None
+    result: ConvertResult
+    variant: Variant = field(init=False)
+    dit_config: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Convert every component of the source. Then add the other files of the new layout, such as the tokenizer."""
+        self.components = {component.name: component for component in find_components(self.root)}
+        self.two_experts = EXPERTS[1] in self.components
+        for component in self.components.values():
+            if reason := self._reason_to_skip(component):
+                self.result.notes.append(f"{component.name} is left out: {reason}.")
+            else:
+                self._convert(component)
+        if self.to == "diffusers":
+            self._complete_pipeline()
+        if self.to == "official":
+            self._complete_official()
+
+    def _reason_to_skip(self, component: SourceComponent) -> str | None:
+        config = component.config or {"_class_name": official.OFFICIAL_CLASS}
+        is_official = config.get("_class_name") == official.OFFICIAL_CLASS
+        if self.to == "official" and is_official:
+            return None
+        if component.name == "vae" and self.to != "diffusers" and not (is_official or _is_wans_own(config)):
+            return "its latents_mean and latents_std differ from Wan's, and only diffusers' layout can store them"
+        return _NOT_CONVERTED.get(f"{component.name} to {self.to}")
+
+    def _convert(self, component: SourceComponent) -> None:
+        is_dit, mapping = component.name in EXPERTS, map_component(component, self.to)
+        if is_dit and not self.dit_config:
+            self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
+        sources, dtype = mapping.sources, DTYPES.get(self.options.dtype) if is_dit else None
+        stock = stock_names(sources) if dtype else {}
+        tensors = []
+        for name, source in sorted(sources.items()):
+            new_dtype = stock_dtype(stock[name], dtype) if dtype else None
+            tensors.append(source.derived(name, partial(Tensor.to, dtype=new_dtype)))
+        paths = self._write(component, mapping.config, tensors)
+        check_written(tensors, paths, "convert")
+        forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""
+        renamed = sum(source.name != name for name, source in sources.items())
+        details = {"unused": mapping.unused, "forward": forward}
+        self.result.add(component.name, len(mapping.stored), tensors, renamed, **details)
+
+    def _find_variant(self, config: Mapping[str, Any]) -> Variant:
+        index: dict[str, Any] = {}
+        if self.two_experts:
+            low_noise = self.components[EXPERTS[1]].config or {}
+            model_type = "t2v" if config["in_channels"] == config["out_channels"] else "i2v"
+            index["boundary_ratio"] = official.boundary_of({"model_type": model_type} | low_noise)
+        try:
+            return variant_of(config, index)
+        except ValueError as error:
+            raise ConfigError(f"SOURCE={self.options.source}: {error}. Set SOURCE to a Wan model.") from error
+
+    def _target(self, component: SourceComponent, config: Mapping[str, Any]) -> Path:
+        """Return the path for the tensors of a component (one model, such as the VAE): a folder, or a single file if the
+        layout stores the component in one file.
+        """
+        name = component.name
+        if self.to == "diffusers":
+            return self.out / name
+        if name in EXPERTS and self.to == "official":
+            return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
+        if name in EXPERTS:
+            suffix = f"_{lora_files.EXPERT_NAMES[name]}" if self.two_experts else ""
+            return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
+        has_vae_22 = config.get("z_dim") == len(official.LATENTS_22["latents_mean"])
+        files = {
+            ("vae", "comfyui"): f"vae/{'wan2.2_vae' if has_vae_22 else 'wan_2.1_vae'}.safetensors",
+            ("vae", "official"): f"Wan2.{2 if has_vae_22 else 1}_VAE.pth",
+            ("text_encoder", "official"): "models_t5_umt5-xxl-enc-bf16.pth",
+            ("image_encoder", "official"): f"{component.files[0].stem}.pth",
+        }
+        return self.out / files[name, self.to]
+
+    def _write(
+        self, component: SourceComponent, config: Mapping[str, Any], tensors: Sequence[LazyTensor]
+    ) -> list[Path]:
+        """Write the tensors of a component, and its config if the layout has a config file.
+
+        Returns:
+            The paths of the files with the tensors.
+        """
+        target = self._target(component, config)
+        target.parent.mkdir(exist_ok=True)
+        if target.suffix in (".pth", ".safetensors"):
+            (_write_pickle if target.suffix == ".pth" else write_safetensors)(target, tensors)
+            return [target]
+        target.mkdir(exist_ok=True)
+        if self.to == "diffusers":
+            write_stock_config(component.name, config, target)
+        else:
+            text = json.dumps(official.to_official_config(config, self.variant), indent=2)
+            (target / "config.json").write_text(text + "\n", encoding="utf-8")
+        return write_sharded(target, WEIGHT_STEMS.get(component.name, official.DIT_STEM), tensors)
+
+    def _complete_pipeline(self) -> None:
+        """Add the remaining parts of a diffusers pipeline, such as tokenizer and scheduler.
+
+        - If --base is set, the parts are copied from the pipeline folder of --base (attribute `rest`).
+        - Otherwise, if the source is a diffusers pipeline, the parts are copied from the source.
+        - Otherwise, if the source has the tokenizer and all models of the pipeline, the tokenizer is copied. New scheduler
+          files and a new model_index.json are written.
+        - Otherwise, nothing is added. A note in the result names the missing parts.
+        """
+        rest = self.rest or (self.root if (self.root / "model_index.json").is_file() else None)
+        if rest is not None:
+            check_base(rest, self.dit_config, EXPERTS[:1], "SOURCE's model", self.two_experts)
+            for path in sorted(rest.iterdir()):
+                if not path.name.startswith((".", "README")) and not (self.out / path.name).exists():
+                    copy_path(path, self.out / path.name)
+            return
+        missing = [name for name in ("transformer", "vae", "text_encoder") if name not in self.components]
+        if self.dit_config and "clip" in self.variant.conditions and "image_encoder" not in self.components:
+            missing.append("image_encoder")
+        if not (self.root / _TOKENIZER).is_dir():
+            missing.append("tokenizer")
+        if missing:
+            self.result.notes.append(
+                f"the result is not a whole pipeline, because SOURCE has no {', '.join([*missing, 'scheduler'])}. --base DIR "
+                "copies these parts from a diffusers pipeline of the same model."
+            )
+            return
+        write_pipeline(self.out, self.root / _TOKENIZER, self.variant)
+
+    def _complete_official(self) -> None:
+        """Complete a result in the official layout: copy the files that the result lacks, such as tokenizer and CLIP.
+
+        The files are copied from the source of the conversion. Files that the source lacks are copied from the model in --base.
+        """
+        if (self.root / "tokenizer").is_dir():
+            copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
+        for root in filter(None, (self.root, self.rest)):
+            for path in (path for pattern in _OFFICIAL_REST for path in sorted(root.glob(pattern))):
+                if not any(self.out.glob(f"{path.stem}*")):
+                    copy_path(path, self.out / path.name)
+        if any(self.out.glob("models_clip_*")):
+            notes = self.result.notes
+            notes[:] = [note for note in notes if not note.startswith("image_encoder ")]
+
+
+def _write_pickle(path: Path, tensors: Sequence[LazyTensor]) -> None:
+    """Write tensors as a pickled state dict, the format of the .pth files of Wan's authors.
+
+    Raises:
+        OSError: if the file cannot be written, for example because the disk is full.
+    """
+    state = {tensor.name: tensor.read() for tensor in tensors}
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # raised by torch.save if a write fails
+        raise OSError(str(error)) from error
+
+
+def _is_wans_own(config: Mapping[str, Any]) -> bool:
+    """Return whether a VAE has the latent mean and standard deviation of the published Wan VAE.
+
+    The official code contains these values as constants. Only diffusers' layout can store other values, in the VAE's
+    config. A VAE with other values can therefore not be converted to the official layout or to ComfyUI's layout.
+
+    Args:
+        config: diffusers config of the VAE.
+    """
+    stock = build_stock("vae", config).config
+    published = official.LATENTS_22 if stock["z_dim"] == 48 else build_stock("vae", {}).config
+    return all(list(stock[key]) == list(published[key]) for key in official.LATENTS_22)

@@ -1,0 +1,249 @@
+"""Find the models in the source of a conversion, and map their tensors to the target layout (see `ModelConversion`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from wands.convert.pipeline_folder import build_stock
+from wands.encoders.components import WEIGHT_STEMS
+from wands.errors import CheckpointError, ConfigError
+from wands.files import read_json_object
+from wands.model.files import name_maps, official
+from wands.model.files.name_maps import EXPERTS, NameMap, shorten
+from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
+
+_Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ComponentKind:
+    """Description of the files and tensor names of one kind of model: DiT, VAE, text encoder or image encoder.
+
+    Attributes:
+        signs: (tensor name that only official files of this kind have, tensor name that only diffusers files of this kind
+            have). wands recognizes a file by these names.
+        names: function that returns the map between official and diffusers tensor names. Its arguments are the names of
+            all tensors, and a text that names the files in error messages.
+        config: function that returns the diffusers config. Its arguments are a dict of shapes by official tensor name,
+            the official config, and a text that names the files in error messages.
+        official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if the
+            repositories contain a folder for the model instead of a single file.
+        unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
+    """
+
+    signs: tuple[str, str]
+    names: Callable[[Iterable[str], str], NameMap]
+    config: Callable[[name_maps.Shapes, _Config, str], _Config]
+    official_files: str = ""
+    unused: tuple[str, ...] = ()
+
+
+_DIT_KIND = ComponentKind(
+    signs=("head.head.weight", "proj_out.weight"),
+    names=lambda names, where: name_maps.DIT,
+    config=official.dit_config,
+    unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores this tensor too
+)
+KINDS: dict[str, ComponentKind] = {
+    **dict.fromkeys(EXPERTS, _DIT_KIND),
+    "vae": ComponentKind(
+        signs=("decoder.middle.0.residual.0.gamma", "decoder.mid_block.resnets.0.norm1.gamma"),
+        names=lambda names, where: name_maps.vae_names(*name_maps.vae_structure(names, where)),
+        config=lambda shapes, config, where: official.vae_config(shapes),
+        official_files="Wan2.*_VAE",
+    ),
+    "text_encoder": ComponentKind(
+        signs=("token_embedding.weight", "shared.weight"),
+        names=lambda names, where: name_maps.UMT5,
+        config=lambda shapes, config, where: official.umt5_config(shapes),
+        official_files="models_t5_*",
+    ),
+    "image_encoder": ComponentKind(
+        signs=("visual.patch_embedding.weight", "vision_model.embeddings.patch_embedding.weight"),
+        names=lambda names, where: name_maps.CLIP,
+        config=lambda shapes, config, where: official.clip_config(shapes),
+        official_files="models_clip_*",
+        unused=name_maps.CLIP_UNUSED,
+    ),
+}
+"""Maps the name of a component in a diffusers pipeline to the description of its files and tensor names."""
+
+
+class SourceComponent(NamedTuple):
+    """One model in the source of a conversion, for example the VAE.
+
+    Attributes:
+        name: name of the component in a diffusers pipeline, a key of `KINDS`.
+        files: files of the weights.
+        config: contents of the config.json next to the weights; None if this file does not exist.
+    """
+
+    name: str
+    files: list[Path]
+    config: _Config | None
+
+
+class ComponentMapping(NamedTuple):
+    """Tensors of one component (DiT, VAE or encoder), mapped from the source to the new file layout.
+
+    Attributes:
+        config: config of the model in the format of diffusers or transformers.
+        stored: maps the name of each tensor in the source's files to the tensor.
+        sources: maps a tensor name of the new layout to the source's tensor, in the shape of the new layout.
+    """
+
+    config: _Config
+    stored: dict[str, LazyTensor]
+    sources: dict[str, LazyTensor]
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Names of the source's tensors from which no tensor of the new layout is made."""
+        used = {source.name for source in self.sources.values()}
+        return tuple(name for name in self.stored if name not in used)
+
+
+def find_components(source: Path) -> list[SourceComponent]:
+    """Return every model that the source of a conversion contains.
+
+    Args:
+        source: path of a diffusers pipeline, a repository in Wan's original layout, a folder of one DiT, or a single file.
+
+    Raises:
+        ConfigError: if the source contains no Wan model.
+        CheckpointError: if a file cannot be read, or a model has no weights.
+    """
+    if source.is_file():
+        return [_component_of_file(source)]
+    stems = {name: WEIGHT_STEMS.get(name, official.DIT_STEM) for name in KINDS}
+    components = [
+        SourceComponent(name, find_weights(source / name, stem), _read_config(source / name))
+        for name, stem in stems.items()
+        if (source / name / "config.json").is_file()
+    ]
+    components = components or _find_dits(source)
+    if components and not (source / "model_index.json").is_file():
+        for name in WEIGHT_STEMS:
+            paths = sorted(source.glob(f"{KINDS[name].official_files}.*"))
+            files = [path for path in paths if path.suffix in (*PICKLES, ".safetensors")]
+            components += [SourceComponent(name, [file], None) for file in files[:1]]
+    if not components:
+        raise ConfigError(
+            f"SOURCE={source} contains no Wan model (no model_index.json, config.json or high_noise_model). Set SOURCE to a "
+            "diffusers pipeline, an official repository, or one file of weights."
+        )
+    empty = [component.name for component in components if not component.files]
+    if empty:
+        raise CheckpointError(f"SOURCE={source} has no weights of {', '.join(empty)}. Download SOURCE again.")
+    return components
+
+
+def _find_dits(source: Path) -> list[SourceComponent]:
+    """Return the DiT of a folder with one diffusers DiT, or the DiTs of a repository in Wan's original layout.
+
+    Return [] for other folders.
+    """
+    components = []
+    for expert in EXPERTS:
+        if (folder := official.find_expert(source, expert)) is None:
+            continue
+        config = _read_config(folder)
+        class_name = config.get("_class_name", official.OFFICIAL_CLASS)
+        if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
+            raise ConfigError(
+                f"SOURCE={source} contains a {class_name}, not a Wan DiT. Set SOURCE to a diffusers or official Wan 2.1 or 2.2 "
+                "model."
+            )
+        components.append(SourceComponent(expert, find_weights(folder, official.DIT_STEM), config))
+    return components
+
+
+def _component_of_file(path: Path) -> SourceComponent:
+    config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
+    names = set(name_maps.strip_prefix(TensorFiles([path], f"SOURCE {path}").tensors))
+    for name, kind in KINDS.items():
+        if names.intersection(kind.signs):
+            return SourceComponent(name, [path], config)
+    raise ConfigError(
+        f"SOURCE={path} contains no model of Wan: its tensors are {shorten(names, 3)}. Set SOURCE to a DiT, VAE, UMT5, CLIP or "
+        "LoRA of Wan 2.1 or 2.2."
+    )
+
+
+def _read_config(folder: Path) -> _Config:
+    path = folder / "config.json"
+    return read_json_object(path, label=f"SOURCE {path}")
+
+
+def map_component(component: SourceComponent, to: str) -> ComponentMapping:
+    """Map a model to a new file layout: find the source's tensor for each tensor of the layout, and check the shapes.
+
+    Args:
+        component: the model in the source of the conversion, such as the VAE.
+        to: name of the new file layout: "diffusers", "official" or "comfyui".
+
+    Raises:
+        CheckpointError: if a file is damaged, a tensor name is unknown, tensors are missing, or shapes differ from the config.
+    """
+    kind, given = KINDS[component.name], component.config or {}
+    where = f"SOURCE {component.files[0].parent if len(component.files) > 1 else component.files[0]}"
+    tensors = TensorFiles(component.files, where).tensors
+    stored = {name: tensors[old] for name, old in name_maps.strip_prefix(tensors).items()}
+    is_official, is_dit = kind.signs[0] in stored, component.name in EXPERTS
+    if component.name == "image_encoder" and not (is_official and to == "diffusers"):
+        return ComponentMapping(given, tensors, tensors)
+    if name_maps.UMT5_TIED in stored:
+        stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
+    stored = {name: value for name, value in stored.items() if not any(part in name for part in kind.unused)}
+    name_map, sources = kind.names(stored, where), split_sources(stored)
+    stock_names = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
+    official_names = name_maps.rename_all(stock_names, name_map.to_official, where)
+    by_stock_name = {new: sources[old] for new, old in stock_names.items()}
+    by_official_name = {new: by_stock_name[old] for new, old in official_names.items()}
+    has_config = given.get("_class_name") == official.DIFFUSERS_CLASS if is_dit else not is_official
+    shapes = {name: value.shape for name, value in (stored if is_official else by_official_name).items()}
+    config = given if has_config else kind.config(shapes, given, where)
+    parameters = build_stock(component.name, config).named_parameters()
+    # Some releases of transformers put a prefix in front of CLIP's names. Every release reads both kinds of names.
+    found, expected = (
+        {name.removeprefix("vision_model."): tuple(value.shape) for name, value in named}
+        for named in (by_stock_name.items(), parameters)
+    )
+    name_maps.check_fit(found, expected, where)
+    if to == "diffusers":
+        return ComponentMapping(config, tensors, by_stock_name)
+    prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
+    renamed = {f"{prefix}{name}": source for name, source in by_official_name.items()}
+    return ComponentMapping(config, tensors, renamed)
+
+
+def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Split and reshape the tensors of an official CLIP file: each attn.to_qkv becomes attn.q, attn.k and attn.v.
+
+    The tensors of all other models are returned unchanged.
+
+    Args:
+        stored: maps each tensor name to the tensor. The prefix that ComfyUI adds to all names, such as "diffusion_model.", is
+            already removed.
+
+    Returns:
+        A dict that maps the new tensor names to tensors. `LazyTensor.name` is still the name of the tensor in the file.
+    """
+    sources: dict[str, LazyTensor] = {}
+    for name, value in stored.items():
+        if ".attn.to_qkv." in name:
+            rows = value.shape[0] // 3
+            for third, letter in enumerate("qkv"):
+                cut = partial(torch.narrow, dim=0, start=third * rows, length=rows)
+                sources[name.replace("to_qkv", letter)] = value.derived(value.name, cut)
+        elif name in name_maps.CLIP_RESHAPED:
+            sources[name] = value.derived(value.name, torch.squeeze)
+        else:
+            sources[name] = value
+    return sources

@@ -1,0 +1,207 @@
+"""Decode clips in subprocesses. If a file crashes or hangs its decoder, the clip is rejected and the run continues.
+
+There are `NUM_DECODERS` threads, each with a subprocess. A thread takes the next clip, and the subprocess of the thread
+decodes this clip into windows (ranges of frames). At most `NUM_READY` decoded windows wait in a queue for the encoder. In
+addition, each thread and each subprocess keeps at most one decoded window.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wands.config.options import PreprocessOptions
+from wands.data.cache.format import MASK_ARRAY, from_bits
+from wands.data.cache.shards import read_stored
+from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
+from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
+from wands.data.clips.video import DecodedClip, decode_clip
+from wands.errors import DataError
+from wands.preprocess.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
+from wands.preprocess.scan import Clip
+
+log = logging.getLogger(__name__)
+
+WORK_NAME = ".work"
+NUM_DECODERS = 2
+NUM_READY = 2
+
+
+@dataclass(frozen=True)
+class EncodeSettings:
+    """Settings that all workers of a run share.
+
+    Attributes:
+        cache: cache folder.
+        options: options of the command.
+        spec: size, frame rate and length of the samples.
+        fingerprint: digest of the settings and model files with which all samples in the cache are encoded.
+        max_samples: largest number of samples in a shard.
+        conditions: names of the inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
+    """
+
+    cache: Path
+    options: PreprocessOptions
+    spec: ClipSpec
+    fingerprint: str
+    max_samples: int
+    conditions: tuple[str, ...]
+
+    @property
+    def work(self) -> Path:
+        """Folder inside the cache folder for the write-ahead logs of samples and text embeddings."""
+        return self.cache / WORK_NAME
+
+
+@dataclass
+class Window:
+    """One window (range of frames) of a clip at one size, to be encoded and stored as one sample for each caption of the clip.
+
+    Attributes:
+        clip: clip that contains the window.
+        suffix: end of the sample keys, such as "#0003#640x352". The suffix names the window and the size.
+        meta: metadata that is equal for all samples of the window.
+        frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
+            already contains the latents.
+        arrays: maps array names, such as "latents", to the arrays to store. If the cache already contains the latents, all
+            arrays are read from the cache. Otherwise, the encoder adds the arrays. Only the array "token_weights" of a clip
+            with a mask exists before the encoder runs.
+    """
+
+    clip: Clip
+    suffix: str
+    meta: dict[str, Any]
+    frames: Tensor | None = None
+    arrays: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ClipEnd:
+    """Marker for the end of a clip. It follows all windows (ranges of frames) of the clip.
+
+    Attributes:
+        clip: the clip that ends.
+        reason: why the clip is rejected; None if every window could be decoded.
+        deadly: whether the clip crashed its decoder or exceeded the time limit.
+    """
+
+    clip: Clip
+    reason: str | None = None
+    deadly: bool = False
+
+
+def decode_clips(
+    clips: Sequence[Clip], settings: EncodeSettings, pin_memory: bool = False
+) -> Generator[Window | ClipEnd, None, None]:
+    """Decode clips in subprocesses. Yield each window (range of frames) when it is ready.
+
+    A `ClipEnd` follows the windows of each clip. Windows of different clips may alternate. A window whose latents are in the
+    cache is not decoded; it contains the cached arrays.
+
+    Args:
+        clips: clips to decode.
+        settings: settings of the run.
+        pin_memory: whether to copy the frames to pinned memory, from which copies to a GPU are fastest.
+
+    Raises:
+        CacheError: if latents in the cache are damaged.
+    """
+    remaining = iter(clips)  # shared by the threads: next() of a sequence's iterator is atomic
+
+    def decode_next(worker: IsolatedWorker) -> Iterator[Window | ClipEnd]:
+        for clip in remaining:
+            end = ClipEnd(clip)
+            try:
+                for shard, row, suffix in clip.latents:
+                    bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
+                    arrays = {name: from_bits(array) for name, array in bits.items()}
+                    yield Window(clip, suffix, meta, arrays=arrays)
+                if clip.decode:
+                    yield from _decoded_windows(clip, worker, settings, pin_memory)
+            except Crash as crash:
+                end = ClipEnd(clip, crash_reason(clip.path, crash), deadly=True)
+            except (DataError, MemoryError) as error:
+                end = ClipEnd(clip, str(error) or NO_MEMORY)
+            yield end
+
+    return run_in_workers(decode_next, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
+
+
+def _decoded_windows(
+    clip: Clip, worker: IsolatedWorker, settings: EncodeSettings, pin_memory: bool
+) -> Iterator[Window]:
+    """Decode a clip, and yield the windows (ranges of frames) whose latents are not in the cache.
+
+    If the decoder crashes, decode the clip a second time.
+
+    Raises:
+        Crash: if the decoder crashed twice or exceeded the time limit.
+        DataError: if the clip cannot be used.
+    """
+    finished = {suffix for _, _, suffix in clip.latents}
+    for is_last_attempt in (False, True):
+        try:
+            arguments = (Path(clip.path), settings.spec, *clip.part)
+            with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
+                for decoded, last in mark_last(values):
+                    check_frames(clip.path, len(decoded.frames), settings.conditions)
+                    if decoded.suffix not in finished and clip.lacks(decoded.suffix):
+                        frames = torch.from_numpy(decoded.frames)
+                        frames = frames.pin_memory() if pin_memory else frames
+                        window = Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
+                        if decoded.token_weights is not None:
+                            window.arrays[MASK_ARRAY] = torch.from_numpy(decoded.token_weights).bfloat16()
+                        yield window
+                    finished.add(decoded.suffix)
+            return
+        except Crash as crash:
+            # One crash may have an outside cause, such as a scheduler that kills all processes of the job.
+            if is_last_attempt or isinstance(crash, Hang) or worker.killed:
+                raise
+            log.warning("%s: %s; decoding the clip again", clip.path, crash)
+
+
+def mark_last(clips: Iterator[DecodedClip]) -> Iterator[tuple[DecodedClip, bool]]:
+    """Yield each item of `clips` with a flag: whether the item belongs to the last window (range of frames) of the file.
+
+    An item contains the frames of a window at one size. A window may have several items, one for each size. The items of a
+    window are held back until the next window or the end of the file, because the flag is known only then.
+
+    Raises:
+        DataError: if `clips` raises a DataError. The items that are held back are yielded first. Their flag is True for a
+            `TooSmallError`, because all windows were decoded before this error. For other errors, the flag is False.
+    """
+    window: list[DecodedClip] = []
+    try:
+        for clip in clips:
+            if window and clip.start_seconds != window[0].start_seconds:
+                yield from ((previous, False) for previous in window)
+                window = []
+            window.append(clip)
+    except DataError as error:
+        # After a TooSmallError, every window has been decoded, because the file is not damaged.
+        is_complete = isinstance(error, TooSmallError)
+        yield from ((previous, is_complete) for previous in window)
+        raise
+    yield from ((previous, True) for previous in window)
+
+
+def _meta(clip: Clip, decoded: DecodedClip, last: bool) -> dict[str, Any]:
+    return {
+        "start_seconds": decoded.start_seconds,
+        "num_frames": len(decoded.frames),
+        "height": decoded.frames.shape[1],
+        "width": decoded.frames.shape[2],
+        "fps": decoded.fps,
+        "display_size": [str(side) for side in decoded.source.display_size],
+        "last": last,
+        "clip_seconds": decoded.span[1] - decoded.span[0],
+        "video": clip.video,
+    }

@@ -1,0 +1,111 @@
+"""Report of a run of `wands preprocess`, as data and as text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from wands.data.clips.records import REJECTS_NAME, Rejection
+from wands.preprocess.clip_rules import Footage, count_problems, describe_footage
+from wands.preprocess.length_histogram import token_histogram
+from wands.texts import printable
+from wands.variants import TEXT_LEN
+
+SHOWN_REJECTIONS = 20
+SHOWN_KINDS = 10
+SHOWN_CLIPS = 5
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """Results of one run of `wands preprocess`.
+
+    Attributes:
+        out: cache folder.
+        variant: name of the model variant.
+        num_accepted: number of samples in the index of the cache after the run.
+        num_reused: number of samples from earlier runs that are in the index.
+        num_left_out: number of samples from earlier runs that are in shards but not in the index. Each of these samples
+            has a clip that the source no longer contains, or a size that was not requested.
+        num_cut_captions: number of samples whose caption fills all 512 text tokens. Text after 512 tokens is lost.
+        rejected: clips that cannot be used, each with the reason.
+        tokens: int64 [num_accepted], number of video tokens of each sample.
+        num_shards: number of HDF5 files.
+        num_bytes: total size of the HDF5 files in bytes.
+        seconds: duration of the run.
+        num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name of the
+            clip is new.
+        num_workers: number of worker processes that encoded.
+        waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if there was no clip to
+            encode.
+        seconds_encoding: time in seconds that the slowest worker needed for its clips, including loading the models.
+        footage: maps the key of each video clip in the index to three lengths in seconds: the part that its samples cover,
+            the whole clip, and the part that samples would cover with --clip-mode slide. This mode cuts the clip into
+            consecutive samples, so at most a few frames at the end stay unused.
+        still_clips: keys of the video clips whose sample has only one frame.
+        losses: for each worker that ended early, a sentence with the reason.
+        quarantine: file with the list of clips that crashed a process or exceeded a time limit; None if no clip in
+            `rejected` is on the list.
+    """
+
+    out: Path
+    variant: str
+    num_accepted: int
+    num_reused: int
+    num_left_out: int
+    num_cut_captions: int
+    rejected: tuple[Rejection, ...]
+    tokens: np.ndarray
+    num_shards: int
+    num_bytes: int
+    seconds: float
+    num_relabelled: int = 0
+    num_workers: int = 1
+    waited: float | None = None
+    seconds_encoding: float = 0.0
+    footage: Mapping[str, Footage] = field(default_factory=dict)
+    still_clips: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
+    quarantine: Path | None = None
+
+    def __str__(self) -> str:
+        """Return the report as text for the terminal."""
+        lines = [printable(f"  {item.key}: {item.reason}") for item in self.rejected[:SHOWN_REJECTIONS]]
+        if len(self.rejected) > SHOWN_REJECTIONS:
+            lines.append(f"  ... and {len(self.rejected) - SHOWN_REJECTIONS:,} more")
+        listed = f", listed in {REJECTS_NAME}:" if self.rejected else ""
+        lines.append(f"{len(self.rejected):,} rejected{listed}")
+        kinds = count_problems((item.path, item.reason) for item in self.rejected)
+        lines += [printable(f"  {count:7,}  {kind}") for kind, count in kinds[:SHOWN_KINDS]]
+        reused = f", {self.num_reused:,} of them from an earlier run" if self.num_reused else ""
+        lines.append(f"{self.out}: {self.num_accepted:,} samples for {self.variant}{reused}")
+        lines.append(token_histogram(self.tokens))
+        lines.append(f"  {self.num_bytes:,} bytes in {self.num_shards:,} shard(s), {self.seconds:.1f} s")
+        if self.waited is not None:
+            by = f"{self.num_workers} processes, encoders" if self.num_workers > 1 else "encoder"
+            lines.append(f"  {by} waited {self.waited:.1%} of the time for decoding")
+        if self.footage:
+            lines.append(describe_footage(np.sum([*self.footage.values()], axis=0)))
+            unused = sorted(self.footage.items(), key=lambda item: item[1][0] - item[1][2])[:SHOWN_CLIPS]
+            lines += [f"  {key}: {describe_footage(row)}" for key, row in unused if row[2] > row[0]]
+        if self.still_clips:
+            names = ", ".join(self.still_clips[:SHOWN_CLIPS])
+            lines.append(
+                f"{len(self.still_clips):,} videos became still images, with one usable frame each: {names}; use longer clips"
+            )
+        lines += [f"{loss}; the worker's other captions or clips were encoded later" for loss in self.losses]
+        notes = {
+            "samples keep their latents, because only the caption or the clip's name is new": self.num_relabelled,
+            "samples of earlier runs are not in the source or have a size that is not requested: left out of the "
+            "index": self.num_left_out,
+            f"captions fill {TEXT_LEN} text tokens: longer text is cut": self.num_cut_captions,
+        }
+        lines += [f"{number:,} {note}" for note, number in notes.items() if number]
+        if self.quarantine:
+            lines.append(
+                f"clips that crash or hang a process are skipped until their files change or {self.quarantine} is deleted"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""Append rows to the log files of a run, such as `metrics.jsonl` and `events.jsonl`.
+
+A log that cannot be written never stops the training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from wands import __version__
+from wands.distributed.bootstrap import accelerator_type, ranks_per_node
+from wands.errors import one_line
+from wands.files import read_rows, write_text
+
+if TYPE_CHECKING:
+    from wands.run.run import TrainingRun
+
+_log = logging.getLogger(__name__)
+
+_FAILURE = "%s cannot be written (%s); free disk space. The training continues; the next step tries again."
+MAX_WAITING = 10_000
+"""Largest number of records (lines) that a log keeps in memory while its file cannot be written. Older records are lost."""
+
+
+class AppendLog:
+    """Log file to which records (lines) are appended.
+
+    If a write fails, the records stay in memory and are written with the next record. The first failed write causes an error
+    message. The first write that succeeds again causes a second message. The file is opened for each write, so that a deleted
+    file or folder is created again.
+
+    Args:
+        path: the file, which is created with the first record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._num_lost, self._failed = 0, False
+
+    def append(self, *records: bytes) -> None:
+        """Append records (lines) to the file. A failed write raises no error; the next call writes these records first."""
+        self._num_lost += max(0, len(self._waiting) + len(records) - MAX_WAITING)
+        self._waiting.extend(records)
+        try:
+            self._write(b"".join(self._waiting))
+            if self._failed:
+                _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
+            self._waiting.clear()
+            self._num_lost, self._failed = 0, False
+        except OSError as error:
+            if not self._failed:
+                _log.error(_FAILURE, self.path, one_line(error))
+            self._failed = True
+
+    def close(self) -> None:
+        """Try again to write the records (lines) that could not be written. If this fails, log how many are missing."""
+        if self._waiting:
+            self.append()
+        if self._waiting:
+            num_missing = self._num_lost + len(self._waiting)
+            _log.error("the log %s is incomplete; missing records: %d", self.path, num_missing)
+
+    def _write(self, data: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        size = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("ab") as file:
+                file.write(data)
+        except OSError:
+            with suppress(OSError):
+                os.truncate(self.path, size)  # a full disk may have left a part of a record
+            raise
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
+    """Return a row as a line of a `.jsonl` file, with null in place of numbers that are not finite."""
+    return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
+
+
+def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
+    """Open a `.jsonl` file to append rows, after removing the rows that a resumed run writes again.
+
+    The resumed run repeats the steps after `start_step`. The rows of these steps are removed, except rows of events that
+    the repeated steps do not write again, such as a restart.
+
+    Returns:
+        (remaining rows, log to which rows can be appended).
+
+    Raises:
+        WandsError: if the file contains rows to remove, but cannot be written.
+    """
+    rows, cut = read_rows(path), (None, "bad update", "spike")
+    rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
+    lines = b"".join(map(to_line, rows))
+    if path.is_file() and path.read_bytes() != lines:
+        write_text(path, lines.decode())
+    return rows, AppendLog(path)
+
+
+class EventLog:
+    """Log of the events of a run. Rank 0 writes the log; on other ranks, the methods do nothing.
+
+    The constructor writes the first event: `restart` after a crash, otherwise `start`. A crash means that the previous launch of
+    the run neither reached the last step nor stopped on request. If an exception leaves the `with` block, the log writes an
+    `error` event.
+
+    Args:
+        run: the checked training run. If the run resumes, create this log before the `StepLog`: the `restart` event contains
+            the last step in `metrics.jsonl`, and the `StepLog` removes the last rows from this file.
+        rank: rank of this process.
+
+    Attributes:
+        step: number of the current step. `write` stores this number with each event.
+    """
+
+    def __init__(self, run: TrainingRun, rank: int) -> None:
+        self._log: AppendLog | None = None
+        self._lock = Lock()  # a thread writes the results of pushes
+        self.step = run.checkpoint.state.step if run.checkpoint else 0
+        if rank != 0:
+            return
+        rows, self._log = continue_rows(run.output_dir / "events.jsonl", self.step)
+        past = [row for row in rows if row.get("event") in ("start", "restart", "error", "end", "stop")]
+        is_restart = bool(past) and past[-1]["event"] not in ("end", "stop")
+        values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
+        values["num_nodes"] = run.world_size // ranks_per_node()
+        values["checkpoint"] = run.checkpoint and run.checkpoint.folder.name
+        values |= {"device": accelerator_type(), "variant": run.variant.name}
+        values["total_steps"] = run.sampler.total_steps
+        values["data"] = {"num_samples": len(run.data.keys), "num_tokens": int(run.seq_lens.sum())}
+        if is_restart:
+            steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]
+            number = 1 + sum(row["event"] == "restart" for row in past)
+            reason = past[-1]["reason"] if past[-1]["event"] == "error" else None
+            values |= {"number": number, "last_step": max(steps, default=0), "reason": reason}
+        self.write("restart" if is_restart else "start", **values)
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.write("error", reason=one_line(error))
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append a row to `events.jsonl`: the current step, the kind of the event, the Unix time, and `values`."""
+        if self._log is not None:
+            row = {"step": self.step, "event": event, "time": round(time.time(), 3)}
+            with self._lock:
+                self._log.append(to_line(row | values))
+
+    def close(self) -> None:
+        """Try again to write the rows that could not be written. If this fails, log how many rows are missing."""
+        if self._log is not None:
+            self._log.close()
+
+
+def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
+    """Return the steps of a run's restarts and skipped updates, for model cards and plots.
+
+    Args:
+        output_dir: run folder.
+        last_step: last step to include. Events of later steps are left out.
+
+    Returns:
+        A dict that maps "restart" and "skipped update" to lists of steps. If slow ranks were reported, "slow-rank report" maps
+        to the steps of these reports. The dict is empty if the run folder has no events.
+    """
+    rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
+    restarts = [row["step"] for row in rows if row.get("event") == "restart"]
+    skipped = [row["step"] for row in rows if row.get("skipped")]
+    slow = sorted({row["step"] for row in rows if row.get("event") == "slow rank"})
+    marks = {"restart": restarts, "skipped update": skipped} | ({"slow-rank report": slow} if slow else {})
+    return marks if rows else {}

@@ -1,0 +1,160 @@
+"""Send the numbers, images and videos of a run to TensorBoard, Weights & Biases and other experiment trackers of accelerate."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal
+
+import yaml
+from accelerate import tracking
+from transformers.utils import logging as transformers_logging
+
+from wands.errors import ConfigError, one_line
+from wands.files import write_text
+from wands.run.run import TrainingRun
+from wands.texts import without_paths
+
+_log = logging.getLogger(__name__)
+
+_MEDIA = {"Image": ("tensorboard", "wandb", "trackio", "swanlab"), "Video": ("wandb", "trackio")}
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise a ConfigError if the package of a tracker is not installed.
+
+    Args:
+        names: `logging.trackers` of the recipe. The package of a tracker has the name of the tracker.
+    """
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        packages = " ".join(missing)
+        raise ConfigError(
+            f"logging.trackers needs these packages, which are not installed: {packages}. Run pip install {packages}, or remove "
+            "the names from logging.trackers."
+        )
+
+
+class Trackers:
+    """Experiment trackers of a run. Rank 0 has trackers; on other ranks, the methods do nothing.
+
+    A tracker that fails never stops the training. Its first failure is logged as a warning. After a failed call, the tracker
+    pauses for ten times the duration of the call, and does not get the values that are logged during the pause. The next call
+    after the pause starts the tracker again.
+
+    Args:
+        run: the checked training run. If it resumes, the trackers continue the curves of the run.
+        rank: rank of this process.
+    """
+
+    def __init__(self, run: TrainingRun, rank: int) -> None:
+        self._trackers: dict[str, Any] = {}
+        self._started: set[str] = set()
+        self._retry_at: dict[str, float] = {}
+        # accelerate's own logger needs a PartialState, which sets devices and environment variables.
+        tracking.logger = transformers_logging.get_logger("accelerate.tracking")
+        self._step = run.checkpoint.state.step + 1 if run.checkpoint else 0
+        self._recipe = without_paths(run.recipe.model_dump(mode="json"))
+        for name in dict.fromkeys(run.recipe.logging.trackers if rank == 0 else ()):
+            self._trackers[name] = _build(name, run, self._step)
+            self._trackers[name].main_process_only = False  # else accelerate would make a PartialState
+            self._try(name, lambda: None)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add numbers to the curves. `values` maps the name of a curve, such as "train/loss", to its value."""
+        for name, tracker in self._of_step(step, tuple(self._trackers)):
+            self._try(name, partial(tracker.log, dict(values), step=step))
+
+    def log_media(self, step: int, kind: Literal["Image", "Video"], values: Mapping[str, Any]) -> None:
+        """Send images or videos to the trackers that support them.
+
+        Args:
+            step: number of optimizer steps that the run has made.
+            kind: "Image" or "Video". TensorBoard gets images as arrays. Any other tracker gets an object of a class in the
+                tracker's package, such as `wandb.Image` or `wandb.Video`.
+            values: maps the name of an image to a uint8 array [H, W, 3], or the name of a video to the path of an mp4 file.
+        """
+        for name, tracker in self._of_step(step, _MEDIA[kind]):
+            self._try(name, partial(_send_media, tracker, step, kind, values))
+
+    def close(self) -> None:
+        """Finish the trackers. A tracker may wait here until everything is uploaded."""
+        for name in tuple(self._started):
+            self._try(name, self._trackers[name].finish)
+        self._trackers.clear()
+
+    def _of_step(self, step: int, names: Sequence[str]) -> list[tuple[str, Any]]:
+        """Return (name, tracker) of each tracker in `names` that needs the values of a step.
+
+        A resumed run can repeat steps whose values wandb already has. For these steps, wandb is left out of the result.
+        """
+        # wandb would warn of each step that a resumed run repeats. Its curves contain these steps already.
+        is_past = {"wandb": step < getattr(getattr(self._trackers.get("wandb"), "run", None), "step", 0)}
+        return [(k, tracker) for k, tracker in self._trackers.items() if k in names and not is_past.get(k)]
+
+    def _try(self, name: str, action: Callable[[], object]) -> None:
+        """Start a tracker if it is not running, then call `action`, which sends something to the tracker.
+
+        A failure pauses the tracker for 10 times the duration of the failed call. Only the first failure of a tracker is logged.
+        """
+        began, tracker = time.monotonic(), self._trackers[name]
+        if began < self._retry_at.get(name, 0):
+            return
+        try:
+            if name not in self._started:
+                tracker.start()
+                self._started.add(name)
+                if name == "tensorboard":  # it would show hyperparameters as one more run
+                    text = f"```yaml\n{yaml.safe_dump(self._recipe, sort_keys=False)}```"
+                    tracker.log({"recipe": text}, step=self._step)
+                else:
+                    tracker.store_init_configuration(self._recipe)
+            action()
+        except Exception as error:  # each tracker has its own errors
+            if name not in self._retry_at:
+                _log.warning("the tracker %s fails (%s); the training continues.", name, one_line(error))
+            self._retry_at[name] = time.monotonic() + 10 * (time.monotonic() - began)
+            self._started.discard(name)
+            with suppress(Exception):
+                tracker.finish()
+            if name == "tensorboard":  # a new file must not hide the steps of this process
+                tracker.init_kwargs.clear()
+
+
+def _build(name: str, run: TrainingRun, step: int) -> Any:
+    """Return a tracker that is not started yet.
+
+    Args:
+        name: name of the tracker, such as "wandb".
+        run: the checked training run.
+        step: first step of this process. TensorBoard hides the values that an earlier process wrote for this step and later
+            steps.
+    """
+    folder, project = run.output_dir, run.recipe.logging.project
+    run_name = run.recipe.logging.run_name or folder.resolve().name
+    if name == "tensorboard":
+        return tracking.TensorBoardTracker(name, folder, purge_step=step)
+    id_file = folder / "tracker_id"
+    if not id_file.is_file():
+        write_text(id_file, secrets.token_hex(11)[:21])  # the length that SwanLab requires
+    same_run = {"resume": "allow", "id": id_file.read_text().strip()}
+    options = {
+        "wandb": {"name": run_name, "dir": str(folder), **same_run},
+        "swanlab": {"experiment_name": run_name, "logdir": str(folder), **same_run},
+        "trackio": {"name": run_name, "resume": "allow"},
+        "mlflow": {"run_name": run_name},
+    }
+    return tracking.LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
+
+
+def _send_media(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:
+    if tracker.name == "tensorboard":
+        images = {name: image[None] for name, image in values.items()}
+        return tracker.log_images(images, step=step, dataformats="NHWC")
+    build = getattr(importlib.import_module(tracker.name), kind)
+    tracker.log({name: build(value) for name, value in values.items()}, step=step)

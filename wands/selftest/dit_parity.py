@@ -1,0 +1,345 @@
+"""Checks of a DiT that compare two computations on the same samples.
+
+One kind of check compares two models. The stock DiT of diffusers runs the samples one by one, and is then deleted. wands'
+DiT (`PackedWanTransformer`) runs a training step on a bin (packed sequence) of the same samples.
+
+The second kind of check runs wands' DiT twice on the same bin: the bin is divided among all ranks in one run, and is
+processed by each rank alone in the other run.
+
+The letter P in shapes is the number of channels of a token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from wands.attention.layout import ContextLayout
+from wands.attention.ulysses import context_attention
+from wands.attention.varlen import choose_backend
+from wands.config.recipe import FlowConfig, MockConfig
+from wands.data.collate import PackingCollator
+from wands.data.datasets import MockDataset
+from wands.data.patchify import patchify, unpatchify
+from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
+from wands.errors import CheckpointError, ConfigError
+from wands.flow.noise import add_noise, draw_noise, draw_sigma
+from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
+from wands.model.files.loading import build_empty, load_config, load_transformer
+from wands.model.files.name_maps import DIT, rename_all
+from wands.model.transformer import PackedWanTransformer
+from wands.sampling.pipeline import DiTSource, load_dit
+from wands.sampling.sharing import plan_ranks
+from wands.selftest.parity_setup import Result, Setup, Skipped, judge_error, relative_error
+from wands.selftest.stock import add_conditions, stock_velocity
+from wands.transfer import to_device
+
+GRIDS = ((3, 3, 5), (2, 5, 5), (2, 1, 7))
+TEXT_LENS = [9, 40, 1]
+SEED = 0
+OUTPUT_BOUND, GRADIENT_BOUND = 1e-4, 1e-3
+"""Largest relative errors of the velocity and of the gradients in fp32.
+
+Correct code adds the same numbers in a different order, in the forward and backward pass of 40 blocks. The errors from
+this order are below these bounds. A mistake in the code gives a relative error of 1e-2 or more.
+"""
+BF16_FACTOR = 1.5
+"""Largest ratio of the tested computation's error to the reference computation's error, if both use bf16.
+
+Each error is the relative difference from the reference computation in fp32.
+"""
+PARAMETERS = (
+    "patch_embedding.weight",
+    "condition_embedder.text_embedder.linear_1.weight",
+    "condition_embedder.time_embedder.linear_1.weight",
+    "condition_embedder.image_embedder.ff.net.0.proj.weight",
+    "blocks.0.scale_shift_table",
+    "blocks.0.attn1.to_q.weight",
+    "blocks.0.attn2.to_k.weight",
+    "blocks.0.attn2.add_k_proj.weight",
+    "blocks.0.ffn.net.2.weight",
+    "proj_out.weight",
+)
+"""Parameters whose gradients are compared. The gradients of all parameters would need as much memory as the model."""
+
+
+Answer = dict[str, Tensor]
+"""Result of one computation, as fp32 tensors on the host.
+
+It maps "sample 0", "sample 1", ... to the velocity [tokens, P] of the sample, for P channels of a token. It also maps
+parameter names to gradients, for those names in `PARAMETERS` that exist in the model.
+"""
+
+
+class Comparison(NamedTuple):
+    """Results of a tested computation and of a reference computation.
+
+    An answer is a dict with the velocity of each sample and the gradients of some parameters (see `Answer`).
+
+    Attributes:
+        tested: answer of the tested computation, in fp32 or bf16.
+        expected: answer of the reference computation, in fp32.
+        rounded: answer of the reference computation in the dtype of the tested computation. In bf16, the difference
+            between `rounded` and `expected` is the error of rounding. In fp32, `rounded` and `expected` are the same
+            dict.
+        origin: name of the reference computation, for the report.
+    """
+
+    tested: Answer
+    expected: Answer
+    rounded: Answer
+    origin: str
+
+
+def check_output(found: Comparison) -> Result:
+    """Compare the velocity that the tested model predicts for each sample with the velocity of the reference model.
+
+    Args:
+        found: results of the tested model and of the reference model.
+
+    Raises:
+        Skipped: if the head (output layer) of the model is zero, so that every velocity is zero.
+    """
+    names = found.expected.keys() - set(PARAMETERS)
+    if not any(found.expected[name].any() for name in names):
+        raise Skipped("the head of this untrained model is zero, so every output is zero")
+    return _judge(found, names, OUTPUT_BOUND)
+
+
+def check_gradients(found: Comparison) -> Result:
+    """Compare the gradient of each parameter in `PARAMETERS` with the gradient of the reference model.
+
+    Args:
+        found: results of the tested model and of the reference model.
+    """
+    return _judge(found, found.expected.keys() & set(PARAMETERS), GRADIENT_BOUND)
+
+
+def _judge(found: Comparison, names: Collection[str], bound: float) -> Result:
+    assert found.tested.keys() == found.expected.keys()
+    tested, rounded = (
+        max(relative_error(answer[name], found.expected[name]) for name in names)
+        for answer in (found.tested, found.rounded)
+    )
+    why = "fp32 sums in a different order"
+    if found.rounded is not found.expected:
+        bound, why = BF16_FACTOR * rounded, f"{BF16_FACTOR:g} x the error of a correct answer in bf16"
+    return judge_error(tested, bound, why, found.origin)
+
+
+class PackedSamples:
+    """Samples of different lengths with random latents, text and images, packed into one bin (packed sequence).
+
+    The code that packs the samples is also used in training. All ranks draw the same samples.
+    """
+
+    def __init__(self, setup: Setup, i2v_ratio: float = 0.0) -> None:
+        """Draw the samples and pack them into one bin (packed sequence).
+
+        Args:
+            setup: the model, the DiT that is tested, and the settings of the checks. Noise levels are
+                drawn from the range on which this DiT is trained.
+            i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
+        """
+        self.setup, self.shape, self.sigma_range = setup, setup.variant.dit, setup.expert.sigma_range
+        self.flow = FlowConfig(cfg_dropout=0.0, i2v_ratio=i2v_ratio)
+        pt, ph, pw = self.shape.patch_size
+        shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
+        mock = MockConfig(num_samples=len(GRIDS), shapes=shapes, text_lens=TEXT_LENS)
+        data = MockDataset(mock, self.shape, SEED)
+        self.samples = [data.read(i) for i in range(len(GRIDS))]
+        conditions = setup.variant.conditions
+        collator = PackingCollator(self.shape, self.flow, SEED, data.null_text_embeds, conditions)
+        self.batch = collator(self.samples, [0] * len(GRIDS), 0)
+        self.whole = ContextLayout.build(self.batch.seq_lens)
+        generator = torch.Generator().manual_seed(SEED)
+        self.directions = torch.randn(self.batch.tokens.shape, generator=generator)
+
+    def run_packed(
+        self, model: PackedWanTransformer, dtype: torch.dtype, layout: ContextLayout | None = None
+    ) -> Answer:
+        """Run the forward pass and the backward pass on the bin (packed sequence), as in a training step.
+
+        Args:
+            model: wands' model, whose attention function was set with `set_attention`.
+            dtype: dtype of the computation, fp32 or bf16 under autocast.
+            layout: None runs the whole bin in this process. If all ranks share the bin, `layout` selects the tokens that this
+                rank processes, and all ranks must call this method.
+
+        Returns:
+            Velocities and gradients of the whole bin. If all ranks share the bin, every rank returns equal values.
+        """
+        device, mine = self.setup.device, layout or self.whole
+        part = self.batch.rank_slice(mine)
+        noisy = add_noise(
+            part.tokens, mine, part.keys, self.flow, SEED, part.num_cond_tokens, self.sigma_range
+        )
+        part, noisy = to_device((part, noisy), device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
+        out, index = out[: mine.num_valid].float(), mine.token_index[: mine.num_valid]
+        (out * self.directions[index].to(device)).sum().backward()
+        outputs = torch.zeros(self.directions.shape, device=device)
+        outputs.index_add_(0, index.to(device), out.detach())
+        answer = _answer(list(outputs.split(self.batch.seq_lens)), model)
+        for tensor in () if layout is None else answer.values():
+            dist.all_reduce(tensor)
+        return {name: tensor.cpu() for name, tensor in answer.items()}
+
+    def run_stock(self, model: WanTransformer3DModel) -> Answer:
+        """Run the forward pass and the backward pass of the stock model on each sample separately.
+
+        The model is called in the same way as in diffusers' pipelines.
+
+        Args:
+            model: model of diffusers.
+
+        Returns:
+            Velocities of the samples and gradients of the model.
+        """
+        batch, device, patch = self.batch, self.setup.device, self.shape.patch_size
+        has = self.setup.has
+        noises = draw_noise(self.whole, batch.keys, SEED, batch.tokens.shape[1]).split(batch.seq_lens)
+        directions = self.directions.to(device).split(batch.seq_lens)
+        velocities = []
+        for i, sample in enumerate(self.samples):
+            clean = sample.latents.float()
+            sigma = draw_sigma(SEED, batch.keys[i], self.flow, self.sigma_range)
+            noise = unpatchify(noises[i], GRIDS[i], self.shape.out_channels, patch)
+            latents, timesteps = add_conditions(
+                (1 - sigma) * clean + sigma * noise,
+                torch.tensor(sigma * NUM_TRAIN_TIMESTEPS),
+                first_frame=clean[:, :1] if self.flow.i2v_ratio and has("first_frame") else None,
+                image_latents=sample.image_latents,
+                last_image=has("last_image"),
+            )
+            velocity = stock_velocity(model, latents, timesteps, sample.text_embeds, sample.image_embeds)
+            rows = patchify(velocity.float(), patch)
+            (rows * directions[i]).sum().backward()
+            velocities.append(rows.detach())
+        return {name: tensor.cpu() for name, tensor in _answer(velocities, model).items()}
+
+
+def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:
+    """Return a dict that maps "sample 0", "sample 1", ... to velocities, and names of trained parameters to gradients.
+
+    The gradients are removed from the model.
+
+    Args:
+        velocities: velocity [tokens, channels per token] of each sample.
+        model: model after the backward pass.
+    """
+    answer = {f"sample {i}": velocity for i, velocity in enumerate(velocities)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            answer[name], parameter.grad = parameter.grad.float(), None
+    return answer
+
+
+def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
+    """Run the same samples through the computation of a training step and through stock diffusers, and return both results.
+
+    The stock model is deleted before wands' model is loaded, so that only one model is in memory at a time.
+
+    Args:
+        setup: the model, the DiT that is tested, and the settings of the checks.
+        i2v_ratio: fraction of samples whose first frame is given, for the model TI2V.
+    """
+    bin, subfolder, answers = PackedSamples(setup, i2v_ratio), setup.expert.subfolder, []
+    source = DiTSource(str(setup.folder), subfolder, f"--model={setup.folder}: {subfolder}")
+    for dtype in dict.fromkeys((torch.float32, setup.dtype)):
+        stock = load_dit(source, dtype).to(setup.device).eval()
+        _choose_trained(stock)
+        answers.append(bin.run_stock(stock))
+        del stock
+        clear_device_cache(garbage_collection=True)
+    tested = bin.run_packed(_load_packed(setup, setup.dtype), setup.dtype)
+    return Comparison(tested, answers[0], answers[-1], "stock diffusers")
+
+
+def compare_with_first_frame(setup: Setup) -> Comparison:
+    """Run `compare_to_stock` (training step against stock diffusers) on samples whose first frame is given, for TI2V."""
+    return compare_to_stock(setup, i2v_ratio=1.0)
+
+
+def compare_to_one_process(setup: Setup) -> Comparison:
+    """Run the same bin (packed sequence) twice: shared by all ranks, and as a whole on each rank alone.
+
+    Returns:
+        The velocities and gradients of both runs. In the `Comparison`, `tested` is from the shared bin. `expected` and
+        `rounded` are from the whole bin.
+
+    Raises:
+        ConfigError: if the device differs from DeepSpeed's device, or the model cannot be split across the ranks.
+    """
+    _, _, device = init_process_group()
+    if device.type != setup.device.type:
+        raise ConfigError(
+            f"--device={setup.device.type}, but DeepSpeed runs these processes on {device.type}; set the environment "
+            f"variable DS_ACCELERATOR={setup.device.type}.",
+            agreed=True,
+        )
+    dims = plan_ranks(setup.variant)
+    groups = ProcessGroups.build(dims, device)
+    bin, dtype = PackedSamples(setup, i2v_ratio=1.0), setup.dtype
+    # If ranks have GPUs, at most one copy of the model at a time is in a node's host memory.
+    for turn in range(dist.get_world_size()):
+        if turn == int(os.environ["LOCAL_RANK"]):
+            model = _load_packed(setup, torch.float32)
+        dist.barrier()
+    expected = rounded = bin.run_packed(model, torch.float32)
+    if dtype == torch.bfloat16:
+        _set_attention(setup, model, dtype)
+        rounded = bin.run_packed(model, dtype)
+    _set_attention(setup, model, dtype, groups.ulysses, groups.ring, groups.ring_grad)
+    tested = bin.run_packed(model, dtype, dims.layout(bin.batch.seq_lens))
+    origin = f"one process, Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
+    return Comparison(tested, expected, rounded, origin)
+
+
+def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:
+    """Load wands' model with fp32 weights, as in a training run, for a computation in `dtype`.
+
+    In bf16 on a GPU, the attention kernel is the first kernel in the list `FLASH_BACKENDS` that can run and gives correct
+    results. A training run may use another kernel, because it chooses the fastest kernel.
+    """
+    model = load_transformer(setup.folder, subfolder=setup.expert.subfolder, key="--model").to(setup.device)
+    _choose_trained(model)
+    _set_attention(setup, model, dtype)
+    return model
+
+
+def _set_attention(
+    setup: Setup, model: PackedWanTransformer, dtype: torch.dtype, *groups: dist.ProcessGroup | None
+) -> None:
+    backend = choose_backend("auto", setup.device, dtype, setup.variant.dit.head_dim)
+    model.set_attention(context_attention(backend, *groups), backend)
+
+
+def _choose_trained(model: torch.nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in PARAMETERS)
+
+
+def check_names(setup: Setup) -> Result:
+    """Convert the DiT's parameter names from diffusers' names to official Wan's names and back, and compare the names.
+
+    The check passes if every parameter name is unchanged after both conversions.
+    """
+    names = [name for name, _ in build_empty(load_config(setup.folder, key="--model")).named_parameters()]
+    try:
+        official = rename_all(names, DIT.to_official, "diffusers")
+        back = rename_all(official, DIT.to_diffusers, "official")
+    except CheckpointError as error:
+        return Result.of(False, str(error), "one to one")
+    same = sum(official[stored] == name for name, stored in back.items())
+    return Result.of(same == len(names), f"{same} of {len(names)} names are unchanged", "all")

@@ -1,0 +1,156 @@
+"""Judge every update of the weights by its loss and gradient norm. A bad update ends the run, or is skipped.
+
+An update is bad if its loss or gradient norm is not finite. With `train.on_bad_step=skip`, a spike (a loss or gradient norm
+that is unusually high) is bad too. With `train.on_bad_step=stop`, a spike is only written to `events.jsonl`, with the clips
+of the step.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from wands.data.sampler import StepPlan
+from wands.distributed.bootstrap import gather_objects
+from wands.errors import DataError
+from wands.run.append_log import EventLog
+from wands.run.run import TrainingRun
+from wands.train.step import StepResult
+from wands.variants import Expert
+
+_log = logging.getLogger(__name__)
+WINDOW = 128
+"""Number of past updates with which an update is compared."""
+MIN_UPDATES = 20
+"""Smallest number of past updates that is needed to recognize a spike in the loss or in the gradient norm."""
+
+
+class BadSteps:
+    """Losses and gradient norms of the last updates of each DiT, with which new updates are compared.
+
+    Args:
+        run: the checked training run. If it resumes, the past updates are read from its checkpoint.
+        events: log to which bad updates are written.
+
+    Attributes:
+        state: dict that a checkpoint stores in `wands_state.json`. "skipped" maps to the steps whose update was skipped.
+            The name of each DiT's subfolder, such as "transformer", maps to a list with one [loss, gradient norm] pair for
+            each of the last `WINDOW` updates of the DiT. Bad updates are left out.
+    """
+
+    def __init__(self, run: TrainingRun, events: EventLog) -> None:
+        self._run, self._config, self._events = run, run.recipe.train, events
+        saved = run.checkpoint.state if run.checkpoint else None
+        self.state: dict[str, list[Any]] = {"skipped": [], **{expert.subfolder: [] for expert in run.experts}}
+        self.state |= (saved and saved.bad_steps) or {}
+
+    def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
+        """Return a list with a function or None for each trained DiT. The function decides whether to skip the DiT's update.
+
+        The function takes two arguments: the loss summed over this rank's tokens, and the gradient norm. The function returns
+        True to skip the update. Its result is equal on all ranks. There are three cases:
+
+        - The step has no samples, because `data.exclude` names all of its samples: every function returns True.
+        - Otherwise, if `train.on_bad_step` is `stop`, every element of the list is None. No update is skipped, and `check`
+          ends the run after a loss or a gradient norm that is not finite.
+        - Otherwise each function returns True if the loss or the gradient norm is not finite, or is far above the values of
+          past updates (see `train.spike_zscore`).
+
+        Args:
+            plan: packing plan of the step.
+        """
+        experts, count = self._run.experts, self._run.count(plan)
+        if not plan.num_samples or self._config.on_bad_step == "stop":
+            skip = None if plan.num_samples else lambda loss, norm: True  # all samples are excluded
+            return [skip] * len(experts)
+        return [partial(self._is_bad, self.state[expert.subfolder], count) for expert in experts]
+
+    def _is_bad(self, past: Sequence[Any], count: float, loss: torch.Tensor, norm: float) -> bool:
+        mean = (loss / count).to(torch.float64)
+        dist.all_reduce(mean)
+        bad = not (mean.isfinite() and math.isfinite(norm))
+        if not bad and len(past) >= MIN_UPDATES:
+            bad = max(robust_z_scores((mean.item(), norm), past)) > self._config.spike_zscore
+        verdict = torch.full_like(mean, float(bad))
+        dist.all_reduce(verdict, op=dist.ReduceOp.MAX)  # ranks with different hardware must not disagree
+        return bool(verdict)
+
+    def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
+        """Write a bad update to `events.jsonl`, or store the loss and the gradient norm of a good update.
+
+        The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if its
+        loss or gradient norm is not finite, or if it was skipped. With `train.on_bad_step=skip`, the update of a spike is
+        skipped and therefore bad. With `train.on_bad_step=stop`, the update of a spike is not skipped. The update then counts
+        as good, but is also written to `events.jsonl`.
+
+        Every rank must call this function.
+
+        Args:
+            plan: packing plan of the step.
+            expert: the trained DiT.
+            loss: mean loss of the step over all ranks.
+            result: result of the step on this rank.
+
+        Raises:
+            DataError: on all ranks, if a bad update ends the run. With `train.on_bad_step=stop`, every bad update ends the run.
+                With `skip`, a bad update ends the run if more than `train.max_bad_steps` updates of the run were skipped.
+        """
+        step, norm, budget = plan.step + 1, result.grad_norm, self._config.max_bad_steps
+        if not plan.num_samples:
+            return
+        past, event = self.state[expert.subfolder], "bad update"
+        if not result.skipped and math.isfinite(loss) and math.isfinite(norm):
+            event = "spike"
+            is_judged = self._config.on_bad_step == "stop" and len(past) >= MIN_UPDATES
+            is_spike = is_judged and self._is_bad(past, self._run.count(plan), result.loss, norm)
+            past[:] = [*past, (loss, norm)][-WINDOW:]
+            if not is_spike:
+                return
+        # The ranks of a context-parallel group have the same clips.
+        gathered = chain(*gather_objects(result.samples))
+        clips = {(clip["sample_id"], clip["repeat_index"]): clip for clip in gathered}.values()
+        row = {"expert": expert.name, "skipped": result.skipped, "loss": loss, "grad_norm": norm}
+        self._events.write(event, **row, clips=list(clips))
+        if event == "spike":
+            return
+        self.state["skipped"] += [step] * result.skipped
+        if result.skipped and len(self.state["skipped"]) <= budget:
+            _log.warning("step %d: bad loss or gradient norm; the update is skipped (see events.jsonl)", step)
+            return
+        bad = [clip for clip in clips if not math.isfinite(clip["loss"])]
+        names = ", ".join(f"{clip['sample_id']} (sigma {clip['sigma']:.4f})" for clip in bad) or "none"
+        keys = dict.fromkeys([*self._run.recipe.data.exclude, *(clip["sample_id"] for clip in bad)])
+        option = shlex.quote(f"data.exclude={json.dumps([*keys], ensure_ascii=False)}")
+        fix = f"train without these clips (add --set {option}), " if bad else ""
+        fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"
+        of_expert = f" of the {expert.name}-noise expert" if expert.name else ""
+        raise DataError(
+            f"step {step}: the update{of_expert} is bad (see train.on_bad_step): the loss is {loss} and the gradient norm is "
+            f"{norm} (clips without a finite loss: {names}); {fix}, or lower optim.lr. Then start the run again with --resume.",
+            agreed=True,
+        )
+
+
+def robust_z_scores(values: Sequence[float], past: Sequence[Sequence[float]]) -> list[float]:
+    """Return how far the logarithm of each value is above the median of past logarithms, in robust standard deviations.
+
+    The robust standard deviation is 1.4826 times the median absolute deviation, and at least 0.05.
+
+    Args:
+        values: numbers of the update to judge, such as its loss and its gradient norm.
+        past: for each past update, its numbers in the order of `values`.
+    """
+    *logs, current = np.log(np.maximum([*past, values], 1e-30))
+    median = np.median(logs, axis=0)
+    spread = 1.4826 * np.median(np.abs(logs - median), axis=0)
+    return ((current - median) / np.maximum(spread, 0.05)).tolist()

@@ -1,0 +1,81 @@
+"""Find the launcher that started this process, such as deepspeed or torchrun, and check that the launcher still runs.
+
+A worker whose launcher was killed is an orphan: the worker continues to train, and nobody sees or stops the worker.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import dropwhile
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+PATIENT_LAUNCHER = "wands.watch.restart"
+"""Module of the launcher that, after a signal, gives its workers enough time to save a checkpoint. Other launchers may kill
+their workers 30 s after a signal."""
+_LAUNCHERS = {
+    *("deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch"),
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", PATIENT_LAUNCHER),
+    *("accelerate", "srun", "slurmstepd"),
+    *("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "orterun", "orted", "prterun", "prted"),
+}
+"""Names of launchers: programs, Python scripts, and modules that Python runs with -m."""
+
+
+class Ancestor(NamedTuple):
+    """One ancestor of this process, such as the parent, or the parent of the parent.
+
+    Attributes:
+        process: the ancestor; None if the ancestor ended before `find_launcher` was called.
+        name: name of the program, or of the script or module that Python runs, such as "torchrun".
+    """
+
+    process: psutil.Process | None
+    name: str
+
+    def is_gone(self) -> bool:
+        """Return whether the ancestor has ended. The result is also True if a newer process has the ancestor's process id."""
+        # A process that was killed stays in the list until its parent asks for its exit code.
+        with suppress(psutil.NoSuchProcess):
+            ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return not (self.process and self.process.is_running() and self.process.status() not in ended)
+        return True
+
+
+def find_launcher() -> tuple[Ancestor, ...]:
+    """Return the processes from the parent of this process up to its launcher, both included; () without a launcher.
+
+    If one of these processes ends, this process is an orphan. A launcher can consist of several processes: `deepspeed`
+    starts `deepspeed.launcher.launch`, which starts the workers. The ancestors of the launcher, such as a shell or a terminal,
+    are not part of the result. They may end while the run continues in the background.
+    """
+    ancestors: list[Ancestor] = []
+    length = 0
+    process = psutil.Process() if "RANK" in os.environ else None  # launchers set RANK
+    # An ancestor may end in this moment, or belong to a user whose processes are hidden.
+    with suppress(psutil.Error):
+        while process := process and process.parent():
+            ancestors.append(Ancestor(process, _program(process)))
+            if ancestors[-1].name in _LAUNCHERS:
+                length = len(ancestors)
+            elif length:
+                # `deepspeed` was killed while its child imported: process 1 has adopted the child. There are no workers yet.
+                if process.pid == 1 and ancestors[length - 1].name == "deepspeed.launcher.launch":
+                    return (*ancestors[:length], Ancestor(None, "deepspeed"))
+                break
+    return tuple(ancestors[:length])
+
+
+def _program(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline() or [""]
+    except psutil.Error:
+        return ""
+    name = Path(words[0]).name
+    if name.startswith("python"):
+        rest = [*dropwhile(lambda word: word.startswith("-") and word != "-m", words[1:]), ""]
+        name = rest[1] if rest[0] == "-m" else Path(rest[0]).name
+    return name.partition(":")[0]  # slurmstepd writes the number of its job behind its name

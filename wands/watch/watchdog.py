@@ -1,0 +1,335 @@
+"""Watch a training process for requests to stop, for steps that do not end, and for lost connections to other ranks.
+
+A thread watches the launcher, the signals and the progress of the training. After each step, `poll_requests` reads the
+requests of the user.
+
+If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder. The rank then
+waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. The search for
+missing files works even if the network is down or a process is suspended, and costs no time in a normal step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from wands.distributed.consistency import group_ranks, name_ranks
+from wands.errors import RankError, one_line
+from wands.texts import safe_lines
+from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
+
+REQUESTS = ("save", "save_quit", "check")
+"""Names of the files in a run folder with which the user requests an action."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ONE_REQUEST = 2.0
+"""Seconds in which several signals count as one request. A worker receives Ctrl-C from the terminal and from the launcher."""
+
+STEP_FACTOR, STEP_FLOOR = 10.0, 300.0
+"""If `train.step_timeout` is unset, the time limit of a step is the larger of two values: STEP_FACTOR times the longest
+duration of the last 50 steps, and STEP_FLOOR seconds.
+"""
+
+_TICK = 1.0
+_HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
+"""Seconds that a rank waits, so that the other ranks can write their stack traces to files. Then a rank whose file is missing is
+reported as a rank that does not answer.
+
+`_HANG_WAIT` applies after a step, or other work, that does not end in time. `_LOSS_WAIT` applies after a lost connection.
+`_LOSS_WAIT` is short, because launchers soon kill the remaining ranks.
+"""
+
+
+class Watchdog:
+    """Thread that watches a training process, used in a `with` statement around the whole run.
+
+    A stop is requested if the launcher ends, or if SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives. The thread
+    then sets `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is
+    nothing to save, and the process exits at once. Signals within `ONE_REQUEST` seconds of the first signal count as one
+    request. A later SIGINT ends the process at once. A signal that was ignored at the start of the process stays ignored.
+
+    If a step does not end in time, or the connection to another rank breaks, all ranks write their Python stacks to files. Each
+    process then ends. The error message names the ranks that do not answer.
+
+    Args:
+        launcher: ancestors of this process, from its parent up to the launcher of the training. See `find_launcher`.
+        heartbeat: function that is called about once a second with the name of the current work and its duration so far in
+            seconds.
+
+    Attributes:
+        stop_requested: whether to save a checkpoint and stop.
+        saved: newest complete checkpoint of the run, for messages.
+    """
+
+    def __init__(
+        self,
+        launcher: Sequence[Ancestor] = (),
+        heartbeat: Callable[[str, float], None] = lambda work, seconds: None,
+    ) -> None:
+        self.stop_requested = False
+        self.saved: Path | None = None
+        self._launcher, self._heartbeat = launcher, heartbeat
+        self._ends_hang = False
+        self._first_signal: float | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._main, self._pipe = socket.socketpair()
+        self._folder: Path | None = None
+        self._step_timeout: float | None = None
+        self._timeout = float("inf")
+        self._allowed: tuple[str, float] = "the start", float("inf")
+        self._durations: deque[float] = deque(maxlen=50)
+
+    def __enter__(self) -> Watchdog:
+        # Python runs handlers only between the operations of the main thread, but writes to this socket at once.
+        self._main.setblocking(False)
+        self._pipe.settimeout(_TICK)
+        self._previous = signal.set_wakeup_fd(self._main.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, lambda number, frame: None)
+        self._thread = threading.Thread(target=self._watch, name="wands-watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        work, _ = self._allowed
+        self.begin_work("the end", float("inf"))
+        try:
+            self._raise_lost_connection(error, work)
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self._previous)
+            self._main.close()
+            self._thread.join()  # ends the process if a step did not end in time
+            self._pipe.close()
+
+    def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
+        """Set the time limits of the run, and begin to enforce them.
+
+        Args:
+            output_dir: run folder.
+            step_timeout: seconds that a step may take. None computes the limit from the durations of the last steps.
+            timeout: seconds that any other work may take, such as a check, a checkpoint, or the start of the run. The start
+                includes the first step.
+        """
+        self._folder = output_dir / "stacks"
+        self._step_timeout, self._timeout = step_timeout, timeout
+        # The file of an earlier run.
+        answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)
+        self.begin_work("the start")
+
+    def begin_step(self, step: int) -> None:
+        """Limit the time that an optimizer step may take. Do not call this method for the first step.
+
+        The first step is part of the start of the run, which `watch_run` limits.
+
+        Args:
+            step: number of the step, for messages.
+        """
+        limit = max(STEP_FACTOR * max(self._durations), STEP_FLOOR)
+        self.begin_work(f"step {step}", self._step_timeout or limit)
+
+    def end_step(self, step: int, seconds: float) -> None:
+        """Inform the watchdog that a step has ended.
+
+        After the first call of this method, a request to stop the run saves a checkpoint first. Before the first call, such a
+        request ends the process at once.
+
+        Args:
+            step: number of the step, for messages.
+            seconds: duration of the step.
+        """
+        self._durations.append(seconds)
+        self.begin_work(f"the work after step {step}")
+
+    def begin_work(self, work: str, limit: float | None = None) -> None:
+        """Limit the time of work that begins now, such as saving a checkpoint. The limit of the previous work ends.
+
+        Args:
+            work: name of the work, for messages.
+            limit: largest number of seconds. None uses the `timeout` of `watch_run`.
+        """
+        # A new tuple, also if its values are equal.
+        self._allowed = (work, self._timeout if limit is None else limit)
+
+    def _watch(self) -> None:
+        last, allowed, elapsed = time.monotonic(), self._allowed, 0.0
+        while True:
+            # Only time in which this process runs counts: a job that was suspended as a whole continues.
+            last, passed = time.monotonic(), min(time.monotonic() - last, 2 * _TICK)
+            allowed, elapsed = self._allowed, elapsed + passed if allowed is self._allowed else 0.0
+            if elapsed > allowed[1]:
+                self._end_hang(*allowed)
+            self._heartbeat(allowed[0], elapsed)
+            try:
+                numbers = self._pipe.recv(64)
+            except TimeoutError:
+                gone = next((ancestor for ancestor in self._launcher if ancestor.is_gone()), None)
+                if gone is not None and not self.stop_requested:
+                    self._stop(f"the launcher {gone.name} has ended", 1)
+                continue
+            if not numbers:  # closed by __exit__
+                return
+            for number in set(numbers) & set(self._handlers):
+                self._receive(signal.Signals(number))
+
+    def _end_hang(self, work: str, limit: float) -> NoReturn:
+        self._ends_hang = True
+        faulthandler.dump_traceback_later(60 + _HANG_WAIT, exit=True)  # the run folder may hang too
+        assert self._folder is not None
+        text, is_lowest = call_roll(self._folder, _HANG_WAIT)
+        key = "train.step_timeout" if work.startswith("step") else "DEEPSPEED_TIMEOUT (environment, minutes)"
+        if is_lowest:
+            ending = f"Continue the run with --resume; if more time is needed, raise {key}."
+            _print(f"{work} did not end within {limit:.0f} s: {text}. {ending}", all_ranks=True)
+        dump_collectives(self._folder)
+        os._exit(RankError.exit_code)
+
+    def _raise_lost_connection(self, error: BaseException | None, work: str) -> None:
+        # After a step that did not end, the connection breaks because the other rank has ended. The stacks of the hang must stay.
+        if self._ends_hang:
+            return
+        # gloo raises a plain RuntimeError, whose text contains the path of gloo's source file.
+        if not isinstance(error, RuntimeError) or not re.search("gloo|^Dist", repr(error)):
+            return
+        reason = re.sub(r"\[\S*/gloo/\S*\] ", "", one_line(error)).partition(". ")[0]
+        text = "check MASTER_ADDR and MASTER_PORT"
+        if self._folder is not None:
+            text, _ = call_roll(self._folder, _LOSS_WAIT, error)
+        raise RankError(
+            f"{work}: the connection to another rank failed ({reason}): {text}. Read the last lines that the other ranks "
+            "printed, then continue with --resume."
+        ) from error
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self._first_signal is None:
+            self._first_signal = time.monotonic()
+        elif number is signal.SIGINT and time.monotonic() - self._first_signal > ONE_REQUEST:
+            _print(f"stopped at once by a second SIGINT; {self._remains()}")
+            os._exit(128 + number)
+        if not self.stop_requested:
+            self._stop(f"{number.name} received", 128 + number)
+
+    def _stop(self, reason: str, exit_code: int) -> None:
+        if not self._durations:
+            _print(f"{reason} before the end of the first step; there is nothing new to save.")
+            os._exit(exit_code)
+        self.stop_requested = True
+        limit = ""
+        name = self._launcher[-1].name if self._launcher else None
+        if name not in (None, PATIENT_LAUNCHER) and self._first_signal is not None:
+            limit = f" {name} may kill the run after 30 s; then {self._remains()}"
+        _print(f"{reason}; saving a checkpoint after this step, then stopping.{limit}")
+
+    def _remains(self) -> str:
+        text = f"{self.saved} remains, and --resume continues from it."
+        return text if self.saved else "no checkpoint remains."
+
+
+def _print(message: str, *, all_ranks: bool = False) -> None:
+    """Write a line to stderr. By default, only the first rank of each node writes it, because all ranks get the same signals."""
+    if all_ranks or os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        with contextlib.suppress(OSError):  # the terminal was closed
+            os.write(2, f"{safe_lines(f'wands: {message}')}\n".encode())
+
+
+def answer_file(folder: Path, rank: int) -> Path:
+    """Return the file to which a rank writes its stack traces. The other ranks know from this file that the rank still
+    responds.
+    """
+    return folder / f"rank-{rank}.txt"
+
+
+def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
+    """Write the stack traces of this rank to a file, wait for the files of the other ranks, and return a text about all ranks.
+
+    Args:
+        folder: folder of the files. All ranks must share this folder.
+        seconds: time to wait for the files of the other ranks.
+        error: exception that has ended the training of this rank; None if the main thread still runs.
+
+    Returns:
+        (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
+        True only on the lowest rank that answers, so that one rank prints the text.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    files = [answer_file(folder, number) for number in range(world_size)]
+    with contextlib.suppress(OSError):  # the disk may be full
+        folder.mkdir(parents=True, exist_ok=True)
+        with files[rank].open("w", encoding="utf-8") as file:
+            file.write(f"{_place(error)}\n\n")
+            file.writelines(traceback.format_exception(error) if error else ())
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+    time.sleep(seconds)
+    answers = [file.read_text("utf-8").partition("\n")[0] if file.exists() else "" for file in files]
+    groups = {answers[ranks[0]]: name_ranks(ranks) for ranks in group_ranks(answers)}
+    missing = groups.pop("", None)  # the cause: named first
+    clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
+    clauses += [f"{ranks} in {place}" for place, ranks in groups.items()]
+    return f"{'; '.join(clauses)}. The stacks are in {folder}", not any(answers[:rank])
+
+
+def dump_collectives(folder: Path) -> None:
+    """Write a JSON file with the last collective operations of this rank, which PyTorch's flight recorder has stored."""
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
+        with contextlib.suppress(AttributeError, OSError, RuntimeError):
+            file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
+            file.write_bytes(getattr(torch._C._distributed_c10d, name)())
+            return
+
+
+def _place(error: BaseException | None) -> str:
+    """Return the name and line of the innermost function of wands in which `error` was raised, as a text.
+
+    If `error` is None, return the name and line of the innermost function of wands that the main thread is running.
+    """
+    stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    frames = stack if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
+    for frame, line in frames:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith("wands."):
+            return f"{frame.f_code.co_name} (line {line} of {name})"
+    return "code outside wands"
+
+
+class ControlRequest(NamedTuple):
+    """Actions that were requested from a training run since its last step.
+
+    Attributes:
+        save: whether to write a checkpoint now.
+        quit: whether to stop after the checkpoint is written.
+        check: whether to compare the packing plan and the weights between the ranks.
+    """
+
+    save: bool = False
+    quit: bool = False
+    check: bool = False
+
+
+def poll_requests(output_dir: Path, watchdog: Watchdog, rank: int) -> ControlRequest:
+    """Return the requests that this rank received since the last call: from the watchdog, and on rank 0 also from files.
+
+    The user requests an action with a file named `save`, `save_quit` or `check` (compare the ranks) in the run folder. Rank 0
+    removes these files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
+    """
+    names = {"save_quit"} if watchdog.stop_requested else set()
+    for name in REQUESTS if rank == 0 else ():
+        if (output_dir / name).exists():
+            (output_dir / name).unlink(missing_ok=True)
+            names.add(name)
+    return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)
