@@ -58,8 +58,8 @@ def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -
     """
     from wands.distributed.bootstrap import init_process_group
     from wands.distributed.dims import ProcessGroups
+    from wands.engine.engine import build_engine, build_model
     from wands.train.batches import prefetched
-    from wands.train.engine import build_engine, build_model
     from wands.train.prepare import load_run
     from wands.train.step import train_step
 
@@ -91,8 +91,8 @@ def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -
 
     def step() -> float:
         plan, [batch] = next(batches)
-        result = train_step(engine, batch, run, groups, rank_device, run.denominator(plan))
-        return result.loss.item() / run.count(plan)
+        result = train_step(engine, batch, run, groups, rank_device, run.schedule.denominator(plan))
+        return result.loss.item() / run.schedule.count(plan)
 
     return step
 

@@ -298,8 +298,8 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
         bin, width of the model).
     """
     from wands.distributed.dims import ProcessGroups
+    from wands.engine.engine import build_model
     from wands.train.batches import read_rows_of_bin
-    from wands.train.engine import build_model
     from wands.train.prepare import load_run
     from wands.transfer import to_device
 
@@ -327,7 +327,7 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
             result = call(block, *inputs)
         result.backward(gradient)
 
-    return both, len(batch.tokens), run.shape.dim
+    return both, len(batch.tokens), run.model.shape.dim
 
 
 def block(args: argparse.Namespace, variant: str, shapes: Sequence[Sequence[int]]) -> Rows:
@@ -421,7 +421,7 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Res
     workload = run.workload(device)
     name = torch.cuda.get_device_name() if device == "cuda" else ""
     machine = next((m for key, m in MACHINES.items() if key.split("-")[0].upper() in name), MACHINES["h200"])
-    lens = [int(length) for length in run.seq_lens]
+    lens = [int(length) for length in run.schedule.num_tokens]
     seconds = statistics.median(row["seconds"] for row in rows)
     estimated, peak = estimate_memory(workload).peak, rows[-1]["device_peak"]
     return [

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+Log = Callable[[str], None]
+"""Function that prints a line or several lines for the user. It is called on rank 0."""
 
 # Terminals obey control characters. The bidirectional ones make a name look like another name.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.fake_cuda import build
-from wands.train.attention_choice import LENGTHS
+from wands.engine.attention_choice import LENGTHS
 from wands.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]

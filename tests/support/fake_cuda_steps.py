@@ -33,7 +33,7 @@ def measure(kernels: list[str]) -> dict[str, Any]:
     """Measure kernels with events whose clock goes on by a millisecond at each record. Return times and matmuls before each."""
     import torch
 
-    from wands.train.attention_choice import measure_backends
+    from wands.engine.attention_choice import measure_backends
 
     queued: list[int] = []  # matmuls before each record
 

@@ -5,23 +5,19 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
-from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.files import read_rows
-from wands.run.run import TrainingRun
-from wands.train import loop
-from wands.train.engine import build_engine
+from wands.plugin import Plugin
 from wands.train.loop import train
 from wands.train.prepare import prepare_run
+from wands.train.prepared_run import PreparedRun
 from wands.watch.watchdog import Watchdog
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
@@ -43,7 +39,8 @@ def make_run(
     ds: dict[str, Any] | None = None,
     world_size: int | None = None,
     checkpoint: Checkpoint | None = None,
-) -> TrainingRun:
+    plugin: Plugin | None = None,
+) -> PreparedRun:
     """A checked run on mock data for the world that the environment describes."""
     recipe = load_recipe(None, [*BASE, f"model.path={model}", f"output_dir={output_dir}", *overrides])
     return prepare_run(
@@ -53,6 +50,7 @@ def make_run(
         names=("zero.json", "recipe.yaml"),
         encoders=lambda path: {},
         checkpoint=checkpoint,
+        plugin=plugin,
     )
 
 
@@ -63,6 +61,7 @@ def run_training(
     ds: dict[str, Any] | None = None,
     resume: bool | Path = False,
     log: Callable[[str], None] = lambda text: None,
+    plugin: Plugin | None = None,
 ) -> list[dict[str, Any]]:
     """Train, or go on from a run's newest checkpoint or the one at `resume`.
 
@@ -70,52 +69,17 @@ def run_training(
         The rows of metrics.jsonl on rank 0; other ranks return nothing.
     """
     checkpoint = find_checkpoint(output_dir if resume is True else resume) if resume else None
-    run = make_run(model, output_dir, overrides, ds, checkpoint=checkpoint)
+    run = make_run(model, output_dir, overrides, ds, checkpoint=checkpoint, plugin=plugin)
+    return train_run(run, log)
+
+
+def train_run(run: PreparedRun, log: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
+    """Train a prepared run; rank 0 returns the rows of metrics.jsonl."""
     rank, _, device = init_process_group()
-    engines = []
-
-    def build(*args: Any) -> Any:
-        engines.append(build_engine(*args))
-        return engines[-1]
-
-    with mock.patch.object(loop, "build_engine", build), mock.patch.object(ProcessGroups, "build", groups_of):
-        try:
-            with Watchdog() as watchdog:
-                train(run, rank, device, log, watchdog)
-        finally:
-            for _ in engines[:]:  # none where the ranks did not agree
-                release(engines.pop())
-    return read_rows(output_dir / "metrics.jsonl") if rank == 0 else []
-
-
-_build_groups = ProcessGroups.build
-_LINEAR = torch.nn.functional.linear
-
-
-@cache
-def groups_of(grid: ParallelDims, device: torch.device) -> ProcessGroups:
-    """The groups of this rank, made once in the life of its process."""
-    return _build_groups(grid, device)
-
-
-def release(engine: Any) -> None:
-    """Take an engine apart, so that the process can go on without it.
-
-    What DeepSpeed's ZeRO-3 still holds on to would make each later engine slower, as there is more to look through for cycles.
-    """
-    from deepspeed.runtime.zero import parameter_offload
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    engine.destroy()
-    parameter_offload.FWD_MODULE_STACK.clear()  # ZeRO-3 puts every model there and takes none away
-    cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    for cell in cached.__closure__:  # the cache of a method keeps every model that has made a step
-        cell.cell_contents.cache_clear()
-    torch.nn.functional.linear = (
-        _LINEAR  # it puts its own in the place of torch's, with other roundings in bf16
-    )
-    del engine
-    gc.collect()
+    with Watchdog() as watchdog:
+        train(run, rank, device, log, watchdog)
+    gc.collect()  # an engine that is gone would make the next one slower
+    return read_rows(run.output_dir / "metrics.jsonl") if rank == 0 else []
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

@@ -20,15 +20,15 @@ from wands.attention.layout import ContextLayout
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import build_engine, build_model
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
-from wands.run.run import TrainingRun
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.batches import noisy_batches
-from wands.train.engine import build_engine, build_model
+from wands.train.prepared_run import PreparedRun
 from wands.train.step import train_step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,8 +140,8 @@ def optimizer_step(
             update()
 
         engine.step = capture
-        plan = run.sampler.step_plan(0)
-        denominator = run.denominator(plan)
+        plan = run.schedule.sampler.step_plan(0)
+        denominator = run.schedule.denominator(plan)
         [batches] = noisy_batches(run, plan, groups.dims)
         result = train_step(engine, batches, run, groups, device, denominator)
         loss = result.loss.double()
@@ -157,7 +157,7 @@ def optimizer_step(
 
 @contextmanager
 def _engine(
-    run: TrainingRun, groups: ProcessGroups, device: torch.device, dtype: torch.dtype
+    run: PreparedRun, groups: ProcessGroups, device: torch.device, dtype: torch.dtype
 ) -> Iterator[Any]:
     if (
         dtype == torch.float64
@@ -166,7 +166,7 @@ def _engine(
         module = build_model(whole, groups, device).double()
     else:
         module = build_model(run, groups, device)
-    engine = build_engine(module, run.ds_config, run.recipe, run.sampler.total_steps)
+    engine = build_engine(module, run.ds_config, run.recipe, run.schedule.sampler.total_steps)
     del module
     yield engine
     release(engine)
@@ -187,14 +187,14 @@ def _digest(module: torch.nn.Module) -> str:
 
 
 def stock_gradients(
-    model: Path, run: TrainingRun, dtype: torch.dtype = torch.float64
+    model: Path, run: PreparedRun, dtype: torch.dtype = torch.float64
 ) -> dict[str, torch.Tensor]:
     """Stock diffusers, one sample at a time as its pipelines call it, one process, plain autograd."""
     from diffusers import WanTransformer3DModel
 
-    [expert] = run.experts
+    [expert] = run.model.experts
     stock = WanTransformer3DModel.from_pretrained(model / expert.subfolder).to(dtype)
-    plan, channels = run.sampler.step_plan(0), run.shape.out_channels
+    plan, channels = run.schedule.sampler.step_plan(0), run.model.shape.out_channels
     for one in (i for bin_ in plan.bins for i in bin_):
         sample = run.data.read(one)
         batch = run.collator([sample], plan.repeat_indices((one,)), plan.epoch)
@@ -207,7 +207,7 @@ def stock_gradients(
             run.recipe.train.seed,
             sigma_range=expert.sigma_range,
         )
-        grid, patch = tuple(batch.grid_sizes[0].tolist()), run.shape.patch_size
+        grid, patch = tuple(batch.grid_sizes[0].tolist()), run.model.shape.patch_size
         clean, x, target = (
             unpatchify(tokens, grid, channels, patch).to(dtype)
             for tokens in (batch.tokens, noisy.tokens, noisy.target)
@@ -218,7 +218,7 @@ def stock_gradients(
             noisy.timesteps[0],
             first_frame=clean[:, :1] if given else None,
             image_latents=sample.image_latents,
-            last_image=run.variant.num_images == 2,
+            last_image=run.model.variant.num_images == 2,
         )
         pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.image_embeds)
         weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
@@ -230,7 +230,7 @@ def stock_gradients(
         if run.recipe.loss.reduction == "token":
             error = error * float(trained[first:].double().sum())
         error = error * sample.loss_weight
-        (weight * error / run.denominator(plan)).backward()
+        (weight * error / run.schedule.denominator(plan)).backward()
     return {name: parameter.grad for name, parameter in stock.named_parameters()}
 
 

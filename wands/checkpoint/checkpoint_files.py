@@ -31,6 +31,9 @@ from wands.variants import Expert
 
 log = logging.getLogger(__name__)
 
+OBJECTIVE_FILE = "objective.safetensors"
+"""File of a checkpoint with the tensors of the objective's state. It is absent for an objective without state."""
+
 
 class PickleError(CheckpointError):
     """Error for a checkpoint whose files are pickles. Opening a pickle can run any code, so wands does not open these files."""
@@ -52,9 +55,8 @@ class TrainState:
             folder with each of these names.
         transformer_config: diffusers config from which the DiT can be built again. All trained DiTs of a run have the
             same config.
-        data_fingerprint: digest of the properties that determine in which order training reads the samples (see
-            `TrainingRun.data_fingerprint`).
-        data_summary: numbers about the training data for the model card (see `TrainingRun.data_summary`).
+        data_fingerprint: `DataIdentity.fingerprint` of the training data.
+        data_summary: `DataIdentity.summary` of the training data, for the model card.
         recipe: the recipe of the run, with all defaults filled in.
         base: `model.path` of the run. A folder is stored as an absolute path. Older checkpoints store the path that the user
             typed.
@@ -76,6 +78,7 @@ class TrainState:
         attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
             measurement. "setup" is the GPU and software of the measurement. None without a measurement, and in older
             checkpoints.
+        objective: name and version of the run's objective. Its state is in `OBJECTIVE_FILE`.
         bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`). None in
             older checkpoints.
     """
@@ -101,6 +104,7 @@ class TrainState:
     bad_steps: dict[str, Any] | None = None
     data_start: tuple[int, int] = (0, 0)
     attention: dict[str, str] | None = None
+    objective: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # "Wan-AI/": a published model, as a folder or as a Hub id

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from wands.checkpoint.buffers import allocate
-from wands.checkpoint.checkpoint_files import FragmentFiles
+from wands.checkpoint.checkpoint_files import Checkpoint, FragmentFiles
 from wands.checkpoint.engine_state import Fragment, refresh_weights, trained_fragments
 from wands.config.recipe import EmaConfig
 from wands.model.files.tensor_files import LazyTensor
-from wands.run.run import Log, TrainingRun
+from wands.texts import Log
 
 
 def decay_after(section: EmaConfig, num_steps: int) -> float:
@@ -129,14 +129,17 @@ class WeightAverage:
         self._first, self._last = header["first_step"], header["last_step"]
 
 
-def build_averages(run: TrainingRun, engines: Mapping[str, Any], log: Log) -> dict[str, WeightAverage]:
+def build_averages(
+    section: EmaConfig | None, checkpoint: Checkpoint | None, engines: Mapping[str, Any], log: Log
+) -> dict[str, WeightAverage]:
     """Build the moving average of each trained DiT.
 
     If the run resumes from a checkpoint with averages, restore these averages. Otherwise the averages start with the
     current weights.
 
     Args:
-        run: the checked training run.
+        section: `ema` section of the recipe.
+        checkpoint: checkpoint that the run resumes from.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine. The checkpoint's weights are already
             loaded.
         log: function that prints a line for the user.
@@ -144,7 +147,6 @@ def build_averages(run: TrainingRun, engines: Mapping[str, Any], log: Log) -> di
     Returns:
         A dict that maps the subfolder of each trained DiT to its average; {} if the recipe has no `ema` section.
     """
-    section, checkpoint = run.recipe.ema, run.checkpoint
     saved = checkpoint is not None and any(checkpoint.state.has_average(part) for part in engines)
     if section is None:
         if saved:

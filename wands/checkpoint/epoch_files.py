@@ -10,36 +10,41 @@ only on the clip and the epoch, so the noise of unchanged clips stays the same.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from wands.checkpoint.checkpoint_files import Checkpoint
+from wands.data.datasets import Dataset
 from wands.data.packing import EpochPlan
-from wands.data.sampler import StepPlan
+from wands.data.sampler import PlanSampler, StepPlan
 from wands.errors import CheckpointError, ConfigError, one_line
-from wands.run.run import TrainingRun
 
 EPOCH_FILE = "epoch.json"
 FORMAT = "wands-plan-1"
 """Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
 
 
-def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
-    """Return a run that takes the bins of one epoch from a plan file. A bin is a list of samples that form one sequence.
+def follow_plan(sampler: PlanSampler, path: Path, fingerprint: str) -> PlanSampler:
+    """Return a sampler that takes the bins of one epoch from a plan file.
 
     The file contains the number of the epoch. The other epochs are planned without the file. A user may edit the key
     `indices` of the bins, to move samples to other bins and steps. The samples of the epoch, the number of steps, and the
     number of bins in each step must stay the same.
 
     Args:
-        run: the checked training run.
+        sampler: sampler of the run.
         path: file that `wands pack` wrote.
+        fingerprint: `DataIdentity.fingerprint` of the training data.
 
     Raises:
         ConfigError: if the file cannot be read, or does not fit the data or the recipe.
     """
-    sampler, fix = run.sampler, "write the file again with wands pack --out and this recipe"
+    fix = "write the file again with wands pack --out and this recipe"
     try:
         header, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
         epoch, known = header["epoch"], (header["format"], header["data_fingerprint"])
@@ -50,7 +55,7 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
         ([len(step) for step in plan], sorted(i for step in plan for bin in step for i in bin))
         for plan in (sampler.epoch_plan(epoch).steps, steps)
     )
-    if known != (FORMAT, run.data_fingerprint()) or planned != found:
+    if known != (FORMAT, fingerprint) or planned != found:
         raise ConfigError(
             f"packing.plan={path} has other samples, steps or bins than epoch {epoch} of this run; {fix}."
         )
@@ -59,14 +64,15 @@ def follow_plan(run: TrainingRun, path: Path) -> TrainingRun:
         raise ConfigError(
             f"packing.plan={path} has a bin with more than packing.max_tokens={sampler.max_tokens} tokens; {fix}."
         )
-    return replace(run, sampler=replace(sampler, given={epoch: plan}))
+    return replace(sampler, given={epoch: plan})
 
 
-def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
+def epoch_values(keys: Sequence[str], checksums: np.ndarray, plan: StepPlan) -> dict[str, Any]:
     """Return the contents of `epoch.json`: the plan of an epoch, with the key and checksum of each sample.
 
     Args:
-        run: the checked training run.
+        keys: sample id of every row of the training data.
+        checksums: CRC-32 of every row.
         plan: plan of any step of the epoch.
 
     Returns:
@@ -75,7 +81,7 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
         A step is a list of bins. A bin (packed sequence) is a list of (key of the sample, number of its
         earlier uses in the epoch, CRC-32 of its contents).
     """
-    keys, checksums, steps = run.data.keys, run.data.checksums, plan.epoch_plan.steps
+    steps = plan.epoch_plan.steps
     used = {keys[i] for i in chain.from_iterable(chain.from_iterable(steps))}
     return {
         "epoch": plan.epoch,
@@ -89,30 +95,32 @@ def epoch_values(run: TrainingRun, plan: StepPlan) -> dict[str, Any]:
     }
 
 
-def follow_data(run: TrainingRun) -> TrainingRun:
+def follow_data(
+    sampler: PlanSampler, data: Dataset, checkpoint: Checkpoint, fingerprint: str
+) -> tuple[PlanSampler, str | None]:
     """Let a resumed run finish its epoch with the plan in the checkpoint, if the data or the planning has changed.
 
     Removed clips are left out at once. Added clips are used from the next epoch on. If this version of wands packs clips
     differently from the version that wrote the checkpoint, the new packing also begins with the next epoch.
 
     Args:
-        run: the checked training run, whose steps are planned for the data as it is now.
+        sampler: sampler whose steps are planned for the data as it is now.
+        data: training data.
+        checkpoint: checkpoint that the run resumes from.
+        fingerprint: `DataIdentity.fingerprint` of the training data.
 
     Returns:
-        The run with the checkpoint's plan for the current epoch. If neither the data nor the planning has changed, or the
-        checkpoint contains no plan, the steps of the result are those of `run`.
+        (sampler with the checkpoint's plan for the current epoch, text that says what has changed). The text is None if
+        neither the data nor the planning has changed; the steps are then those of `sampler`.
 
     Raises:
         CheckpointError: if the contents of a sample of the epoch have changed, because it was encoded again.
     """
-    assert run.checkpoint is not None
-    folder, state = run.checkpoint
-    is_same = run.data_fingerprint() == state.data_fingerprint
+    folder, state = checkpoint
+    is_same = fingerprint == state.data_fingerprint
     start = (state.data_start[0], state.data_start[1])
-    if EPOCH_FILE not in state.files:
-        return run
-    values, sampler = json.loads((folder / EPOCH_FILE).read_bytes()), run.sampler
-    rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(run.data.keys)}
+    values = json.loads((folder / EPOCH_FILE).read_bytes())
+    rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(data.keys)}
     steps = tuple(
         tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)
         for step in values["steps"]
@@ -121,11 +129,11 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     if is_planned:
         sampler = replace(sampler, start=start) if start != (0, 0) else sampler
         if values["epoch"] < start[0] or sampler.epoch_plan(values["epoch"]).steps == steps:
-            return replace(run, sampler=sampler)
+            return sampler, None
     samples = list(chain.from_iterable(chain.from_iterable(values["steps"])))
     for key, repeat_index, crc32 in samples:
         row = rows.get((key, repeat_index))
-        if row is not None and run.data.checksums[row] != crc32:
+        if row is not None and data.checksums[row] != crc32:
             raise CheckpointError(
                 f"--resume {folder}: the training sample {key} was encoded again since the checkpoint was saved. Restore the "
                 "cache of the checkpoint's run, or export the checkpoint (wands export) and start a new run from the export."
@@ -133,7 +141,7 @@ def follow_data(run: TrainingRun) -> TrainingRun:
     plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
     start = (values["epoch"] + 1, values["first_step"] + len(steps))
     given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
-    before, after = {*values["unused"], *(key for key, *_ in samples)}, set(run.data.keys)
+    before, after = {*values["unused"], *(key for key, *_ in samples)}, set(data.keys)
     change = (
         f"data: {len(after - before)} clips were added and {len(before - after)} were removed since the checkpoint. Removed "
         "clips are left out at once. The plan with the added clips takes effect"
@@ -144,4 +152,4 @@ def follow_data(run: TrainingRun) -> TrainingRun:
             f"data: {version if is_planned else 'a change that was made before the checkpoint'} takes effect"
         )
     change += f" at step {start[1] + 1}, where epoch {start[0]} starts."
-    return replace(run, sampler=replace(sampler, start=start, given=given), data_change=change)
+    return replace(sampler, start=start, given=given), change

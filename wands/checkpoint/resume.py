@@ -10,17 +10,19 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
-from wands.checkpoint.checkpoint_files import Checkpoint, TrainState, find_checkpoint
+from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainState, find_checkpoint
 from wands.checkpoint.engine_state import load_engine
 from wands.checkpoint.epoch_files import EPOCH_FILE
 from wands.checkpoint.step_folders import list_steps
 from wands.config.recipe import Recipe, inner_section
 from wands.distributed.consistency import shorten_value
-from wands.errors import CheckpointError, ConfigError, failed_rules
+from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
 from wands.files import differences, write_text
+from wands.objectives.objective import Objective
 from wands.planning.weights import differing_keys
-from wands.run.run import Log, TrainingRun
+from wands.texts import Log
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.
@@ -109,6 +111,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     other_contents = saved.data_contents not in (None, current.data_contents)
     knows_base = saved.base_fingerprint is not None
     types = [((state.ds_config or {}).get("optimizer") or {}).get("type") for state in (current, saved)]
+    objectives = ["{name} (version {version})".format(**state.objective) for state in (current, saved)]
     experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
     rules: dict[str, object] = {
         "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
@@ -126,6 +129,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
         f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
         and current.base_fingerprint != saved.base_fingerprint,
+        f"the objective {objectives[0]} must equal the checkpoint's {objectives[1]}; pass that objective, or "
+        f"{new_run}.": objectives[0] != objectives[1],
         f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
         f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
     }
@@ -169,26 +174,26 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     return value if section in ("train", "packing", "optim") else value or None
 
 
-def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -> None:
-    """Load the checkpoint of a resumed run into new engines. Every rank must call this function.
+def restore(
+    checkpoint: Checkpoint, output_dir: Path, engines: Mapping[str, Any], rank: int, log: Log
+) -> None:
+    """Load a checkpoint into new engines. Every rank must call this function.
 
     If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
     resumed run makes these steps again.
 
     Args:
-        run: the checked training run. If it does not resume from a checkpoint, this function does nothing.
+        checkpoint: checkpoint that the run resumes from.
+        output_dir: run folder.
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         rank: rank of this process.
         log: function that prints a line for the user.
     """
-    checkpoint = run.checkpoint
-    if checkpoint is None:
-        return
     for part, engine in engines.items():
         load_engine(engine, checkpoint.open_state(part))
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
     steps = checkpoint.folder.parent
-    if rank != 0 or steps.resolve() != (run.output_dir / "checkpoints").resolve():
+    if rank != 0 or steps.resolve() != (output_dir / "checkpoints").resolve():
         return
     for path in list_steps(steps):
         if path.name > checkpoint.folder.name:  # the resumed run will make this step again
@@ -198,3 +203,20 @@ def restore(run: TrainingRun, engines: Mapping[str, Any], rank: int, log: Log) -
     best = steps / "best"
     if best.is_file() and not (steps / best.read_text()).is_dir():
         best.unlink()
+
+
+def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
+    """Load the objective's state from a checkpoint. `check_resumable` has compared the names and versions.
+
+    Raises:
+        CheckpointError: if the objective does not accept the state.
+    """
+    path = checkpoint.folder / OBJECTIVE_FILE
+    state = load_file(path) if OBJECTIVE_FILE in checkpoint.state.files else {}
+    try:
+        objective.load_state_dict(state)
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"--resume {checkpoint.folder}: the objective {objective.name} does not accept its state ({one_line(error)}); resume "
+            "with the code of the objective that wrote the checkpoint, or raise its version and start a new run."
+        ) from error

@@ -28,23 +28,34 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
+from typing import Any
 
 import torch.distributed as dist
 
 from wands.checkpoint.buffers import HostBuffers, TensorFile
-from wands.checkpoint.checkpoint_files import TrainState, average_file, state_file
+from wands.checkpoint.checkpoint_files import (
+    OBJECTIVE_FILE,
+    Checkpoint,
+    TrainState,
+    average_file,
+    state_file,
+)
+from wands.checkpoint.ema import WeightAverage
 from wands.checkpoint.engine_state import engine_tensors
 from wands.checkpoint.epoch_files import EPOCH_FILE, epoch_values
 from wands.checkpoint.step_folders import list_steps, step_name
-from wands.config.recipe import CheckpointConfig
+from wands.config.recipe import CheckpointConfig, HubConfig, Recipe
+from wands.data.datasets import Dataset
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
-from wands.model.files.tensor_files import hash_file, write_safetensors
-from wands.report.run_data import thin
-from wands.run.run import TrainingRun
-from wands.train.trainer import Trainer
+from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
+from wands.objectives.objective import Objective
+from wands.run.append_log import EventLog
+from wands.run.data_identity import DataIdentity
+from wands.run.run_model import RunModel, base_fingerprint
+from wands.texts import Log
 
 _log = logging.getLogger(__name__)
 
@@ -54,40 +65,55 @@ PUSH_MARK = "push_is_pending"
 _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 
 
-def build_state(run: TrainingRun, step: int, epoch: int, history: list[tuple[int, float]]) -> TrainState:
-    """Build the training state for a checkpoint.
+def build_state(
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    model: RunModel,
+    identity: DataIdentity,
+    objective: Objective,
+    *,
+    world_size: int,
+    data_start: tuple[int, int],
+) -> TrainState:
+    """Return the training state of a run before its first step, with everything that does not change during the run.
 
-    The training loop sets the fields `bad_steps` and `attention` later. `TrainState.write` adds `files` and `hashes`.
+    The checkpoint of a step replaces `step`, `epoch`, `loss`, `bad_steps` and `attention`. `TrainState.write` adds `files` and
+    `hashes`.
 
     Args:
-        run: the checked training run.
-        step: number of optimizer steps that the run has made.
-        epoch: epoch of the last step that the run has made.
-        history: (step, loss) pairs of the run so far.
+        recipe: recipe of the run.
+        ds_config: result of `build_ds_config`.
+        model: model of the run.
+        identity: identity of the training data.
+        objective: objective of the run.
+        world_size: number of ranks.
+        data_start: (epoch, step) from which the run uses its current data and packing.
     """
-    base, recipe = run.recipe.model.path, run.recipe.model_dump(mode="json")
-    for merge in recipe["model"]["merge_loras"]:
+    base = recipe.model.path
+    values = recipe.model_dump(mode="json")
+    for merge in values["model"]["merge_loras"]:
         merge["path"] = str(Path(merge["path"]).resolve())
     is_folder = Path(base).is_dir()
     return TrainState(
-        step=step,
-        epoch=epoch,
-        world_size=run.world_size,
-        zero_stage=run.zero_stage,
-        variant=run.variant.name,
-        parts=[expert.subfolder for expert in run.experts],
-        transformer_config=run.transformer_config,
-        data_fingerprint=run.data_fingerprint(),
-        data_summary=run.data_summary,
-        recipe=recipe,
+        step=0,
+        epoch=0,
+        world_size=world_size,
+        zero_stage=int(ds_config["zero_optimization"].get("stage", 0)),
+        variant=model.variant.name,
+        parts=[expert.subfolder for expert in model.experts],
+        transformer_config=model.config,
+        data_fingerprint=identity.fingerprint,
+        data_summary=identity.summary,
+        recipe=values,
         base=str(Path(base).resolve()) if is_folder else base,
-        loss=thin(history),
+        loss=[],
         files={},
         base_on_hub=not is_folder,
-        data_contents=run.data_contents,
-        base_fingerprint=run.base_fingerprint,
-        ds_config=run.ds_config,
-        data_start=run.sampler.start,
+        data_contents=identity.contents,
+        base_fingerprint=base_fingerprint(recipe, model.experts),
+        ds_config=ds_config,
+        data_start=data_start,
+        objective={"name": objective.name, "version": objective.version},
     )
 
 
@@ -98,20 +124,43 @@ class CheckpointSaver:
     continues. A later call of `finish` completes the checkpoint. `finish` waits for the files of all ranks.
 
     Args:
-        trainer: engines and moving averages to save.
+        config: `checkpoint` section of the recipe.
+        output_dir: run folder.
+        engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
+        averages: maps the subfolder of each trained DiT to its moving average; empty without `ema`.
+        objective: objective whose state is saved.
+        data: training data, whose plan of the epoch is saved.
+        resumed: checkpoint that the run resumed from.
+        log: function that prints a line for the user.
 
     Attributes:
         saved: folder of the last complete checkpoint; None if there is no complete checkpoint.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        run, self._log = trainer.run, trainer.log
-        self._run, self._engines, self._averages = run, trainer.engines, trainer.averages
-        self._config, self._last_save = run.recipe.checkpoint, time.perf_counter()
-        self._buffers = HostBuffers() if self._config.asynchronous else None
+    def __init__(
+        self,
+        *,
+        config: CheckpointConfig,
+        output_dir: Path,
+        engines: Mapping[str, Any],
+        averages: Mapping[str, WeightAverage],
+        objective: Objective,
+        data: Dataset,
+        resumed: Checkpoint | None,
+        log: Log,
+    ) -> None:
+        self._config = config
+        self._folder = output_dir / "checkpoints"
+        self._engines = engines
+        self._averages = averages
+        self._objective = objective
+        self._data = data
+        self._log = log
+        self._last_save = time.perf_counter()
+        self._buffers = HostBuffers() if config.asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
         self._pending: tuple[TrainState, bool, Future[dict[str, str] | str]] | None = None
-        self.saved = run.checkpoint.folder if run.checkpoint else None
+        self.saved = resumed.folder if resumed else None
 
     @property
     def is_pending(self) -> bool:
@@ -184,7 +233,8 @@ class CheckpointSaver:
             self._log(f"{error} The training continues without a checkpoint of step {step}.")
 
     def _start(self, state: TrainState, plan: StepPlan, is_best: bool) -> None:
-        rank, folder = dist.get_rank(), self._run.output_dir / "checkpoints"
+        rank = dist.get_rank()
+        folder = self._folder
         if rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
@@ -192,22 +242,29 @@ class CheckpointSaver:
         dist.barrier()
         files = []
         for part, engine in self._engines.items():
-            if rank == 0 or self._run.zero_stage:
+            if rank == 0 or engine.zero_optimization_stage():
                 tensors, values = engine_tensors(engine, self._config.weights_only)
                 metadata = {"wands_state": json.dumps(values)}
                 files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))
             if part in self._averages:
                 files.append(TensorFile(f"{part}/{average_file(rank)}", *self._averages[part].stored()))
+        state_of_objective = self._objective.state_dict()
+        if rank == 0 and state_of_objective:
+            tensors = [LazyTensor.of(name, tensor) for name, tensor in state_of_objective.items()]
+            files.append(TensorFile(OBJECTIVE_FILE, tensors, {}))
         _check_space(folder, files)
         if self._buffers is not None:
             files = self._buffers.copy_files(files)
-        texts = {EPOCH_FILE: json.dumps(epoch_values(self._run, plan))} if rank == 0 else {}
+        texts = {}
+        if rank == 0:
+            values = epoch_values(self._data.keys, self._data.checksums, plan)
+            texts = {EPOCH_FILE: json.dumps(values)}
         partial = folder / f"{step_name(state.step)}.tmp"
         work = self._thread.submit(_write_files, partial, files, texts)
         self._pending = copy.deepcopy(state), is_best, work
 
     def _complete(self, state: TrainState, is_best: bool, own_hashes: dict[str, str] | str) -> Path:
-        folder = self._run.output_dir / "checkpoints"
+        folder = self._folder
         target = folder / step_name(state.step)
         partial, hashes = folder / f"{target.name}.tmp", gather_objects(own_hashes)
         problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
@@ -317,10 +374,26 @@ class BackgroundPush:
     A failed push causes a warning and a row in `events.jsonl`, and never ends the run. If a checkpoint waits for its push
     and a newer checkpoint is saved, only the newer checkpoint is pushed. The constructor also pushes a checkpoint whose
     push was not finished when an earlier process of the run ended.
+
+    Args:
+        config: `hub` section of the recipe; None pushes nothing.
+        output_dir: run folder.
+        total_steps: number of optimizer steps of the whole run.
+        events: log to which the results are written.
+        log: function that prints a line for the user.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._lock, self._thread, self._newest = trainer, Lock(), Thread(), Path()
+    def __init__(
+        self, config: HubConfig | None, output_dir: Path, total_steps: int, events: EventLog, log: Log
+    ) -> None:
+        self._config = config
+        self._folder = output_dir / "checkpoints"
+        self._total_steps = total_steps
+        self._events = events
+        self._log = log
+        self._lock = Lock()
+        self._thread = Thread()
+        self._newest = Path()
         for mark in self._marks():
             self.add(mark.parent)
 
@@ -330,12 +403,13 @@ class BackgroundPush:
         Args:
             step: folder of the complete checkpoint. If it is None, nothing is pushed.
         """
-        hub, last = self._trainer.run.recipe.hub, self._trainer.run.sampler.total_steps
-        if step is None or self._trainer.rank:
+        hub = self._config
+        if step is None or dist.get_rank():
             return
-        mark, number = step / PUSH_MARK, int(step.name.removeprefix("step_"))
+        mark = step / PUSH_MARK
+        number = int(step.name.removeprefix("step_"))
         with suppress(OSError):
-            if hub is None or (number != last and number % hub.every):
+            if hub is None or (number != self._total_steps and number % hub.every):
                 return mark.unlink(missing_ok=True)  # the mark of a run with other settings
             mark.touch()
             self._newest = mark
@@ -350,17 +424,17 @@ class BackgroundPush:
                 done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
                 lines = done.stderr.decode(errors="replace").splitlines()
                 error = (lines or [f"exit code {done.returncode}"])[-1] if done.returncode else None
-                self._trainer.events.write("push", checkpoint=mark.parent.name, error=error)
+                self._events.write("push", checkpoint=mark.parent.name, error=error)
                 if error:
-                    self._trainer.log(f"{mark.parent} was not pushed ({error}); the training continues")
+                    self._log(f"{mark.parent} was not pushed ({error}); the training continues")
             for old in (old for old in self._marks() if old <= mark):
                 old.unlink(missing_ok=True)
 
     def _marks(self) -> list[Path]:
-        return sorted((self._trainer.run.output_dir / "checkpoints").glob(f"step_????????/{PUSH_MARK}"))
+        return sorted(self._folder.glob(f"step_????????/{PUSH_MARK}"))
 
     def close(self, wait: float) -> None:
         """Wait at most `wait` seconds for the upload of the newest checkpoint. A resumed run repeats an unfinished upload."""
         if wait and self._thread.is_alive():
-            self._trainer.log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
+            self._log(f"waiting at most {wait:g} s for the upload of the last checkpoint")
             self._thread.join(wait)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from wands.config.options import EvaluateOptions
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import init_process_group, start_together
 from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import attention_backend, build_model
 from wands.errors import ConfigError
 from wands.files import write_text
-from wands.train.engine import build_model
 from wands.train.evaluation import Row, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, plan_cache
 from wands.train.prepare import prepare_run
@@ -41,19 +41,30 @@ def evaluate(options: EvaluateOptions) -> str | None:
             raise ConfigError(f"--ema needs a training run, but MODEL={where} is not a run; leave --ema out.")
         run = prepare_run(_recipe(options, checkpoint), {"zero_optimization": {"stage": 0}})
     _, _, device = init_process_group()
-    groups, dtype = ProcessGroups.build(run.grid(rank), device), run.recipe.precision.compute
-    plan, run = plan_cache(run, options.max_clips), replace(run, held_out=run.data)
+    groups = ProcessGroups.build(run.grid(rank), device)
+    dtype = run.recipe.precision.compute
+    backend = attention_backend(run.recipe, run.model.shape.head_dim, device)
+    plan = plan_cache(run, options.max_clips)
+    samples_of = partial(plan.samples, variant=run.model.variant, data=run.data, held_out=run.data)
     losses: list[float] = []
-    for expert in run.experts:  # one after the other: only one needs memory
-        one = replace(run, experts=(expert,))
-        model = build_model(one, groups, device, expert)
+    for expert in run.model.experts:  # one after the other: only one needs memory
+        model = build_model(run.recipe, run.ds_config, expert, groups=groups, device=device, backend=backend)
         if checkpoint is not None:
             state = load_exported_state(checkpoint.folder, expert.subfolder, options.ema)
             model.load_state_dict(state, strict=False)
         model.to(device).eval()
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bf16", cache_enabled=False):
-            losses += measure({expert.subfolder: model}, one, plan.samples(one), groups, device) or []
-    row = summarize(plan, plan.samples(run), losses)
+            measured = measure(
+                {expert.subfolder: model},
+                samples_of([expert]),
+                run.objective,
+                run.collator,
+                max_tokens=0,  # each clip alone, however long
+                groups=groups,
+                device=device,
+            )
+        losses += measured or []
+    row = summarize(plan, samples_of(run.model.experts), losses)
     if rank != 0:
         return None
     if options.json_path is not None:

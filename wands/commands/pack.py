@@ -10,8 +10,8 @@ from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.data.packing import imbalance
 from wands.files import atomic_path
-from wands.run.run import TrainingRun
 from wands.train.prepare import load_run
+from wands.train.prepared_run import PreparedRun
 
 
 def pack(options: PackOptions) -> str:
@@ -31,7 +31,7 @@ def pack(options: PackOptions) -> str:
     - length_bias: how much the sample lengths in a step differ from the lengths in the data, as a Kolmogorov-Smirnov
       distance (see `EpochPlan.length_bias`). length_bias_of_chance: length_bias if samples are assigned to steps at random.
     - cost: [a, b] in FLOPs. The forward pass of a bin costs a * sum(L) + b * sum(L^2) for sample lengths L.
-    - data_fingerprint: digest of the data, also stored in checkpoints (see `TrainingRun.data_fingerprint`).
+    - data_fingerprint: digest of the data, also stored in checkpoints (see `DataIdentity`).
 
     Each further line describes one optimizer step with the keys step, num_samples, num_tokens, fill, efficiency and
     bins. Here, `efficiency` is the mean cost of a bin, divided by the largest cost of a bin. A bin has three lists with
@@ -75,8 +75,9 @@ def pack(options: PackOptions) -> str:
     )
 
 
-def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
-    sampler, shape = run.sampler, run.shape
+def _header(run: PreparedRun, epoch: int) -> dict[str, Any]:
+    sampler = run.schedule.sampler
+    shape = run.model.shape
     plan = sampler.epoch_plan(epoch)
     bins = [bin for step in plan.steps for bin in step if bin]
     dp_sizes = [dp for dp in range(2, sampler.bins_per_step + 1) if sampler.bins_per_step % dp == 0]
@@ -101,13 +102,13 @@ def _header(run: TrainingRun, epoch: int) -> dict[str, Any]:
         "length_bias": bias,
         "length_bias_of_chance": of_chance,
         "cost": [shape.linear_flops_per_token(), shape.attention_flops_per_squared_token()],
-        "data_fingerprint": run.data_fingerprint(),
+        "data_fingerprint": run.identity.fingerprint,
         "mean_cost": sum(map(sampler.bin_cost, bins)) / len(bins),
     }
 
 
-def _step_line(run: TrainingRun, step: int, mean_cost: float) -> dict[str, Any]:
-    sampler = run.sampler
+def _step_line(run: PreparedRun, step: int, mean_cost: float) -> dict[str, Any]:
+    sampler = run.schedule.sampler
     plan = sampler.step_plan(step)
     costs = [sampler.bin_cost(bin) / mean_cost for bin in plan.bins]
     return {

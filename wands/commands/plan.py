@@ -21,10 +21,10 @@ from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
+from wands.planning.sampling_load import sampling_load
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
 from wands.planning.weights import list_weights, read_model
 from wands.planning.workload import Workload
-from wands.run.run import sampling_load
 from wands.texts import format_seconds
 from wands.train.evaluation_plan import num_forwards
 from wands.train.samples import plan_videos

@@ -19,17 +19,18 @@ from wands.config.options import TrainOptions
 from wands.config.recipe import FlowConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
+from wands.engine.engine import check_offload
 from wands.errors import ConfigError
 from wands.files import write_text
 from wands.flow.rng import philox
 from wands.flow.sigmas import BASE_TOKENS, NUM_TRAIN_TIMESTEPS, sample_sigma
 from wands.lock import LOCK_NAME, WriterLock
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
-from wands.run.run import Log, TrainingRun
-from wands.train.engine import check_offload
+from wands.run.terminal import Terminal
+from wands.texts import Log
 from wands.train.prepare import check_hashes, load_run
+from wands.train.prepared_run import PreparedRun
 from wands.train.summary import start_block
-from wands.train.terminal import Terminal
 from wands.variants import VARIANTS
 from wands.watch.launcher import Ancestor
 from wands.watch.watchdog import REQUESTS, Watchdog
@@ -75,7 +76,7 @@ def run_train(options: TrainOptions, log: Log, launcher: Sequence[Ancestor] = ()
                     write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
                     write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
         if options.dry_run:
-            if not run.has_model_files:
+            if not run.model.has_files:
                 log(
                     f"not checked, because {run.recipe.model.path} is not downloaded: the files of the model, and whether this "
                     "model's encoders made the cache. wands train without --dry-run downloads and checks the files."
@@ -103,7 +104,7 @@ def _mock_overrides(name: str | None) -> tuple[str, ...]:
     return f"model.path={name}", "model.init=random", mock, f"packing.max_tokens={variant.num_tokens(*size)}"
 
 
-def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> TrainingRun:
+def _load_run(options: TrainOptions, rank: int, log: Log, stack: ExitStack) -> PreparedRun:
     """Check the recipe, the model and the data, and return the run. If the checkpoint to resume from is damaged,
     repeat the checks with an older checkpoint.
 
@@ -136,7 +137,7 @@ def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
     finish_publish(output_dir / "checkpoints")
 
 
-def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
+def _check_memory(run: PreparedRun, options: TrainOptions, log: Log) -> None:
     """Raise a ConfigError if the run needs more memory than this rank's machine has.
 
     With --force or --dry-run, log the problem and raise no error.
@@ -144,7 +145,9 @@ def _check_memory(run: TrainingRun, options: TrainOptions, log: Log) -> None:
     device_type, name = accelerator_type(), str(options.deepspeed or "zero2")
     machine = machine_here(device_type, ranks_per_node())
     ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(options.deepspeed)}
-    problem = check_memory(Task(run.workload(device_type), run.seq_lens, machine, ds_configs), name)
+    problem = check_memory(
+        Task(run.workload(device_type), run.schedule.num_tokens, machine, ds_configs), name
+    )
     if problem and not (options.force or options.dry_run):
         raise ConfigError(f"{problem}. Run wands plan to find what fits, or add --force to start anyway.")
     if problem:

@@ -60,8 +60,7 @@ def pack_bins(
 
     Args:
         seq_lens: int64 [N], number of tokens of each sample, at most `max_tokens`.
-        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs. Samples of equal length must have equal
-            costs.
+        sample_costs: float64 [N], cost of each sample in any unit, such as FLOPs.
         max_tokens: capacity of a bin in tokens.
         seed: number or text that determines the random choices, usually `train.seed`.
         epoch: number of the epoch. All epochs have the same number of bins, but the samples are combined differently.
@@ -71,21 +70,30 @@ def pack_bins(
         at most `MAX_LENGTHS` distinct lengths, there are never more bins than with best-fit decreasing packing. Larger data
         is packed in parts or with rounded lengths, so there may be more bins.
     """
-    seq_lens, max_tokens = _few_lengths(seq_lens, max_tokens)
+    short_lens, capacity = _few_lengths(seq_lens, max_tokens)
     lengths, first, which, counts = np.unique(
-        seq_lens, return_index=True, return_inverse=True, return_counts=True
+        short_lens, return_index=True, return_inverse=True, return_counts=True
     )
     costs = _as_integers(sample_costs[first])
     contents: Contents = []
     for number, (part, num_parts) in enumerate(_equal_parts(counts)):
         if part.any():
-            fewest = fewest_bins(lengths, part, max_tokens)
-            contents += level(fewest, lengths, costs, max_tokens, (seed, epoch, number)) * num_parts
+            fewest = fewest_bins(lengths, part, capacity)
+            contents += level(fewest, lengths, costs, capacity, (seed, epoch, number)) * num_parts
 
     shuffled = permutation(len(seq_lens), seed, epoch, "samples")
     by_length = shuffled[np.argsort(which[shuffled], kind="stable")]
     waiting = [iter(group.tolist()) for group in np.split(by_length, counts.cumsum()[:-1])]
-    return [tuple(next(waiting[index]) for index in bin) for bin in contents]
+    bins = [tuple(next(waiting[index]) for index in bin) for bin in contents]
+    if _is_function_of_length(seq_lens, sample_costs):
+        return bins
+    # The bins are level by length. Clips of one length can still have different costs.
+    return even_out(bins, seq_lens, sample_costs, max_tokens, (seed, epoch, "costs"))
+
+
+def _is_function_of_length(seq_lens: np.ndarray, sample_costs: np.ndarray) -> bool:
+    _, first, which = np.unique(seq_lens, return_index=True, return_inverse=True)
+    return bool((sample_costs[first][which] == sample_costs).all())
 
 
 def count_bins(seq_lens: np.ndarray, max_tokens: int) -> int:

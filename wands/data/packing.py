@@ -29,12 +29,12 @@ from wands.flow.rng import permutation
 Step = tuple[Bin, ...]
 """All bins (packed sequences) of one optimizer step. In each micro step of the optimizer step, each data-parallel rank
 processes one bin."""
-Cost = Callable[[Sequence[int]], float] | tuple[float, float]
-"""Rule for the cost of a bin (the samples of one forward pass), in one of two forms.
+Cost = Callable[[Sequence[int]], float] | tuple[float, float] | np.ndarray
+"""Costs of the samples, whose sum is the cost of a bin, in one of three forms.
 
 The first form is a function of the lengths L of the bin's samples, such as ``DiTShape.forward_flops``. The function must be
 additive: the cost of a bin is the sum of the costs of its samples. The second form is the pair of coefficients (a, b) in
-the cost a * sum(L) + b * sum(L^2).
+the cost a * sum(L) + b * sum(L^2). The third form is the cost of each sample, float64 [N].
 """
 
 LEVEL = 0.987
@@ -292,6 +292,8 @@ def bin_costs(seq_lens: np.ndarray, cost: Cost) -> Callable[[Bin], float]:
 
 
 def _sample_costs(seq_lens: np.ndarray, cost: Cost) -> list[float]:
+    if isinstance(cost, np.ndarray):
+        return cost.astype(np.float64).tolist()
     lengths, which = np.unique(seq_lens, return_inverse=True)
     if isinstance(cost, tuple):
         costs = [cost[0] * length + cost[1] * length * length for length in lengths.tolist()]

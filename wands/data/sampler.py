@@ -163,26 +163,13 @@ class StepPlan:
         return [int(self.repeat_index_of[i]) for i in bin]
 
     @property
-    def denominators(self) -> dict[str, float]:
-        """Mean number of samples, and of tokens, in a step of the epoch. The keys are the values of `loss.reduction`: "sample"
-        and "token".
+    def mean_samples(self) -> float:
+        """Mean number of samples in a step of the epoch, including samples that `data.exclude` names.
 
-        `TrainingRun.denominator` computes the divisor of a step's summed loss from one of these numbers. So every sample (or
-        token) of the epoch has the same weight. Steps with long clips contain fewer samples than other steps. If the loss
-        of a step were divided by the step's own number of samples, long clips would have a larger weight.
+        The loss of every step is divided by a number that is proportional to this mean, so that every sample of the epoch has
+        the same weight. If it were divided by the step's own number, the few long clips of a step would weigh more.
         """
-        num_samples, num_tokens = self.epoch_plan.totals
-        num_steps = self.epoch_plan.num_steps
-        return {"sample": num_samples / num_steps, "token": num_tokens / num_steps}
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of samples ("sample") and number of tokens ("token") of this step, including tokens that are not trained.
-
-        The keys are the values of `loss.reduction`. `TrainingRun.count` computes the divisor of the logged loss from one of these
-        numbers.
-        """
-        return {"sample": self.num_samples, "token": self.num_tokens}
+        return self.epoch_plan.totals[0] / self.epoch_plan.num_steps
 
 
 @dataclass(eq=False)
@@ -200,7 +187,7 @@ class PlanSampler:
         max_tokens: capacity of a bin in tokens.
         bins_per_step: number of bins of one optimizer step.
         seed: `train.seed`.
-        cost: how to compute the cost (such as FLOPs) of a bin, see `Cost`. The plan balances this cost between the ranks.
+        cost: cost (such as FLOPs) of each row, or a rule for it, see `Cost`. The plan balances it between the ranks.
         epochs: number of epochs. It is used only if `max_steps` is None.
         max_steps: number of optimizer steps, over as many epochs as needed.
         level_bins: number of bins that the ranks process at the same time, see `plan_epoch`. These bins get similar costs.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -154,19 +155,33 @@ class ProcessGroups:
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
         """Create the process groups, in the same order on every rank, and run one collective in each group.
 
-        The first collective of a group sets up the group's communicator, and needs all members at the same time. If the
-        first collective ran inside ring attention, the set-up would deadlock.
+        A second call with equal arguments returns the groups of the first call.
+
+        The first collective of a group sets up the group's communicator, and needs all members at the same time. If it ran inside
+        ring attention, the set-up would deadlock.
 
         Args:
             dims: parallel dimensions of this rank.
             device: device of the tensors that the groups send.
         """
-        cp, ulysses = dims.cp_size, dims.ulysses_degree
-        cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]
-        ulysses_groups = [ranks[i : i + ulysses] for ranks in cp_groups for i in range(0, cp, ulysses)]
-        rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
-        partitions = ulysses_groups, rings, rings, cp_groups  # in the order of the fields
-        return cls(dims, *(new_group(partition, device) for partition in partitions))
+        return _build_groups(dims, torch.device(device), dist.group.WORLD)
+
+
+# A process can make several runs, and communicators are never freed.
+@cache
+def _build_groups(dims: ParallelDims, device: torch.device, world: dist.ProcessGroup | None) -> ProcessGroups:
+    cp = dims.cp_size
+    ulysses = dims.ulysses_degree
+    cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]
+    ulysses_groups = [ranks[i : i + ulysses] for ranks in cp_groups for i in range(0, cp, ulysses)]
+    rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
+    return ProcessGroups(
+        dims=dims,
+        ulysses=new_group(ulysses_groups, device),
+        ring=new_group(rings, device),
+        ring_grad=new_group(rings, device),
+        cp=new_group(cp_groups, device),
+    )
 
 
 def new_group(partition: list[range], device: torch.device | str) -> dist.ProcessGroup | None:

@@ -21,39 +21,42 @@ from torch import Tensor
 from wands.transfer import to_device
 
 
-def flow_matching_loss(
-    pred: Tensor, target: Tensor, segment_ids: Tensor, sample_weights: Tensor, token_weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of squared errors over this rank's tokens.
-
-    The squared error of a token is the mean over the token's channels.
+def squared_errors(pred: Tensor, target: Tensor) -> Tensor:
+    """Return the squared error of each token, [L]: the mean over its P channels.
 
     Args:
-        pred: [L, P], predicted velocity of L tokens with P channels, without padding, in any float dtype. The loss is
-            computed in fp32 (in fp64 for fp64 inputs).
+        pred: [L, P], predicted velocity in any float dtype. The errors are computed in fp32 (in fp64 for fp64 inputs).
         target: [L, P], target velocity.
+    """
+    dtype = torch.promote_types(pred.dtype, torch.float32)
+    return (pred.to(dtype) - target.to(dtype)).square().mean(dim=1)
+
+
+def weighted_sum(
+    token_errors: Tensor, segment_ids: Tensor, sample_weights: Tensor, token_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted sum of the errors of this rank's tokens, and the errors of each sample.
+
+    Args:
+        token_errors: fp32 or fp64 [L], error of each token, without padding.
         segment_ids: int64 [L], sample index of each token.
-        sample_weights: fp32 [S] for S samples, factor of each sample's squared errors, from `loss_weights`.
+        sample_weights: fp32 [S], factor of each sample's errors, from `loss_weights`.
         token_weights: fp32 [L], weight of each token from the mask of its sample; 1 for samples without a mask.
 
     Returns:
-        (loss, sample_errors). loss is the weighted sum, a scalar with gradient. sample_errors is [S] without gradient.
-        Entry s is the sum of (squared error * token weight) over the tokens of sample s on this rank, without
-        `sample_weights`. To compute the mean squared error of sample s, add entry s over all ranks, and divide the result
-        by the sum of the token weights of sample s on all ranks.
+        (loss, sample_errors). loss is a scalar with gradient. sample_errors is [S] without gradient: the sum of (error * token
+        weight) over the tokens of each sample on this rank, without `sample_weights`.
     """
-    dtype = torch.promote_types(pred.dtype, torch.float32)
-    errors = (pred.to(dtype) - target.to(dtype)).square().mean(dim=1) * token_weights.to(dtype)
-    weights = sample_weights.to(device=pred.device, dtype=dtype)
+    errors = token_errors * token_weights.to(token_errors.dtype)
+    weights = sample_weights.to(device=errors.device, dtype=errors.dtype)
     loss = (errors * weights[segment_ids]).sum()
-
     return loss, torch.zeros_like(weights).index_add_(0, segment_ids, errors.detach())
 
 
 def loss_weights(
     trained_lens: Sequence[float], batch_weights: Tensor, sigma_weights: Tensor, reduction: str
 ) -> Tensor:
-    """Return the factor by which `flow_matching_loss` multiplies the squared errors of each sample's tokens.
+    """Return the factor by which `weighted_sum` multiplies the errors of each sample's tokens.
 
     Args:
         trained_lens: for each sample, the number of its tokens that count in the loss, on all ranks together. With a mask,

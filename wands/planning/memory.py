@@ -267,12 +267,16 @@ class Activations:
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
         # Norm and modulation before the head, with their gradients. Tensors are saved for them only if the tables are trained.
         head = tokens * FP32 * shape.dim * (4 if self._trains_table else 2)
+        # The graphs of the objective's other forward passes wait for their backward pass.
+        whole_blocks = shape.num_layers - self.num_recomputed
+        waiting = self._held_on_device(self.num_recomputed + 1) + whole_blocks * block
+        others = (self.workload.forwards[0] - 1) * waiting
         for left in range(shape.num_layers, 0, -1):
             before_head = head if left == shape.num_layers else 0.0
             # Blocks with all activations. The backward pass starts with them.
             kept = max(left - self.num_recomputed, 0)
             held = self._held_on_device(left - kept + bool(kept))
-            yield left, held + max(max(kept, 1) * block + working, kept * block + before_head) + ends
+            yield left, held + max(max(kept, 1) * block + working, kept * block + before_head) + ends + others
 
     def without_gradients(self) -> float:
         """Return the peak bytes of activations on the device while a DiT generates the run's longest sample video.

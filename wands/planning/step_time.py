@@ -138,10 +138,11 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
     share = min(workload.trained, shape.num_params) / shape.num_params
 
-    pairs = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
+    squares = shape.attention_flops_per_squared_token() * sum(length * length for length in lens)
+    pairs = squares * workload.pair_share
     # Every rank of the group computes the text and time embeddings of all samples.
     whole = len(lens) * shape.linear_flops_per_sample()
-    matmuls = (shape.forward_flops(lens) - pairs - whole) / cp + whole
+    matmuls = (shape.forward_flops(lens) - squares - whole) / cp + whole
     linear = matmuls / machine.linear_flops
     forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
     busiest = pairs / cp * plan.cost_balance()
@@ -172,9 +173,21 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     on_host = Activations(workload).on_host()["activations"] * sum(lens) / workload.max_tokens
     moved = 2 * on_host / machine.host_bandwidth
     zero += Traffic(moved, max(0.0, moved - forward - backward))
-    flops = (2 + share) * (shape.forward_flops(lens) - pairs) / cp + 3 * pairs / cp
-    all_to_all, transfers = Traffic(exchanged, exchanged), ring_forward + ring_backward
-    return Prediction(workload, machine, plan, flops, forward + backward, all_to_all, transfers, zero, once)
+    linear_flops = shape.forward_flops(lens) - squares
+    flops = (2 + share) * linear_flops / cp + 3 * pairs / cp
+    with_gradient, without_gradient = workload.forwards
+    passes = with_gradient + without_gradient * forward / (forward + backward)
+    return Prediction(
+        workload=workload,
+        machine=machine,
+        plan=plan,
+        flops=with_gradient * flops + without_gradient * (linear_flops + pairs) / cp,
+        compute=(forward + backward) * passes,
+        all_to_all=Traffic(exchanged, exchanged) * passes,
+        ring_traffic=(ring_forward + ring_backward) * passes,
+        zero=zero * passes,
+        once=once,
+    )
 
 
 def _zero_traffic(

@@ -56,6 +56,8 @@ class Workload:
         video_tokens: number of tokens of the longest sample video that the run generates; 0 without sample videos.
         video_flops: FLOPs, summed over all ranks, to generate all sample videos once.
         vae_bytes: bytes of the weights of the VAE that decodes the sample videos.
+        forwards: (forward passes with gradient, without gradient) that the objective makes for one bin.
+        pair_share: attention pairs of the clips / the pairs in which every token of a clip attends to all its tokens.
         decoding_bytes: bytes on the device while the VAE decodes the largest sample video, including the VAE's weights.
     """
 
@@ -74,6 +76,8 @@ class Workload:
     max_samples: int = 1
     video_tokens: int = 0
     video_flops: int = 0
+    forwards: tuple[int, int] = (1, 0)
+    pair_share: float = 1.0
     vae_bytes: float = 0.0
     decoding_bytes: float = 0.0
 

@@ -15,15 +15,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wands import __version__
-from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.errors import one_line
 from wands.files import read_rows, write_text
-
-if TYPE_CHECKING:
-    from wands.run.run import TrainingRun
 
 _log = logging.getLogger(__name__)
 
@@ -116,31 +112,28 @@ class EventLog:
     `error` event.
 
     Args:
-        run: the checked training run. If the run resumes, create this log before the `StepLog`: the `restart` event contains
-            the last step in `metrics.jsonl`, and the `StepLog` removes the last rows from this file.
+        output_dir: run folder. If the run resumes, create this log before the `StepLog`: the `restart` event contains the last
+            step in `metrics.jsonl`, and the `StepLog` removes the last rows from this file.
         rank: rank of this process.
+        step: number of optimizer steps that the run has made.
+        facts: values of the first event, such as the number of ranks.
 
     Attributes:
         step: number of the current step. `write` stores this number with each event.
     """
 
-    def __init__(self, run: TrainingRun, rank: int) -> None:
+    def __init__(self, output_dir: Path, rank: int, step: int, facts: Mapping[str, Any]) -> None:
         self._log: AppendLog | None = None
         self._lock = Lock()  # a thread writes the results of pushes
-        self.step = run.checkpoint.state.step if run.checkpoint else 0
+        self.step = step
         if rank != 0:
             return
-        rows, self._log = continue_rows(run.output_dir / "events.jsonl", self.step)
+        rows, self._log = continue_rows(output_dir / "events.jsonl", step)
         past = [row for row in rows if row.get("event") in ("start", "restart", "error", "end", "stop")]
         is_restart = bool(past) and past[-1]["event"] not in ("end", "stop")
-        values: dict[str, Any] = {"wands_version": __version__, "world_size": run.world_size}
-        values["num_nodes"] = run.world_size // ranks_per_node()
-        values["checkpoint"] = run.checkpoint and run.checkpoint.folder.name
-        values |= {"device": accelerator_type(), "variant": run.variant.name}
-        values["total_steps"] = run.sampler.total_steps
-        values["data"] = {"num_samples": len(run.data.keys), "num_tokens": int(run.seq_lens.sum())}
+        values: dict[str, Any] = {"wands_version": __version__, **facts}
         if is_restart:
-            steps = [row["step"] for row in read_rows(run.output_dir / "metrics.jsonl")]
+            steps = [row["step"] for row in read_rows(output_dir / "metrics.jsonl")]
             number = 1 + sum(row["event"] == "restart" for row in past)
             reason = past[-1]["reason"] if past[-1]["event"] == "error" else None
             values |= {"number": number, "last_step": max(steps, default=0), "reason": reason}

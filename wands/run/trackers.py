@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from accelerate import tracking
 from transformers.utils import logging as transformers_logging
 
+from wands.config.recipe import LoggingConfig, Recipe
 from wands.errors import ConfigError, one_line
 from wands.files import write_text
-from wands.run.run import TrainingRun
 from wands.texts import without_paths
 
 _log = logging.getLogger(__name__)
@@ -48,20 +49,21 @@ class Trackers:
     after the pause starts the tracker again.
 
     Args:
-        run: the checked training run. If it resumes, the trackers continue the curves of the run.
+        recipe: recipe of the run.
         rank: rank of this process.
+        step: first step of this process. A resumed run continues its curves.
     """
 
-    def __init__(self, run: TrainingRun, rank: int) -> None:
+    def __init__(self, recipe: Recipe, rank: int, step: int) -> None:
         self._trackers: dict[str, Any] = {}
         self._started: set[str] = set()
         self._retry_at: dict[str, float] = {}
         # accelerate's own logger needs a PartialState, which sets devices and environment variables.
         tracking.logger = transformers_logging.get_logger("accelerate.tracking")
-        self._step = run.checkpoint.state.step + 1 if run.checkpoint else 0
-        self._recipe = without_paths(run.recipe.model_dump(mode="json"))
-        for name in dict.fromkeys(run.recipe.logging.trackers if rank == 0 else ()):
-            self._trackers[name] = _build(name, run, self._step)
+        self._step = step
+        self._recipe = without_paths(recipe.model_dump(mode="json"))
+        for name in dict.fromkeys(recipe.logging.trackers if rank == 0 else ()):
+            self._trackers[name] = _build(name, recipe.logging, Path(recipe.output_dir), step)
             self._trackers[name].main_process_only = False  # else accelerate would make a PartialState
             self._try(name, lambda: None)
 
@@ -126,17 +128,17 @@ class Trackers:
                 tracker.init_kwargs.clear()
 
 
-def _build(name: str, run: TrainingRun, step: int) -> Any:
+def _build(name: str, config: LoggingConfig, folder: Path, step: int) -> Any:
     """Return a tracker that is not started yet.
 
     Args:
         name: name of the tracker, such as "wandb".
-        run: the checked training run.
+        config: `logging` section of the recipe.
+        folder: run folder.
         step: first step of this process. TensorBoard hides the values that an earlier process wrote for this step and later
             steps.
     """
-    folder, project = run.output_dir, run.recipe.logging.project
-    run_name = run.recipe.logging.run_name or folder.resolve().name
+    run_name = config.run_name or folder.resolve().name
     if name == "tensorboard":
         return tracking.TensorBoardTracker(name, folder, purge_step=step)
     id_file = folder / "tracker_id"
@@ -149,7 +151,7 @@ def _build(name: str, run: TrainingRun, step: int) -> Any:
         "trackio": {"name": run_name, "resume": "allow"},
         "mlflow": {"run_name": run_name},
     }
-    return tracking.LOGGER_TYPE_TO_CLASS[name](project, **options.get(name, {}))
+    return tracking.LOGGER_TYPE_TO_CLASS[name](config.project, **options.get(name, {}))
 
 
 def _send_media(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Load the data of the next steps, and draw their noise, while the device computes the current step.
+"""Load the data of the next steps, and prepare it for the objective, while the device computes the current step.
 
 Each rank loads only its rank slice, the part of a packed batch that the rank trains on.
 """
@@ -9,7 +9,7 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,62 +17,109 @@ from wands.data.collate import PackingCollator, RankSlice
 from wands.data.datasets import Dataset
 from wands.data.packing import Bin, assign_bins
 from wands.data.patchify import frames_of_tokens, grid_size
-from wands.data.sampler import StepPlan
+from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ParallelDims
-from wands.flow.noise import NoisyBatch, add_noise
-from wands.run.run import TrainingRun
+from wands.objectives.objective import Objective, Prepared
 from wands.transfer import map_tensors
+from wands.variants import Expert
 
-MicroBatch = tuple[RankSlice, NoisyBatch]
-"""Data of one micro step on one rank, as a pair. The first item is the rank slice (the rank's part of a packed batch) without
-its clean tokens. The second item contains the noisy tokens and their targets."""
+MicroBatch = tuple[RankSlice, Prepared]
+"""Data of one micro step on one rank: the rank slice without its clean tokens, and what the objective prepared from it."""
 
 
-def rank_slices(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[RankSlice]:
-    """Read and pack the samples that one rank trains on in one step.
+@dataclass(frozen=True, kw_only=True)
+class BatchReader:
+    """Reads the data that one rank trains on.
 
-    Return one rank slice (the rank's part of a batch) per micro step. With packing, the batch of a micro step is one bin
-    (the samples that are packed into one sequence). Without packing, the batch is one sample, and a rank with fewer samples
-    than another rank gets additional micro steps. The loss of these additional micro steps has weight zero. ZeRO-3 needs
-    the same number of forward passes on every rank. This function does not communicate with other ranks.
-
-    Args:
-        run: the checked training run.
-        plan: plan of the step, with all bins.
-        grid: parallel dimensions of the rank.
+    Attributes:
+        data: training data.
+        collator: collator that packs samples into batches.
+        sampler: plans the bins of every step.
+        objective: prepares the inputs and targets of a bin.
+        experts: the trained DiTs.
+        packs: `packing.enabled`. Without packing, a micro step has one sample.
+        dims: parallel dimensions of the rank.
     """
-    micro_steps = assign_bins(plan.bins, run.dp_size, run.sampler.bin_cost)
-    bins_of_ranks = list(zip(*micro_steps, strict=True))
-    _check_step(run, plan, bins_of_ranks)
-    bins = list(bins_of_ranks[grid.dp_rank])
-    if not run.recipe.packing.enabled:
-        num_forwards = max(1, *(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks))
-        bins = [(i,) for bin in bins for i in bin]
-        bins += [()] * (num_forwards - len(bins))
 
-    def read(bin: Bin) -> RankSlice:
-        rows = [(run.data, i) for i in bin]
-        return read_rows_of_bin(run.collator, rows, plan.repeat_indices(bin), plan.epoch, grid)
+    data: Dataset
+    collator: PackingCollator
+    sampler: PlanSampler
+    objective: Objective
+    experts: Sequence[Expert]
+    packs: bool
+    dims: ParallelDims
 
-    return [read(bin) for bin in bins]
+    def rank_slices(self, plan: StepPlan) -> list[RankSlice]:
+        """Read and pack the samples of a step. Return one rank slice per micro step. No communication.
 
+        ZeRO-3 needs the same number of forward passes on every rank. Without packing, a rank with fewer samples than another
+        rank therefore gets additional micro steps with an empty bin, whose loss has weight 0.
+        """
+        micro_steps = assign_bins(plan.bins, self.dims.dp_size, self.sampler.bin_cost)
+        bins_of_ranks = list(zip(*micro_steps, strict=True))
+        self._check_step(plan, bins_of_ranks)
+        bins = list(bins_of_ranks[self.dims.dp_rank])
+        if not self.packs:
+            num_forwards = max(1, *(sum(map(len, rank_bins)) for rank_bins in bins_of_ranks))
+            bins = [(i,) for bin in bins for i in bin]
+            bins += [()] * (num_forwards - len(bins))
+        return [self._read(plan, bin) for bin in bins]
 
-def noisy_batches(run: TrainingRun, plan: StepPlan, grid: ParallelDims) -> list[list[MicroBatch]]:
-    """Read the part of a step's data that one rank processes, and add noise.
+    def micro_batches(self, plan: StepPlan) -> list[list[MicroBatch]]:
+        """Read and prepare the data of a step: for each trained DiT, the data of each micro step."""
+        slices = self.rank_slices(plan)
+        without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
+        batches = []
+        for expert in self.experts:
+            prepared = [self.objective.prepare(part, expert) for part in slices]
+            batches.append(list(zip(without_tokens, prepared, strict=True)))
+        return batches
 
-    `grid` contains the rank's index in each parallel dimension. The result contains one list for each trained DiT, with the
-    data of each micro step.
+    def prefetched(
+        self, start_step: int, num_ahead: int, pins: bool = False
+    ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
+        """Yield (plan, batches of each DiT) for every remaining step.
 
-    The noise and the noise level of a sample depend only on the seed, the sample, the epoch, and how often the epoch has used
-    the sample before. They do not depend on the rank, or on the other samples in the packed sequence.
-    """
-    flow, seed, slices = run.recipe.flow, run.recipe.train.seed, rank_slices(run, plan, grid)
-    without_tokens = [replace(part, tokens=part.tokens.new_empty(0)) for part in slices]
-    inputs = [(part.tokens, part.layout, part.keys, flow, seed, part.num_cond_tokens) for part in slices]
-    return [
-        list(zip(without_tokens, [add_noise(*args, expert.sigma_range) for args in inputs], strict=True))
-        for expert in run.experts
-    ]
+        Args:
+            start_step: number of optimizer steps that the run has made.
+            num_ahead: number of steps that a thread reads ahead; 0 for no thread.
+            pins: whether to store the data in pinned memory, from which a GPU copies while it computes.
+        """
+        plans = self.sampler.iterate(start_step)
+
+        def read_next() -> tuple[StepPlan, list[list[MicroBatch]]] | None:
+            plan = next(plans, None)
+            if plan is None:
+                return None
+            batches = self.micro_batches(plan)
+            return plan, map_tensors(batches, Tensor.pin_memory) if pins else batches
+
+        if num_ahead == 0:
+            yield from iter(read_next, None)
+            return
+        with ThreadPoolExecutor(1, thread_name_prefix="wands-prefetch") as thread:
+            pending = deque(thread.submit(read_next) for _ in range(num_ahead))
+            try:
+                while (batch := pending.popleft().result()) is not None:
+                    pending.append(thread.submit(read_next))
+                    yield batch
+            finally:
+                thread.shutdown(cancel_futures=True)
+
+    def _read(self, plan: StepPlan, bin: Bin) -> RankSlice:
+        rows = [(self.data, i) for i in bin]
+        return read_rows_of_bin(self.collator, rows, plan.repeat_indices(bin), plan.epoch, self.dims)
+
+    def _check_step(self, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
+        """Assert that all ranks together train on the bins of the plan, and on no use of a clip twice."""
+        bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
+        assert bins == sorted(plan.bins), (
+            f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"
+        )
+        samples = [(self.data.keys[i], int(plan.repeat_index_of[i])) for bin in bins for i in bin]
+        assert len(set(samples)) == len(samples) == plan.num_samples, (
+            f"step {plan.step} contains a (sample, repeat) twice: {samples}"
+        )
 
 
 def read_rows_of_bin(
@@ -80,7 +127,7 @@ def read_rows_of_bin(
     rows: Sequence[tuple[Dataset, int]],
     repeat_indices: Sequence[int],
     epoch: int,
-    grid: ParallelDims,
+    dims: ParallelDims,
 ) -> RankSlice:
     """Read samples, pack them into one sequence, and return the part of the packed batch that one rank processes.
 
@@ -92,68 +139,17 @@ def read_rows_of_bin(
         repeat_indices: for each sample, the number of its earlier uses in the epoch. Together with the epoch, it selects
             the random numbers of the sample.
         epoch: epoch that selects the random numbers of the samples.
-        grid: parallel dimensions of the rank.
+        dims: parallel dimensions of the rank.
     """
     patch = collator.shape.patch_size
     grids = [grid_size(data.latent_shape(i), patch) for data, i in rows]
     lens = [math.prod(grid) for grid in grids] or [1]  # the collator pads an empty bin with one token
-    layout = grid.layout(lens)
+    layout = dims.layout(lens)
     samples = []
     for (data, i), length, size, tokens in zip(rows, lens, grids, layout.token_ranges, strict=False):
         frames = frames_of_tokens(tokens, size, patch)
         samples.append(data.read(i, None if tokens == (0, length) else frames))
-    names, planned = [sample.sample_id for sample in samples], [data.keys[i] for data, i in rows]
+    names = [sample.sample_id for sample in samples]
+    planned = [data.keys[i] for data, i in rows]
     assert names == planned, f"read the samples {names}, but the plan has {planned}"
     return collator(samples, repeat_indices, epoch).rank_slice(layout)
-
-
-def _check_step(run: TrainingRun, plan: StepPlan, bins_of_ranks: Sequence[Sequence[Bin]]) -> None:
-    """Assert that all ranks together train on exactly the bins (packed sequences) of the plan.
-
-    An epoch can use a sample several times, and each use is a repeat. The function also asserts that the step contains each
-    (sample, repeat) only once.
-    """
-    bins = sorted(bin for rank_bins in bins_of_ranks for bin in rank_bins)
-    assert bins == sorted(plan.bins), (
-        f"step {plan.step} has bins {sorted(plan.bins)}, but the ranks have {bins}"
-    )
-    samples = [(run.data.keys[i], int(plan.repeat_index_of[i])) for bin in bins for i in bin]
-    assert len(set(samples)) == len(samples) == plan.num_samples, (
-        f"step {plan.step} contains a (sample, repeat) twice: {samples}"
-    )
-
-
-def prefetched(
-    run: TrainingRun, grid: ParallelDims, start_step: int, pins: bool = False
-) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
-    """Yield (packing plan of the step, batches) for each remaining step of the run.
-
-    The batches are one list for each trained DiT, with the data of each micro step on this rank. A thread reads the samples
-    and draws the noise of the next `data.prefetch` steps while the device computes.
-
-    Args:
-        run: the checked training run.
-        grid: parallel dimensions of the rank.
-        start_step: number of optimizer steps that the run has made.
-        pins: whether to store the data in pinned memory. A GPU can copy from pinned memory while it computes.
-    """
-    plans = run.sampler.iterate(start_step)
-
-    def read_next() -> tuple[StepPlan, list[list[MicroBatch]]] | None:
-        plan = next(plans, None)
-        if plan is None:
-            return None
-        batches = noisy_batches(run, plan, grid)
-        return plan, map_tensors(batches, Tensor.pin_memory) if pins else batches
-
-    if run.recipe.data.prefetch == 0:
-        yield from iter(read_next, None)
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="wands-prefetch") as thread:
-        pending = deque(thread.submit(read_next) for _ in range(run.recipe.data.prefetch))
-        try:
-            while (batch := pending.popleft().result()) is not None:
-                pending.append(thread.submit(read_next))
-                yield batch
-        finally:
-            thread.shutdown(cancel_futures=True)

@@ -19,19 +19,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from wands.data.collate import PackingCollator
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.files import write_text
-from wands.flow.loss import flow_matching_loss
-from wands.flow.noise import add_noise
+from wands.objectives.objective import Objective
 from wands.report.page import write_report
 from wands.run.append_log import continue_rows, to_line
-from wands.run.run import TrainingRun
 from wands.train.batches import read_rows_of_bin
 from wands.train.evaluation_plan import HELD_OUT, PLAN_FILE, TRAIN, EvaluationPlan, EvaluationSample, get_plan
+from wands.train.jobs import FinishedStep, Job
 from wands.train.metrics import StepLog
-from wands.train.trainer import Trainer
+from wands.train.prepared_run import PreparedRun
+from wands.train.training import Training
 from wands.transfer import to_device
+from wands.variants import DiTShape
 from wands.watch.watchdog import Watchdog
 
 EPOCH = -1
@@ -57,57 +59,64 @@ class Verdict(NamedTuple):
     stops: bool = False
 
 
-class Evaluator:
-    """Evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and curves in experiment
-    trackers.
+class Evaluator(Job):
+    """Job that evaluates a run and writes `evaluation.json`, `evaluations.jsonl`, a line on the terminal, and curves.
 
     A resumed run appends to the `evaluations.jsonl` of its run folder.
 
     Args:
-        trainer: engines and moving averages of a run with an `eval` section.
+        run: a run with an `eval` section.
+        training: engines and moving averages of the run.
         step_log: log of the steps. It shows the newest held-out loss on the terminal.
         watchdog: watchdog of this process, which limits the time of each forward pass.
     """
 
-    def __init__(self, trainer: Trainer, step_log: StepLog, watchdog: Watchdog) -> None:
-        self._trainer, self._run, self._watchdog, self._step_log = trainer, trainer.run, watchdog, step_log
-        assert trainer.run.recipe.eval is not None
-        self._config, self._rows = trainer.run.recipe.eval, list[Row]()
-        plan = self._open() if trainer.rank == 0 else None
+    def __init__(self, run: PreparedRun, training: Training, step_log: StepLog, watchdog: Watchdog) -> None:
+        assert run.recipe.eval is not None
+        self._run = run
+        self._training = training
+        self._watchdog = watchdog
+        self._step_log = step_log
+        self._config = run.recipe.eval
+        self._rows = list[Row]()
+        plan = self._open() if training.rank == 0 else None
         self._plan: EvaluationPlan = gather_objects(plan)[0]  # type: ignore[assignment]
-        self._samples = self._plan.samples(self._run)
+        self._samples = self._plan.samples(run.model.experts, run.model.variant, run.data, run.held_out)
         if missing := len(self._plan.clips) - len({sample.clip for sample in self._samples}):
-            trainer.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")
+            training.log(f"evaluation: {missing} of the clips are no longer in the data, and are left out")
+
+    def start(self, training: Training) -> None:
+        if self.is_missing(training.start_step):
+            self.evaluate(training.start_step)
+
+    def is_due(self, step: FinishedStep) -> bool:
+        # A resumed run makes the evaluation that a requested stop leaves out.
+        return step.is_last or (self._is_multiple(step.number) and not step.stop_requested)
+
+    def run(self, step: FinishedStep) -> None:
+        verdict = self.evaluate(step.number)
+        step.is_best = verdict.is_best
+        step.ends_early = verdict.stops
 
     def _open(self) -> EvaluationPlan:
         """Read the evaluation plan of the run folder or make a new plan, and open `evaluations.jsonl`.
 
         Only rank 0 calls this method. A new run, or a resumed run with other `eval` settings, gets a new plan.
         """
-        folder, run = self._run.output_dir, self._run
-        plan_file, results = folder / PLAN_FILE, folder / "evaluations.jsonl"
-        step, (plan, is_new) = self._trainer.events.step, get_plan(run)
+        run = self._run
+        plan_file = run.output_dir / PLAN_FILE
+        results = run.output_dir / "evaluations.jsonl"
+        plan, is_new = get_plan(run)
         if is_new:
             if run.checkpoint is not None:
                 # The results for other clips cannot be compared.
                 for path in filter(Path.is_file, (plan_file, results)):
-                    path.replace(path.with_stem(f"{path.stem}_until_{step:08d}"))
-                self._trainer.log("a new series of evaluations begins, because eval or data.holdout changed")
-                self._trainer.events.write("new evaluation series")
+                    path.replace(path.with_stem(f"{path.stem}_until_{run.start_step:08d}"))
+                self._training.log("a new series of evaluations begins, because eval or data.holdout changed")
+                self._training.events.write("new evaluation series")
             write_text(plan_file, plan.model_dump_json(indent=1))
-        self._rows, self._log_file = continue_rows(results, step if run.checkpoint else -1)
+        self._rows, self._log_file = continue_rows(results, run.start_step if run.checkpoint else -1)
         return plan
-
-    def is_due(self, step: int, ends: bool = False) -> bool:
-        """Return whether to evaluate after a step. The result is equal on all ranks.
-
-        The result is True after the last step of the run and, unless `ends` is True, after multiples of `eval.every`.
-
-        Args:
-            step: number of optimizer steps that the run has made.
-            ends: whether the user has requested to stop the run now. A resumed run makes the evaluation that was left out.
-        """
-        return step == self._run.sampler.total_steps or (step % self._config.every == 0 and not ends)
 
     def is_missing(self, step: int) -> bool:
         """Return whether this process must evaluate before its first step. The result is equal on all ranks.
@@ -119,7 +128,11 @@ class Evaluator:
             step: number of optimizer steps that the run has made.
         """
         steps = gather_objects({row["step"] for row in self._rows})[0]
-        return not steps or (self.is_due(step) and step not in steps)
+        is_last = step == self._training.total_steps
+        return not steps or ((is_last or self._is_multiple(step)) and step not in steps)
+
+    def _is_multiple(self, step: int) -> bool:
+        return step % self._config.every == 0
 
     def evaluate(self, step: int) -> Verdict:
         """Evaluate the weights and their moving average. Every rank must call this method between two steps.
@@ -131,19 +144,29 @@ class Evaluator:
             (whether the held-out loss is the lowest so far, whether `eval.patience` ends the run). If a request to stop arrives
             during the evaluation, no results are written, and both values are False.
         """
-        trainer, rows, proceed = self._trainer, list[Row](), partial(self._proceed, step)
-        engines, groups, device = trainer.engines, trainer.groups, trainer.device
-        for weights in trainer.weights_at(step):
+        training = self._training
+        packing = self._run.recipe.packing
+        rows = list[Row]()
+        for weights in training.weights_at(step):
             began = time.perf_counter()
-            with trainer.inference(weights):
-                losses = measure(engines, self._run, self._samples, groups, device, proceed)
+            with training.inference(weights):
+                losses = measure(
+                    training.engines,
+                    self._samples,
+                    self._run.objective,
+                    self._run.collator,
+                    max_tokens=packing.max_tokens if packing.enabled else 0,
+                    groups=training.groups,
+                    device=training.device,
+                    proceed=partial(self._proceed, step),
+                )
             if losses is None:
-                trainer.log(f"step {step}: the evaluation is left out, because the run must stop")
+                training.log(f"step {step}: the evaluation is left out, because the run must stop")
                 return Verdict()
             base = next((row["losses"] for row in (*self._rows, *rows)), None)
             row = {"step": step, "weights": weights, **summarize(self._plan, self._samples, losses, base)}
             rows.append(row | {"seconds": round(time.perf_counter() - began, 3)})
-        return gather_objects(self._report(rows) if trainer.rank == 0 else None)[0] or Verdict()
+        return gather_objects(self._report(rows) if training.rank == 0 else None)[0] or Verdict()
 
     def _proceed(self, step: int) -> bool:
         """Report progress of the evaluation at `step` to the watchdog. Return False if a rank was asked to stop the run.
@@ -151,7 +174,7 @@ class Evaluator:
         Every rank must call this method.
         """
         self._watchdog.begin_work(f"the evaluation of step {step}")
-        stops = torch.tensor(float(self._watchdog.stop_requested), device=self._trainer.device)
+        stops = torch.tensor(float(self._watchdog.stop_requested), device=self._training.device)
         dist.all_reduce(stops)
         return not stops.item()
 
@@ -166,13 +189,13 @@ class Evaluator:
         self._rows += rows
         self._step_log.held_out = rows[-1][HELD_OUT]
         self._log_file.append(*map(to_line, rows))
-        self._trainer.log("\n".join(map(describe, rows)))
+        self._training.log("\n".join(map(describe, rows)))
         for row in rows:
             name = "eval" if row["weights"] == "raw" else "eval_ema"
             curves = {f"{name}/{key}": row[key] for key in (HELD_OUT, TRAIN, "gap")}
             curves |= {f"{name}_sigma/{bucket['name']}": bucket[HELD_OUT] for bucket in row["by"]["sigma"]}
             finite = {key: value for key, value in curves.items() if value is not None}
-            self._trainer.trackers.log(row["step"], finite)
+            self._training.trackers.log(row["step"], finite)
         write_report(self._run.output_dir)
         weights, patience = rows[-1]["weights"], self._config.patience
         past = [row for row in self._rows if row["weights"] == weights and row[HELD_OUT] is not None]
@@ -180,8 +203,8 @@ class Evaluator:
         waited = sum(row["step"] > best for row in past)
         if patience and waited >= patience:
             reason = f"eval.patience={patience}: the held-out loss has not improved since step {best}"
-            self._trainer.log(f"{reason}; the run ends")
-            self._trainer.events.write("early stop", best_step=best)
+            self._training.log(f"{reason}; the run ends")
+            self._training.events.write("early stop", best_step=best)
         lowest = min(past, key=lambda row: row[HELD_OUT], default={})
         return Verdict(lowest.get("step") == rows[-1]["step"], bool(patience) and waited >= patience)
 
@@ -189,22 +212,27 @@ class Evaluator:
 @torch.no_grad()
 def measure(
     models: Mapping[str, Callable[..., torch.Tensor]],
-    run: TrainingRun,
     samples: Sequence[EvaluationSample],
+    objective: Objective,
+    collator: PackingCollator,
+    *,
+    max_tokens: int,
     groups: ProcessGroups,
     device: torch.device,
     proceed: Callable[[], bool] = lambda: True,
 ) -> list[float] | None:
     """Return the loss of each evaluation sample: a clip at one noise level, with one DiT, as text-to-video or image-to-video.
 
-    Every rank must call this function, and gets all losses. The loss is the mean squared error over the trained tokens,
-    weighted by the mask of the clip if it has one. Unlike in training, there is no dropout and no caption dropout. The loss
-    weights of data sources and of noise levels are not applied.
+    Every rank must call this function, and gets all losses. The loss is the objective's error, averaged over the trained tokens
+    and weighted by the mask of the clip if it has one. There is no dropout and no caption dropout, and the weights of data
+    sources and of noise levels are not applied.
 
     Args:
         models: maps the subfolder of each evaluated DiT to its engine, or to a function with the arguments of the engine.
-        run: the checked training run.
         samples: result of `EvaluationPlan.samples`.
+        objective: computes the errors.
+        collator: collator of the training.
+        max_tokens: largest number of tokens of a forward pass; 0 for one clip in each forward pass.
         groups: process groups of this rank.
         device: device of this rank.
         proceed: function that is called before each forward pass, and returns whether to continue.
@@ -213,25 +241,26 @@ def measure(
         Loss of each sample, in the order of `samples`; None if `proceed` returned False.
     """
     losses = torch.zeros(len(samples), dtype=torch.float64, device=device)
-    for part, bin in own_bins(run, samples, groups.dims):
+    for part, bin in own_bins(samples, collator.shape, max_tokens, groups.dims):
         used = [samples[i] for i in bin]
         ratio = float(any(sample.kind == "first frame" for sample in used))
-        flow = run.recipe.flow.model_copy(update={"i2v_ratio": ratio})
-        collator = replace(run.collator, flow=flow, has_dropout=False, drops_captions=False)
-        rows, quantiles = [sample.row for sample in used], [sample.quantile for sample in used]
-        # The quantile takes the place of the repeat index. The device still computes the last bin while this bin is read.
-        host_slice = read_rows_of_bin(collator, rows, repeat_indices=quantiles, epoch=EPOCH, grid=groups.dims)
+        flow = collator.flow.model_copy(update={"i2v_ratio": ratio})
+        of_evaluation = replace(collator, flow=flow, has_dropout=False, drops_captions=False)
+        host_slice = read_rows_of_bin(
+            of_evaluation,
+            [sample.row for sample in used],
+            # The quantile takes the place of the repeat index.
+            repeat_indices=[sample.quantile for sample in used],
+            epoch=EPOCH,
+            dims=groups.dims,
+        )
+        # The device still computes the last bin while this bin is read.
         if not proceed():
             return None
-        inputs = host_slice.tokens, host_slice.layout, host_slice.keys, run.recipe.flow, run.recipe.train.seed
         sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
-        noisy = add_noise(*inputs, host_slice.num_cond_tokens, given_sigmas=sigmas)
-        batch, noisy = to_device((host_slice, noisy), device)
-        trained = noisy.trained
-        pred = models[part](**batch.model_inputs(noisy.tokens, noisy.timesteps))
-        pair = pred[trained].double(), noisy.target[trained].double()
-        weights = batch.weights, batch.token_weights[trained]
-        _, errors = flow_matching_loss(*pair, batch.meta.segment_ids[trained], *weights)
+        prepared = objective.prepare_at(host_slice, sigmas)
+        batch, prepared = to_device((host_slice, prepared), device)
+        errors = objective.evaluate(models[part], batch, prepared)
         lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
         losses[bin] = (errors / lens)[: len(bin)]
     dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere
@@ -239,23 +268,24 @@ def measure(
 
 
 def own_bins(
-    run: TrainingRun, samples: Sequence[EvaluationSample], dims: ParallelDims
+    samples: Sequence[EvaluationSample], shape: DiTShape, max_tokens: int, dims: ParallelDims
 ) -> list[tuple[str, list[int]]]:
     """Return (subfolder of a DiT, indices into `samples`) for each forward pass of this rank.
 
     ZeRO-3 needs the same number of forward passes of each DiT on every rank. So a rank with fewer samples also makes forward
     passes without samples, whose lists of indices are empty.
     """
-    limit, own = run.recipe.packing.max_tokens if run.recipe.packing.enabled else 0, []
+    own = []
     for (expert, _), group in groupby(enumerate(samples), key=lambda item: (item[1].expert, item[1].kind)):
-        bins, room = list[list[int]](), 0
+        bins = list[list[int]]()
+        room = 0
         for i, sample in group:
             if sample.num_tokens > room:
                 bins.append([])
-                room = limit
+                room = max_tokens
             bins[-1].append(i)
             room -= sample.num_tokens
-        bins.sort(key=lambda bin: -run.shape.forward_flops([samples[i].num_tokens for i in bin]))
+        bins.sort(key=lambda bin: -shape.forward_flops([samples[i].num_tokens for i in bin]))
         bins += [[] for _ in range(-len(bins) % dims.dp_size)]
         own += [(expert.subfolder, bin) for bin in bins[dims.dp_rank :: dims.dp_size]]
     return own

@@ -5,7 +5,7 @@ the number of processes.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -14,12 +14,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from wands.config.base import StrictModel
-from wands.config.recipe import Recipe
+from wands.config.recipe import FlowConfig, Recipe
 from wands.data.datasets import Dataset
 from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 from wands.flow.sigmas import sigma_quantile, with_clip_shift
-from wands.run.run import TrainingRun
+from wands.run.sizes import step_flops
+from wands.train.prepared_run import PreparedRun
 from wands.variants import Expert, Variant
 
 HELD_OUT, TRAIN, PLAN_FILE = "held_out", "train", "evaluation.json"
@@ -94,7 +95,9 @@ class EvaluationPlan(StrictModel):
             f"{self.share:.2%} of the run's FLOPs"
         )
 
-    def samples(self, run: TrainingRun) -> list[EvaluationSample]:
+    def samples(
+        self, experts: Sequence[Expert], variant: Variant, data: Dataset, held_out: Dataset | None
+    ) -> list[EvaluationSample]:
         """Return the samples of an evaluation: each clip with each trained DiT, each condition (text, image or first frame)
         and each noise level.
 
@@ -103,16 +106,19 @@ class EvaluationPlan(StrictModel):
         left out.
 
         Args:
-            run: the checked training run.
+            experts: the trained DiTs.
+            variant: kind of Wan model.
+            data: training data.
+            held_out: held-out data; None without held-out clips.
         """
         rows: dict[tuple[str, str], tuple[Dataset, int]] = {}
-        for side, data in ((HELD_OUT, run.held_out), (TRAIN, run.data)):
-            if data is not None:
-                rows |= {(side, key): (data, i) for i, key in enumerate(data.keys)}
+        for side, source in ((HELD_OUT, held_out), (TRAIN, data)):
+            if source is not None:
+                rows |= {(side, key): (source, i) for i, key in enumerate(source.keys)}
         return [
             EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
-            for expert in run.experts
-            for kind in kinds_of(run.variant)
+            for expert in experts
+            for kind in kinds_of(variant)
             for number, clip in enumerate(self.clips)
             if (row := rows.get((clip.side, clip.key)))
             and not (kind == "first frame" and row[0].latent_shape(row[1])[0] == 1)
@@ -166,29 +172,54 @@ def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts
     return (1 + later) * len(kinds_of(variant)) * num_experts
 
 
-def plan_evaluation(run: TrainingRun) -> EvaluationPlan:
+def plan_evaluation(run: PreparedRun) -> EvaluationPlan:
     """Choose the clips and the noise levels for the evaluations of a run.
 
     Args:
-        run: the checked training run, whose recipe has an `eval` section.
+        run: a run whose recipe has an `eval` section.
     """
-    recipe, sampler = run.recipe, run.sampler
+    recipe = run.recipe
+    model = run.model
+    sampler = run.schedule.sampler
     assert recipe.eval is not None
-    sides, most = {HELD_OUT: run.held_out, TRAIN: run.data}, recipe.eval.max_clips
-    chosen = {side: choose_clips(run, data, most) for side, data in sides.items() if data is not None}
+    chosen = {}
+    for side, data in {HELD_OUT: run.held_out, TRAIN: run.data}.items():
+        if data is not None:
+            chosen[side] = choose_clips(
+                data,
+                recipe.eval.max_clips,
+                patch_size=model.shape.patch_size,
+                max_tokens=recipe.packing.max_tokens,
+                excluded=sampler.excluded,
+            )
     pairs = list(zip(*filter(None, chosen.values()), strict=False))  # a training clip for each held-out clip
-    forwards = num_forwards(recipe, sampler.total_steps, run.variant, len(run.experts))
-    costs = [forwards * sum(run.shape.forward_flops([length]) for _, length in pair) for pair in pairs]
+    forwards = num_forwards(recipe, sampler.total_steps, model.variant, len(model.experts))
+    costs = [forwards * sum(model.shape.forward_flops([length]) for _, length in pair) for pair in pairs]
     epoch = sampler.epoch_plan(sampler.start[0])
-    training = run.step_flops([bin for step in epoch.steps for bin in step]) / epoch.num_steps
+    bins = [bin for step in epoch.steps for bin in step]
+    training = step_flops(model, run.schedule, bins) / epoch.num_steps
     training *= sampler.total_steps
     num, num_pairs = fit_plan(costs, recipe.eval.max_share * training)
-    share, quantiles = num * sum(costs[:num_pairs]) / training, QUANTILES[num]
-    clips = [clip for side in chosen for clip in add_levels(run, side, chosen[side][:num_pairs], quantiles)]
-    return EvaluationPlan(settings=plan_settings(recipe), quantiles=quantiles, share=share, clips=clips)
+    quantiles = QUANTILES[num]
+    clips = []
+    for side, of_side in chosen.items():
+        clips += add_levels(side, of_side[:num_pairs], quantiles, recipe.flow, model.experts)
+    return EvaluationPlan(
+        settings=plan_settings(recipe),
+        quantiles=quantiles,
+        share=num * sum(costs[:num_pairs]) / training,
+        clips=clips,
+    )
 
 
-def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, int]]:
+def choose_clips(
+    data: Dataset,
+    most: int,
+    *,
+    patch_size: tuple[int, int, int],
+    max_tokens: int,
+    excluded: Collection[str],
+) -> list[tuple[str, int]]:
     """Choose clips of a data set for the evaluation.
 
     Return pairs (key of the clip, number of its video tokens) in the order of the choice.
@@ -198,14 +229,16 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
     source file, one clip of every source file is chosen before a second clip of any source file.
 
     Args:
-        run: the checked training run.
         data: clips to choose from.
         most: largest number of clips to return.
+        patch_size: size of a token in latent (frames, rows, columns).
+        max_tokens: largest number of tokens of a clip.
+        excluded: keys of clips that are not chosen.
     """
-    rows = zip(data.keys, data.num_tokens(run.shape.patch_size).tolist(), strict=True)
-    longest, excluded = run.recipe.packing.max_tokens, run.sampler.excluded
-    lengths = {key: length for key, length in rows if length <= longest and key not in excluded}
-    turns, seen = {}, Counter[str]()
+    rows = zip(data.keys, data.num_tokens(patch_size).tolist(), strict=True)
+    lengths = {key: length for key, length in rows if length <= max_tokens and key not in excluded}
+    turns = {}
+    seen = Counter[str]()
     for key in sorted(lengths, key=lambda key: blake2b(key.encode("utf-8", "surrogateescape")).digest()):
         turns[key] = seen[clip_name(key)]
         seen[clip_name(key)] += 1
@@ -213,32 +246,44 @@ def choose_clips(run: TrainingRun, data: Dataset, most: int) -> list[tuple[str, 
 
 
 def add_levels(
-    run: TrainingRun, side: str, chosen: Sequence[tuple[str, int]], quantiles: Sequence[float]
+    side: str,
+    chosen: Sequence[tuple[str, int]],
+    quantiles: Sequence[float],
+    flow: FlowConfig,
+    experts: Sequence[Expert],
 ) -> list[EvaluationClip]:
     """Return the chosen clips with the noise levels at which each trained DiT is evaluated on them.
 
     Args:
-        run: the checked training run.
         side: part of the data that contains all chosen clips, "held_out" or "train".
         chosen: (key, number of video tokens) of each clip.
         quantiles: probabilities. The noise levels are at these quantiles of the recipe's distribution of noise levels.
+        flow: `flow` section of the recipe.
+        experts: the trained DiTs.
     """
     clips = []
     for key, num_tokens in chosen:
-        flow = with_clip_shift(run.recipe.flow, num_tokens)
+        of_clip = with_clip_shift(flow, num_tokens)
         levels = {}
-        for expert in run.experts:
-            levels[expert.subfolder] = [sigma_quantile(flow, q, *expert.sigma_range) for q in quantiles]
+        for expert in experts:
+            levels[expert.subfolder] = [sigma_quantile(of_clip, q, *expert.sigma_range) for q in quantiles]
         clips.append(EvaluationClip(key=key, side=side, num_tokens=num_tokens, sigmas=levels))
     return clips
 
 
-def plan_cache(run: TrainingRun, most: int) -> EvaluationPlan:
+def plan_cache(run: PreparedRun, most: int) -> EvaluationPlan:
     """Plan the evaluation for `wands evaluate`: at most `most` clips of the run's data, at nine noise levels.
 
     The plan treats these clips as held-out clips.
     """
-    clips = add_levels(run, HELD_OUT, choose_clips(run, run.data, most), QUANTILES[9])
+    chosen = choose_clips(
+        run.data,
+        most,
+        patch_size=run.model.shape.patch_size,
+        max_tokens=run.recipe.packing.max_tokens,
+        excluded=run.schedule.sampler.excluded,
+    )
+    clips = add_levels(HELD_OUT, chosen, QUANTILES[9], run.recipe.flow, run.model.experts)
     return EvaluationPlan(settings={}, quantiles=QUANTILES[9], share=0, clips=clips)
 
 
@@ -248,7 +293,7 @@ def plan_settings(recipe: Recipe) -> dict[str, Any]:
     return section | {"holdout": recipe.data.holdout}
 
 
-def get_plan(run: TrainingRun) -> tuple[EvaluationPlan, bool]:
+def get_plan(run: PreparedRun) -> tuple[EvaluationPlan, bool]:
     """Return the evaluation plan of a run, and whether the plan is new.
 
     A resumed run continues with the plan in its folder, unless the plan cannot be read or the recipe's evaluation settings

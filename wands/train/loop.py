@@ -1,177 +1,251 @@
-"""Training loop: run the optimizer steps, write the metrics of each step, compare the ranks, and save checkpoints."""
+"""The training loop: run the optimizer steps, sum their numbers over the ranks, and let the jobs act after each step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
-from wands.attention.kernels.registry import Backend
-from wands.checkpoint.ema import build_averages
-from wands.checkpoint.resume import restore
-from wands.checkpoint.save import BackgroundPush, CheckpointSaver, build_state
+from wands.checkpoint.save import CheckpointSaver
+from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
-from wands.model.offload import ActivationOffloader
+from wands.engine.attention_choice import agree_on_backend
+from wands.engine.engine import release_engine
 from wands.report.page import write_report
-from wands.run.append_log import EventLog
-from wands.run.run import Log, TrainingRun
-from wands.run.trackers import Trackers
-from wands.train.attention_choice import agree_on_backend
-from wands.train.batches import prefetched
-from wands.train.engine import build_engine, build_model
-from wands.train.evaluation import Evaluator, Verdict
-from wands.train.metrics import StepLog, memory_peaks, sigma_sums, step_metrics
+from wands.run.sizes import step_flops
+from wands.run.step_result import StepResult
+from wands.texts import Log
+from wands.train.batches import MicroBatch
+from wands.train.jobs import FinishedStep, Job
+from wands.train.metrics import memory_peaks, sigma_sums, step_metrics
+from wands.train.prepared_run import PreparedRun
 from wands.train.profiler import memory_snapshots, profiled_steps
-from wands.train.samples import RunSamples, encode_samples
+from wands.train.reduction import StepSums, sum_over_ranks
+from wands.train.samples import encode_samples
+from wands.train.set_up import build_bad_steps, build_jobs, build_saver, build_training
 from wands.train.step import train_step
-from wands.train.trainer import Trainer
-from wands.transfer import to_device
+from wands.train.training import Training
 from wands.watch.bad_steps import BadSteps
-from wands.watch.rank_checks import FIXES, check_step, run_digests
+from wands.watch.rank_checks import FIXES, run_digests
 from wands.watch.stragglers import ComputeTimes
-from wands.watch.watchdog import ControlRequest, Watchdog, poll_requests
+from wands.watch.watchdog import Watchdog, poll_requests
 
 T = TypeVar("T")
 
 
-def train(run: TrainingRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
+def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog: Watchdog) -> Path | None:
     """Train to the end of the run, or until a request to stop arrives.
 
     Return the folder of the newest checkpoint; None if there is no checkpoint.
 
     Args:
-        run: the checked training run.
+        run: the run.
         rank: rank of this process. The process group must exist.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
         watchdog: watchdog of this process, whose thread already runs.
     """
-    recipe, total_steps, checkpoint = run.recipe, run.sampler.total_steps, run.checkpoint
-    start_step = checkpoint.state.step if checkpoint else 0
-    watchdog.saved = checkpoint and checkpoint.folder
-    watchdog.watch_run(run.output_dir, recipe.train.step_timeout, group_timeout().total_seconds())
-    check_agreement(run_digests(run, start_step), device, FIXES)  # ranks that differ would hang
+    watchdog.saved = run.checkpoint and run.checkpoint.folder
+    watchdog.watch_run(run.output_dir, run.recipe.train.step_timeout, group_timeout().total_seconds())
+    check_agreement(_digests(run), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
-    backend, attention = agree_on_backend(run, rank, device, log)
-    encoded = encode_samples(run, rank, device)  # before the engines take the memory of the device
+    choice = agree_on_backend(
+        run.recipe,
+        run.model.shape,
+        run.degrees.ulysses,
+        run.checkpoint.state.attention if run.checkpoint else None,
+        rank=rank,
+        device=device,
+        log=log,
+    )
+    # Before the engines take the memory of the device.
+    encoded = encode_samples(run.samples, run.recipe.model.path, run.output_dir, rank=rank, device=device)
     watchdog.begin_work("building the model and its engine")
-    trainer = _build_trainer(run, rank, device, groups, log, backend)
-    engines, averages, events = trainer.engines, trainer.averages, trainer.events
-    step_log, bad_steps = StepLog(trainer), BadSteps(run, events)
-    saver, hub = CheckpointSaver(trainer), BackgroundPush(trainer)
-    evaluator = Evaluator(trainer, step_log, watchdog) if recipe.eval else None
-    samples = RunSamples(trainer, encoded, watchdog) if run.samples else None
-    compute_times = ComputeTimes(trainer)
-
-    batches = prefetched(run, groups.dims, start_step, pins=device.type == "cuda")
-    with events, closing(saver), closing(batches), memory_snapshots(trainer):
-        if evaluator and evaluator.is_missing(start_step):
-            evaluator.evaluate(start_step)
-        if samples and start_step == 0:
-            samples.write(0)
-        watchdog.begin_work("the first step")
-        started = time.perf_counter()
-        for (plan, of_experts), own_wait in profiled_steps(trainer, _timed(batches), start_step):
-            lr = float(engines[run.experts[0].subfolder].optimizer.param_groups[0]["lr"])  # of this step
-            step, shared = plan.step + 1, (run, groups, device, run.denominator(plan))
-            events.step = step
-            trained = zip(engines.values(), of_experts, bad_steps.judges(plan), strict=True)
-            blocks_every = recipe.logging.blocks_every
-            measures = bool(blocks_every and step % blocks_every == 0)
-            results = [
-                train_step(engine, data, *shared, is_bad, measures) for engine, data, is_bad in trained
-            ]
-            own_losses = torch.stack([result.loss for result in results]) / run.count(plan)
-            own_request = poll_requests(run.output_dir, watchdog, rank)
-            if rank == 0 and saver.minutes_passed:
-                own_request = own_request._replace(save=True)
-            numbers = (own_wait, float(saver.is_writing), *memory_peaks(device), *own_request)
-            # A row for each rank, 0 in the rows of other ranks: one sum over the ranks also collects what needs a maximum.
-            of_ranks = torch.zeros(run.world_size, len(numbers), dtype=torch.float64)
-            of_ranks[rank] = torch.tensor(numbers, dtype=torch.float64)
-            own_table = to_device(of_ranks, device).flatten()
-            parts = (own_losses.double(), sigma_sums(results, groups.dims), own_table)
-            sums = torch.cat(parts)
-            dist.all_reduce(sums)
-            losses, of_sigmas, table = (part.tolist() for part in sums.cpu().split([*map(len, parts)]))
-            data_wait, is_writing, *rest = (max(table[i :: len(numbers)]) for i in range(len(numbers)))
-            peaks, request = rest[:2], ControlRequest(*map(bool, rest[2:]))  # requests that any rank received
-            for expert, loss, result in zip(run.experts, losses, results, strict=True):
-                bad_steps.check(plan, expert, loss, result)
-                if averages and not result.skipped:
-                    averages[expert.subfolder].update(step)
-            seconds, started = time.perf_counter() - started, time.perf_counter()
-            watchdog.end_step(step, seconds)
-            own_seconds = compute_times.end_step(step)
-            measured = {"lr": lr, "seconds": seconds, "data_wait": data_wait, "own_seconds": own_seconds}
-            row = step_metrics(trainer, plan, results, losses, of_sigmas, peaks, measured)
-            step_log.write(row, results)
-
-            verdict, evaluates = Verdict(), evaluator is not None and evaluator.is_due(step, request.quit)
-            if evaluator and evaluates:
-                verdict = evaluator.evaluate(step)
-                request = request._replace(quit=request.quit or verdict.stops)
-            is_best = verdict.is_best and recipe.checkpoint.keep_best
-            is_last = request.quit or step == total_steps
-            is_due = is_last or is_best or request.save or saver.is_due(step)
-            every, reads_all = recipe.train.check_every, request.check or plan.step == start_step
-            checks = reads_all or bool(every and (is_due or step % every == 0))
-            if checks:
-                num_equal = sum(check_step(engine, plan, device, reads_all) for engine in engines.values())
-                if reads_all:
-                    log(f"step {step}: {num_equal} parameters and the packing plan are equal on all ranks")
-            finishes = saver.is_pending and (is_due or not is_writing)
-            if finishes:
-                saver.finish()
-            if is_due:
-                state = build_state(run, step, plan.epoch, step_log.history)
-                state = replace(state, bad_steps=bad_steps.state, attention=attention)
-                watchdog.begin_work(f"saving the checkpoint of step {step}")
-                saver.save(state, plan, required=is_last, is_best=is_best)
-            if samples and samples.is_due(step) and not request.quit:
-                samples.write(step)
-                started = time.perf_counter()
-            if checks or finishes or is_due or evaluates:
-                started = time.perf_counter()  # the next step does not contain this time
-            if watchdog.saved != saver.saved:
-                watchdog.saved = saver.saved
-                events.write("save", checkpoint=watchdog.saved and watchdog.saved.name)
-                hub.add(saver.saved)
-            if request.quit:
-                if step < total_steps and not verdict.stops:  # otherwise the run is complete
-                    log(f"stopped after step {step} as requested; use --resume to continue the run")
-                break
-            watchdog.begin_step(step + 1)
-    hub.close(group_timeout().total_seconds() / 2 if step == total_steps else 0.0)
-    events.write("end" if step == total_steps else "stop")
-    for log_file in (step_log, events, trainer.trackers):
-        log_file.close()
+    training = build_training(run, groups, device, choice, log)
+    try:
+        bad_steps = build_bad_steps(run, training)
+        saver = build_saver(run, training)
+        jobs = build_jobs(
+            run,
+            training,
+            saver=saver,
+            bad_steps=bad_steps,
+            attention=choice[1],
+            encoded_samples=encoded,
+            watchdog=watchdog,
+        )
+        last_step = run_steps(run, training, jobs, bad_steps, saver, watchdog)
+    finally:
+        for engine in training.engines.values():
+            release_engine(engine)
+    training.events.write("end" if last_step == training.total_steps else "stop")
+    training.events.close()
+    training.trackers.close()
     if rank == 0:
         write_report(run.output_dir)
     return saver.saved
 
 
-def _build_trainer(
-    run: TrainingRun, rank: int, device: torch.device, groups: ProcessGroups, log: Log, backend: Backend
-) -> Trainer:
-    """Build the `Trainer` of a run, with an engine for each trained DiT. Restore the checkpoint that the run resumes from."""
-    events = EventLog(run, rank)
-    store = ActivationOffloader(device)  # experts run one after the other and share this host memory
-    engines = {}
-    for expert in run.experts:
-        model = build_model(run, groups, device, expert, store, backend)
-        engines[expert.subfolder] = build_engine(model, run.ds_config, run.recipe, run.sampler.total_steps)
-    restore(run, engines, rank, log)
-    averages = build_averages(run, engines, log)
-    return Trainer(run, rank, device, groups, engines, averages, events, Trackers(run, rank), log)
+def run_steps(
+    run: PreparedRun,
+    training: Training,
+    jobs: Sequence[Job],
+    bad_steps: BadSteps,
+    saver: CheckpointSaver,
+    watchdog: Watchdog,
+) -> int:
+    """Run the steps of this process, and the jobs between them. Return the number of the last step."""
+    step = run.start_step
+    models = [engine.module for engine in training.engines.values()]
+    compute_times = ComputeTimes(models, training.device, training.events, training.log)
+    reader = run.reader(training.groups.dims)
+    batches = reader.prefetched(step, run.recipe.data.prefetch, pins=training.device.type == "cuda")
+    with training.events, ExitStack() as stack, memory_snapshots(training):
+        stack.callback(batches.close)
+        for job in jobs:
+            stack.callback(job.close)
+            job.start(training)
+        watchdog.begin_work("the first step")
+        started = time.perf_counter()
+        for (plan, of_models), data_wait in profiled_steps(training, _timed(batches), step):
+            step = plan.step + 1
+            training.events.step = step
+            count = run.schedule.count(plan)
+            lr = float(next(iter(training.engines.values())).optimizer.param_groups[0]["lr"])
+            results = _train_models(run, training, plan, of_models, bad_steps, count)
+            sums = _sum_step(training, results, count, data_wait, saver, watchdog)
+            for expert, loss, result in zip(run.model.experts, sums.losses, results, strict=True):
+                bad_steps.check(plan, count, expert, loss, result)
+                if training.averages and not result.skipped:
+                    training.averages[expert.subfolder].update(step)
+            now = time.perf_counter()
+            seconds = now - started
+            started = now
+            watchdog.end_step(step, seconds)
+            measured = {"lr": lr, "seconds": seconds, "own_seconds": compute_times.end_step(step)}
+            finished = FinishedStep(
+                plan=plan,
+                results=results,
+                metrics=_metrics(run, training, plan, results, sums, measured),
+                is_last=step == training.total_steps,
+                save_requested=bool(sums.largest["save"]),
+                check_requested=bool(sums.largest["check"]),
+                stop_requested=bool(sums.largest["quit"]),
+                is_writing=bool(sums.largest["is_writing"]),
+            )
+            for job in jobs:
+                if job.is_due(finished):
+                    job.run(finished)
+                    if not job.belongs_to_step:
+                        started = time.perf_counter()
+            if finished.stops:
+                if not finished.is_last and not finished.ends_early:
+                    training.log(f"stopped after step {step} as requested; use --resume to continue the run")
+                break
+            watchdog.begin_step(step + 1)
+        watchdog.begin_work("the end of the run", float("inf"))  # an upload may take longer than a step
+    return step
+
+
+def _train_models(
+    run: PreparedRun,
+    training: Training,
+    plan: StepPlan,
+    of_models: Sequence[Sequence[MicroBatch]],
+    bad_steps: BadSteps,
+    count: float,
+) -> list[StepResult]:
+    blocks_every = run.recipe.logging.blocks_every
+    measures_blocks = bool(blocks_every and training.events.step % blocks_every == 0)
+    engines = training.engines.values()
+    judges = bad_steps.judges(plan, count)
+    results = [
+        train_step(
+            engine,
+            batches,
+            run.objective,
+            groups=training.groups,
+            device=training.device,
+            denominator=run.schedule.denominator(plan),
+            is_bad=is_bad,
+            measures_blocks=measures_blocks,
+        )
+        for engine, batches, is_bad in zip(engines, of_models, judges, strict=True)
+    ]
+    run.objective.after_step(training.engines)
+    return results
+
+
+def _sum_step(
+    training: Training,
+    results: Sequence[StepResult],
+    count: float,
+    data_wait: float,
+    saver: CheckpointSaver,
+    watchdog: Watchdog,
+) -> StepSums:
+    request = poll_requests(training.output_dir, watchdog, training.rank)
+    device_peak, host_peak = memory_peaks(training.device)
+    return sum_over_ranks(
+        [result.loss / count for result in results],
+        sigma_sums(results, training.groups.dims),
+        {
+            "data_wait": data_wait,
+            "device_peak": device_peak,
+            "host_peak": host_peak,
+            "is_writing": saver.is_writing,
+            "save": request.save or (training.rank == 0 and saver.minutes_passed),
+            "quit": request.quit,
+            "check": request.check,
+        },
+        rank=training.rank,
+        world_size=training.groups.dims.world_size,
+    )
+
+
+def _metrics(
+    run: PreparedRun,
+    training: Training,
+    plan: StepPlan,
+    results: Sequence[StepResult],
+    sums: StepSums,
+    measured: dict[str, Any],
+) -> dict[str, Any]:
+    return step_metrics(
+        plan,
+        results,
+        run.model.experts,
+        losses=sums.losses,
+        of_sigmas=sums.of_sigmas,
+        peaks=(sums.largest["device_peak"], sums.largest["host_peak"]),
+        measured=measured | {"data_wait": sums.largest["data_wait"]},
+        flops=step_flops(run.model, run.schedule, plan.bins),
+        imbalance=run.schedule.imbalance(plan.bins, run.dp_size),
+        max_tokens=run.recipe.packing.max_tokens,
+        ema_decay=next((average.decay for average in training.averages.values()), None),
+        world_size=run.world_size,
+        device=training.device,
+    )
+
+
+def _digests(run: PreparedRun) -> dict[str, str]:
+    return run_digests(
+        recipe=run.recipe,
+        ds_config=run.ds_config,
+        model_config=run.model.config,
+        degrees=run.degrees,
+        objective=run.objective,
+        identity=run.identity,
+        sampler=run.schedule.sampler,
+        samples=run.samples,
+        step=run.start_step,
+    )
 
 
 def _timed(batches: Iterable[T]) -> Iterator[tuple[T, float]]:

@@ -16,11 +16,13 @@ import torch
 from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.planning.hardware import peak_tflops
-from wands.run.append_log import continue_rows, to_line
-from wands.train.step import StepResult
-from wands.train.terminal import Terminal
-from wands.train.trainer import Trainer
+from wands.run.append_log import AppendLog, continue_rows, to_line
+from wands.run.step_result import StepResult
+from wands.run.terminal import Terminal
+from wands.train.jobs import FinishedStep, Job
+from wands.train.training import Training
 from wands.transfer import to_device
+from wands.variants import Expert
 
 NUM_SIGMAS = 10
 """Number of equal ranges of the noise level for which the loss is reported."""
@@ -28,51 +30,61 @@ NUM_RECENT = 50
 """Number of steps whose median duration predicts the end of the run."""
 
 
-class StepLog:
-    """Writer of the results of each step: `metrics.jsonl`, curves in experiment trackers, terminal lines, and sample losses.
+class StepLog(Job):
+    """Job that writes the results of each step: `metrics.jsonl`, curves in trackers, terminal lines, and sample losses.
 
     Every rank has a `StepLog`. Rank 0 writes the metrics. With `train.log_samples`, the first rank of each context-parallel
     group writes the losses of its samples to a file. A resumed run repeats the steps after its checkpoint. So the rows of
     these steps are first removed from `metrics.jsonl` and from the files with the losses of samples.
 
     Args:
-        trainer: the trainer whose steps are logged.
+        training: the training process whose steps are logged.
+        experts: the trained DiTs.
+        past_losses: (step, loss) pairs of the checkpoint that the run resumes from.
 
     Attributes:
         history: (step, loss) pairs of the run so far; empty on other ranks than 0.
         held_out: newest held-out loss, for the terminal; None before the first evaluation.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._run, self._log, self._trackers = trainer.run, trainer.log, trainer.trackers
-        run, grid = trainer.run, trainer.run.grid(trainer.rank)
-        state = run.checkpoint.state if run.checkpoint else None
-        start_step, self._rows, self._samples = state.step if state else 0, None, None
+    belongs_to_step = True
+
+    def __init__(
+        self, training: Training, experts: Sequence[Expert], past_losses: Sequence[tuple[int, float]]
+    ) -> None:
+        self._experts = experts
+        self._log = training.log
+        self._trackers = training.trackers
+        self._total_steps = training.total_steps
+        self._log_every = training.recipe.train.log_every
         self.history: list[tuple[int, float]] = []
         self.held_out: float | None = None
-        self._recent, self._times = deque[float](maxlen=NUM_RECENT), (0.0, 0, 0.0)
-        if trainer.rank == 0:
+        self._recent = deque[float](maxlen=NUM_RECENT)
+        self._times = (0.0, 0, 0.0)
+        self._rows: AppendLog | None = None
+        self._samples: AppendLog | None = None
+        folder = training.output_dir
+        if training.rank == 0:
             # An earlier part of the run may have had more ranks.
-            for path in run.output_dir.glob("samples-rank*.jsonl"):
-                continue_rows(path, start_step)
-            rows, self._rows = continue_rows(run.output_dir / "metrics.jsonl", start_step)
-            past = state.loss if state else []  # used if the checkpoint is from another run folder
+            for path in folder.glob("samples-rank*.jsonl"):
+                continue_rows(path, training.start_step)
+            rows, self._rows = continue_rows(folder / "metrics.jsonl", training.start_step)
             self.history = [(row["step"], row["loss"]) for row in rows if row["loss"]]
-            self.history = self.history or [(int(step), float(loss)) for step, loss in past]
-        if run.recipe.train.log_samples and grid.cp_rank == 0:
-            path = run.output_dir / f"samples-rank{trainer.rank}.jsonl"
-            self._samples = continue_rows(path, start_step)[1]
+            # The checkpoint may be from another run folder.
+            self.history = self.history or [(int(step), float(loss)) for step, loss in past_losses]
+        if training.recipe.train.log_samples and training.groups.dims.cp_rank == 0:
+            path = folder / f"samples-rank{training.rank}.jsonl"
+            self._samples = continue_rows(path, training.start_step)[1]
 
-    def write(self, row: dict[str, Any], results: Sequence[StepResult]) -> None:
-        """Write the results of a step.
+    def run(self, step: FinishedStep) -> None:
+        """Write the results of a step, and add `eta_seconds`, the expected seconds to the end of the run, to its metrics."""
+        self._write(step.metrics, step.results)
 
-        Args:
-            row: result of `step_metrics`. This method adds `eta_seconds`, the expected seconds to the end of the run.
-            results: result of each trained DiT on this rank.
-        """
-        step, total_steps = row["step"], self._run.sampler.total_steps
+    def _write(self, row: dict[str, Any], results: Sequence[StepResult]) -> None:
+        step = row["step"]
+        total_steps = self._total_steps
         if self._samples is not None:
-            for expert, result in zip(self._run.experts, results, strict=True):
+            for expert, result in zip(self._experts, results, strict=True):
                 prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
                 self._samples.append(*(to_line({**prefix, **item}) for item in result.samples))
         if self._rows is None:
@@ -89,7 +101,7 @@ class StepLog:
         line = f"step {step}/{total_steps}  loss {loss:.4f}{held_out}  {left} left  {speed}"
         if isinstance(self._log, Terminal) and self._log.show(line):
             return
-        if step % self._run.recipe.train.log_every == 0 or step == total_steps:
+        if step % self._log_every == 0 or step == total_steps:
             self._log(describe_step(row, total_steps))
 
     def _eta(self, seconds: float, steps_left: int) -> float:
@@ -102,8 +114,12 @@ class StepLog:
             seconds: duration of the step that has just ended.
             steps_left: number of remaining steps.
         """
-        now, (began, num_steps, total) = time.perf_counter(), self._times
-        self._times = began, num_steps, total = began or now - seconds, num_steps + 1, total + seconds
+        now = time.perf_counter()
+        began, num_steps, total = self._times
+        began = began or now - seconds
+        num_steps += 1
+        total += seconds
+        self._times = (began, num_steps, total)
         self._recent.append(seconds)
         between = now - began - total  # saves and evaluations
         return steps_left * (median(self._recent) + between / num_steps)
@@ -144,20 +160,27 @@ def memory_peaks(device: torch.device) -> tuple[float, float]:
 
 
 def step_metrics(
-    trainer: Trainer,
     plan: StepPlan,
     results: Sequence[StepResult],
+    experts: Sequence[Expert],
+    *,
     losses: Sequence[float],
     of_sigmas: Sequence[float],
     peaks: Sequence[float],
     measured: Mapping[str, Any],
+    flops: int,
+    imbalance: float,
+    max_tokens: int,
+    ema_decay: float | None,
+    world_size: int,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
     Args:
-        trainer: objects of the training process.
-        plan: packing plan of the step: the samples of each packed sequence.
+        plan: packing plan of the step.
         results: result of each trained DiT on this rank.
+        experts: the trained DiTs.
         losses: mean weighted squared error of the step for each trained DiT. The mean is over samples or over tokens, as
             `loss.reduction` selects.
         of_sigmas: result of `sigma_sums` (losses and numbers of clips in ranges of the noise level), summed over the ranks.
@@ -166,6 +189,12 @@ def step_metrics(
             for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (result of
             `ComputeTimes.end_step`: for each rank, the seconds per step in the feed-forward layers; None if the ranks were
             not compared after this step).
+        flops: result of `step_flops` for the step.
+        imbalance: result of `Schedule.imbalance` for the step.
+        max_tokens: capacity of a bin in tokens.
+        ema_decay: decay of the moving average in this step; None without `ema`.
+        world_size: number of ranks.
+        device: device of this rank.
 
     Returns:
         A dict with the items of `measured` and these keys:
@@ -188,8 +217,7 @@ def step_metrics(
         measured in this step. With two experts, each name starts with the expert, such as "high.blocks.0".
         `update_ratio_blocks`: a dict like `grad_norm_blocks`, with the norm of the block's update / norm of its weights.
     """
-    run, device = trainer.run, trainer.device
-    tflops = run.step_flops(plan.bins) / measured["seconds"] / run.world_size / 1e12
+    tflops = flops / measured["seconds"] / world_size / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     speed = plan.num_tokens / measured["seconds"]
     pairs = zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
@@ -203,16 +231,16 @@ def step_metrics(
         **measured,
         "tflops": tflops,
         "mfu": tflops / peak if peak else None,
-        "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * run.recipe.packing.max_tokens),
-        "imbalance": run.imbalance(plan.bins),
-        "ema_decay": next((average.decay for average in trainer.averages.values()), None),
+        "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * max_tokens),
+        "imbalance": imbalance,
+        "ema_decay": ema_decay,
         "tokens_per_second": speed,
-        "tokens_per_second_per_gpu": speed / run.world_size,
+        "tokens_per_second_per_gpu": speed / world_size,
         "loss_by_sigma": [total / count if count else None for total, count in pairs],
         "device_peak": round(peaks[0]) or None,
         "host_peak": round(peaks[1]),
     }
-    for expert, loss, result in zip(run.experts, losses, results, strict=True):
+    for expert, loss, result in zip(experts, losses, results, strict=True):
         name = f"{expert.name}." if expert.name else ""
         if expert.name:
             row |= {f"loss_{expert.name}": loss, f"grad_norm_{expert.name}": result.grad_norm}

@@ -1,9 +1,10 @@
-"""Check a training run before it starts: first all settings and data, then the hashes of the files."""
+"""Prepare a training run: check all settings and data, plan its steps, and later compare the hashes of its files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any
 from wands.checkpoint.checkpoint_files import Checkpoint, find_damage
 from wands.checkpoint.epoch_files import follow_data, follow_plan
 from wands.checkpoint.resume import check_resumable, find_resume
-from wands.checkpoint.save import build_state
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import FlowConfig, Recipe, SourceConfig
@@ -30,10 +30,16 @@ from wands.model.files.hashes import find_changed_files
 from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
 from wands.model.weight_dtypes import load_library
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import Objective
 from wands.planning.weights import list_weights, read_model
-from wands.run.run import TrainingRun
+from wands.plugin import Plugin
+from wands.run.data_identity import DataIdentity
+from wands.run.run_model import RunModel
+from wands.run.schedule import Schedule, plan_clips
 from wands.run.trackers import check_trackers
 from wands.train.evaluation_plan import check_held_out
+from wands.train.prepared_run import PreparedRun
 from wands.train.samples import plan_videos
 from wands.variants import Variant
 
@@ -56,7 +62,7 @@ def load_run(
     claim: Callable[[Path], None] | None = None,
     damaged: Mapping[Path, str] = MappingProxyType({}),
     **options: Any,
-) -> TrainingRun:
+) -> PreparedRun:
     """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
     Args:
@@ -71,7 +77,7 @@ def load_run(
             adds a checkpoint after the search. None does not lock the run folder.
         damaged: maps the folder of each known damaged checkpoint to an error message. The run does not resume from these
             checkpoints.
-        options: arguments of `prepare_run`: `device_type`, `encoders` and `is_dry_run`.
+        options: arguments of `prepare_run`: `device_type`, `encoders`, `is_dry_run` and `plugin`.
 
     Raises:
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
@@ -97,11 +103,11 @@ def load_run(
         **options,
     )
     if checkpoint:
-        check_resumable(checkpoint.state, build_state(run, 0, 0, []), f"--resume {checkpoint.folder}")
-        if checkpoint.state.step >= run.sampler.total_steps:
+        check_resumable(checkpoint.state, run.state, f"--resume {checkpoint.folder}")
+        if checkpoint.state.step >= run.schedule.total_steps:
             raise ConfigError(
                 f"--resume {checkpoint.folder}: the checkpoint's step {checkpoint.state.step} is already the end of this run "
-                f"(train.max_steps or train.epochs gives {run.sampler.total_steps} steps). Export the "
+                f"(train.max_steps or train.epochs gives {run.schedule.total_steps} steps). Export the "
                 "checkpoint with wands export, or raise train.max_steps (or train.epochs) to continue."
             )
     return run
@@ -118,7 +124,8 @@ def prepare_run(
     checkpoint: Checkpoint | None = None,
     is_dry_run: bool = False,
     problems: Problems | None = None,
-) -> TrainingRun:
+    plugin: Plugin | None = None,
+) -> PreparedRun:
     """Check a recipe together with a DeepSpeed JSON, and return the planned run.
 
     Args:
@@ -134,20 +141,28 @@ def prepare_run(
             not be downloaded. The files of a model that is not downloaded are not checked.
         problems: problems that were found before this call, with the names of the recipe sections and files that
             failed. Checks that need a failed section or file are skipped.
+        plugin: outside code of the run.
 
     Raises:
         WandsError: with all problems, including the problems that were found before this call.
     """
-    problems, device_type = problems or Problems(), device_type or accelerator_type()
+    problems = problems or Problems()
+    plugin = plugin or Plugin()
+    objective = plugin.objective or FlowMatching()
+    device_type = device_type or accelerator_type()
     per_node = world_size or ranks_per_node()
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    check, path, dp_size = problems.run, recipe.model.path, world_size // recipe.parallel.group_size
+    dp_size = world_size // recipe.parallel.group_size
+    check = problems.run
+    path = recipe.model.path
     # Arguments of `check`: its name, the function to run, and the recipe sections and checks that must have passed before.
     check("world size", lambda: check_world(recipe.parallel, world_size), "parallel")
     check("bins_per_step", lambda: _check_bins(recipe, dp_size, world_size), "world size", "train")
     merge = partial(build_ds_config, world_size=world_size, device_type=device_type, names=names)
     if problems.passed("recipe", "DeepSpeed JSON", "world size", "bins_per_step"):
         ds_config = check("merged config", lambda: merge(ds_user, recipe))
+        if optimizer := plugin.optimizer:
+            check("optimizer", lambda: _name_optimizer(ds_config, ds_user, optimizer), "merged config")
     elif messages := check_json(dict(ds_user), names[0]):
         problems.add("merged config", ConfigError(messages))
     check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
@@ -169,6 +184,7 @@ def prepare_run(
         *("model files", "world size"),
     )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
+    check("objective", lambda: objective.setup(recipe, variant), "model files", "flow", "loss", "train")
     seed, fingerprint = recipe.train.seed, dict if published else partial(encoders, path)
     read_data = partial(open_data, recipe.data, variant, seed, fingerprint)
     data = check("data files", read_data, "data", "model files")
@@ -188,14 +204,46 @@ def prepare_run(
     plan_samples = partial(plan_videos, recipe, variant, experts, has_model=not published)
     samples = check("samples", plan_samples, "model files", "sample")
     problems.raise_all()
-    model, plan = (config, variant, experts, weights), _plan(recipe, data, variant)
-    more: tuple[Any, ...] = (checkpoint, held_out, samples, not published)
-    run = TrainingRun(recipe, ds_config, *model, data, *plan, world_size, degrees, *more)
-    run = follow_plan(run, Path(recipe.packing.plan)) if recipe.packing.plan else run
-    return follow_data(run) if checkpoint else run
+    model = RunModel(
+        config=config, variant=variant, experts=experts, weights=weights, has_files=not published
+    )
+    identity = DataIdentity.of(recipe, data, data.num_tokens(model.shape.patch_size))
+    collator = PackingCollator(
+        shape=model.shape,
+        flow=recipe.flow,
+        seed=seed,
+        null_text_embeds=data.null_text_embeds,
+        conditions=variant.conditions,
+        has_dropout=recipe.uses_dropout,
+    )
+    schedule = _plan(recipe, data, model, objective, collator)
+    data_change = None
+    if recipe.packing.plan:
+        sampler = follow_plan(schedule.sampler, Path(recipe.packing.plan), identity.fingerprint)
+        schedule = replace(schedule, sampler=sampler)
+    if checkpoint:
+        sampler, data_change = follow_data(schedule.sampler, data, checkpoint, identity.fingerprint)
+        schedule = replace(schedule, sampler=sampler)
+    return PreparedRun(
+        recipe=recipe,
+        ds_config=ds_config,
+        model=model,
+        data=data,
+        held_out=held_out,
+        identity=identity,
+        schedule=schedule,
+        collator=collator,
+        objective=objective,
+        plugin=plugin,
+        world_size=world_size,
+        degrees=degrees,
+        checkpoint=checkpoint,
+        samples=samples,
+        data_change=data_change,
+    )
 
 
-def check_hashes(run: TrainingRun, rank: int) -> str | None:
+def check_hashes(run: PreparedRun, rank: int) -> str | None:
     """Compare the files of the model and of the checkpoint with their hashes. Every rank must call this function.
 
     The ranks divide the files among them, and each rank reads only its part.
@@ -207,9 +255,10 @@ def check_hashes(run: TrainingRun, rank: int) -> str | None:
     Raises:
         CheckpointError: if a file of the model is damaged.
     """
-    problems, share = [], (rank, run.world_size)
-    if run.recipe.model.init == "pretrained" and run.has_model_files:
-        parts = {expert.subfolder for expert in run.experts}
+    problems = []
+    share = (rank, run.world_size)
+    if run.recipe.model.init == "pretrained" and run.model.has_files:
+        parts = {expert.subfolder for expert in run.model.experts}
         root = fetch_model(run.recipe.model.path, allow=[f"{part}/*" for part in parts])
         problems = find_changed_files(root, parts=parts, share=share)[1]
     if problems := list(chain(*gather_objects(problems))):
@@ -255,18 +304,44 @@ def _check_fp32(data: Dataset, variant: Variant) -> None:
         )
 
 
-def _plan(recipe: Recipe, data: Dataset, variant: Variant) -> tuple[PlanSampler, PackingCollator]:
-    """Return (sampler that plans the bins (packed sequences) of all steps, collator that packs the samples of a bin)."""
-    shape = variant.dit
+def _plan(
+    recipe: Recipe, data: Dataset, model: RunModel, objective: Objective, collator: PackingCollator
+) -> Schedule:
+    shape = model.shape
+    ratio = recipe.flow.i2v_ratio if "first_frame" in model.variant.conditions else 0.0
+    clips = plan_clips(data, shape.patch_size, ratio)
+    costs = objective.costs(clips)
+    linear = float(shape.linear_flops_per_token())
+    attention = float(shape.attention_flops_per_squared_token())
     sampler = PlanSampler(
-        data.num_tokens(shape.patch_size),
+        costs.tokens,
         data.keys,
-        cost=(float(shape.linear_flops_per_token()), float(shape.attention_flops_per_squared_token())),
+        cost=linear * costs.tokens + attention * costs.pairs,
         schedule=data.schedule if isinstance(data, CombinedDataset) else None,
         places=data.places,
         excluded=frozenset(recipe.data.exclude),
         **recipe.packing.model_dump(include={"max_tokens", "level_bins", "buffer_size"}),
         **recipe.train.model_dump(include={"bins_per_step", "seed", "epochs", "max_steps"}),
     )
-    options = (recipe.train.seed, data.null_text_embeds, variant.conditions, recipe.uses_dropout)
-    return sampler, PackingCollator(shape, recipe.flow, *options)
+    return Schedule(
+        sampler=sampler,
+        objective=objective,
+        data=data,
+        clips=clips,
+        costs=costs,
+        num_cond_tokens=collator.num_cond_tokens,
+    )
+
+
+def _name_optimizer(
+    ds_config: dict[str, Any], ds_user: Mapping[str, Any], optimizer: Callable[..., Any]
+) -> None:
+    """Write the name of an outside optimizer into the config, so that a resumed run notices another one."""
+    if "optimizer" in ds_user:
+        raise ConfigError(
+            f"the DeepSpeed JSON sets optimizer.type={ds_user['optimizer'].get('type')}, but the run has an optimizer of outside "
+            "code; remove one of them."
+        )
+    function = getattr(optimizer, "func", optimizer)  # of a functools.partial
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    ds_config["optimizer"] = {"type": name, "params": {"lr": ds_config["optimizer"]["params"]["lr"]}}

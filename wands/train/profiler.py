@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from wands.attention.ring import BACKWARD_FLOPS, attention_flops
 from wands.files import write_text
-from wands.train.trainer import Trainer
+from wands.train.training import Training
 
 T = TypeVar("T")
 SCOPES = {name: name for name in ("projections", "ffn", "norm", "copies", "optimizer", "data wait")} | {
@@ -44,23 +44,23 @@ MATMULS = {"aten::mm", "aten::addmm", "aten::bmm"}
 """Operators whose FLOPs are taken from PyTorch's profiler."""
 
 
-def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> Iterator[T]:
+def profiled_steps(training: Training, batches: Iterable[T], start_step: int) -> Iterator[T]:
     """Yield the batch of each step, and profile the steps that the recipe's section `profile` selects.
 
     If a run resumes after the first selected step, the same number of steps is profiled from the first resumed step on. With
     `profile.stop`, the iterator ends after the profiled steps, so that the run ends.
 
     Args:
-        trainer: objects of the training process.
+        training: objects of the training process.
         batches: batches of the steps after `start_step`.
         start_step: number of finished steps.
     """
-    config, total, iterator = trainer.run.recipe.profile, trainer.run.sampler.total_steps, iter(batches)
+    config, total, iterator = training.recipe.profile, training.total_steps, iter(batches)
     first = max(config.start, start_step + 1) if config else total + 1
     yield from islice(iterator, first - 1 - start_step)
     if config and first <= total:
         number = min(config.steps, total + 1 - first)
-        with _record(trainer, first, number) if trainer.rank in config.ranks else contextlib.nullcontext():
+        with _record(training, first, number) if training.rank in config.ranks else contextlib.nullcontext():
             for _ in range(number):
                 with record_function("data wait"):
                     batch = next(iterator)
@@ -70,7 +70,7 @@ def profiled_steps(trainer: Trainer, batches: Iterable[T], start_step: int) -> I
 
 
 @contextlib.contextmanager
-def memory_snapshots(trainer: Trainer) -> Iterator[None]:
+def memory_snapshots(training: Training) -> Iterator[None]:
     """Write a snapshot of the GPU memory to a file if the GPU runs out of memory in the `with` block.
 
     The path of the file is then added to the error as a note.
@@ -78,19 +78,19 @@ def memory_snapshots(trainer: Trainer) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        if trainer.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(path := _path(trainer, "out_of_memory.pickle"))
+        if training.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(path := _path(training, "out_of_memory.pickle"))
             note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
             error.add_note(note)
         raise
 
 
 @contextlib.contextmanager
-def _record(trainer: Trainer, first: int, number: int) -> Iterator[None]:
-    on_gpu, memory, ring = trainer.device.type == "cuda", torch.cuda.memory, trainer.groups.ring
+def _record(training: Training, first: int, number: int) -> Iterator[None]:
+    on_gpu, memory, ring = training.device.type == "cuda", torch.cuda.memory, training.groups.ring
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     with contextlib.ExitStack() as stack:
-        for engine in trainer.engines.values():
+        for engine in training.engines.values():
             _name_parts(engine, stack)
         if on_gpu:
             # Not the stacks of frees: recording them breaks activation checkpointing with compiled operators in
@@ -104,18 +104,18 @@ def _record(trainer: Trainer, first: int, number: int) -> Iterator[None]:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
         if on_gpu:
-            memory._dump_snapshot(_path(trainer, f"step_{first:06d}.pickle"))
-    recorded.export_chrome_trace(path := _path(trainer, f"step_{first:06d}.json.gz"))
+            memory._dump_snapshot(_path(training, f"step_{first:06d}.pickle"))
+    recorded.export_chrome_trace(path := _path(training, f"step_{first:06d}.json.gz"))
     table = format_scopes(sum_scopes(recorded.events(), ring.rank() if ring else 0), seconds, number)
-    table = f"profile of rank {trainer.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
-    write_text(Path(_path(trainer, f"step_{first:06d}.txt")), table + "\n")
-    trainer.log(table)
+    table = f"profile of rank {training.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
+    write_text(Path(_path(training, f"step_{first:06d}.txt")), table + "\n")
+    training.log(table)
 
 
-def _path(trainer: Trainer, name: str) -> str:
-    folder = trainer.run.output_dir / "profile"
+def _path(training: Training, name: str) -> str:
+    folder = training.output_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / f"rank{trainer.rank}_{name}")
+    return str(folder / f"rank{training.rank}_{name}")
 
 
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:

@@ -35,6 +35,7 @@ from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
 from wands.data.patchify import grid_size, patchify, unpatchify
 from wands.distributed.bootstrap import gather_objects, start_together
+from wands.distributed.dims import ProcessGroups
 from wands.encoders.components import quiet_loading
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.vae import WanVideoEncoder
@@ -42,14 +43,14 @@ from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.report.page import write_report
 from wands.run.append_log import continue_rows, to_line
-from wands.run.run import TrainingRun
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
 from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.sharing import join_tokens, token_index
-from wands.train.trainer import Trainer
+from wands.train.jobs import FinishedStep, Job
+from wands.train.training import Training
 from wands.variants import Expert, Variant
 from wands.watch.watchdog import Watchdog
 
@@ -110,19 +111,23 @@ def plan_videos(
     return tuple(requests)
 
 
-def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[str, Tensor]:
+def encode_samples(
+    requests: Sequence[SampleRequest], model_path: str, output_dir: Path, *, rank: int, device: torch.device
+) -> dict[str, Tensor]:
     """Return the encoded prompts and images of a run's samples. Every rank must call this function.
 
     Rank 0 reads the tensors from a file in the run folder. If this file does not exist, or prompts, images or encoders have
     changed, rank 0 loads the encoders, encodes, writes the file, and frees the encoders.
 
     Args:
-        run: the checked training run.
+        requests: requests for the sample videos.
+        model_path: folder or Hub id of the pipeline with the encoders.
+        output_dir: run folder.
         rank: rank of this process.
         device: device of this process.
 
     Returns:
-        A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `run.samples`, a dot, and
+        A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `requests`, a dot, and
         "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP) or "image_latents" (the VAE's latents
         before normalization). Tensors that sampling does not need are missing.
 
@@ -130,25 +135,29 @@ def encode_samples(run: TrainingRun, rank: int, device: torch.device) -> dict[st
         WandsError: on all ranks, if the encoders cannot be loaded.
     """
     with start_together():
-        tensors = [_read_or_encode(run, device) if run.samples and rank == 0 else {}]
+        encodes = requests and rank == 0
+        tensors = [_read_or_encode(requests, model_path, output_dir, device) if encodes else {}]
     dist.broadcast_object_list(tensors)
     return tensors[0]
 
 
-def _read_or_encode(run: TrainingRun, device: torch.device) -> dict[str, Tensor]:
-    path, images = run.output_dir / "samples" / "prompts.safetensors", read_images(run.samples)[0]
+def _read_or_encode(
+    requests: Sequence[SampleRequest], model_path: str, output_dir: Path, device: torch.device
+) -> dict[str, Tensor]:
+    path = output_dir / "samples" / "prompts.safetensors"
+    images = read_images(requests)[0]
     # As for wands infer, so that both give the same video.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    facts = repr((dtype, run.samples, fingerprint_pipeline(run.recipe.model.path))).encode()
+    facts = repr((dtype, tuple(requests), fingerprint_pipeline(model_path))).encode()
     pixels = [image.tobytes() for given in images for image in given.values()]
     fingerprint = hashlib.sha256(b"".join([facts, *pixels])).hexdigest()
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:  # missing or damaged
         if (file.metadata() or {}).get("fingerprint") == fingerprint:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    source = find_pipeline(run.recipe.model.path)
+    source = find_pipeline(model_path)
     with quiet_loading():
         pipeline = load_components(source, dict.fromkeys(source.dits), dtype).to(device)
-    tensors = _encode(pipeline, run.samples, images)
+    tensors = _encode(pipeline, requests, images)
     with atomic_path(path) as temporary:
         temporary.write_bytes(save(tensors, {"fingerprint": fingerprint}))
     return tensors
@@ -182,14 +191,18 @@ class DiTAdapter(nn.Module):
 
     Args:
         engine: DeepSpeed engine of the DiT.
-        trainer: objects of the training process.
+        groups: process groups of this rank.
+        device: device of this rank.
     """
 
-    def __init__(self, engine: Any, trainer: Trainer) -> None:
+    def __init__(self, engine: Any, groups: ProcessGroups, device: torch.device) -> None:
         super().__init__()
-        self.config, self.device, self.dtype = engine.module.config, trainer.device, torch.float32
+        self.config = engine.module.config
+        self.device = device
+        self.dtype = torch.float32
         self.cache_context = lambda *_, **__: contextlib.nullcontext()
-        self._call, self._groups = engine.__call__, trainer.groups  # the engine is not a submodule
+        self._call = engine.__call__  # the engine is not a submodule
+        self._groups = groups
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **more: Any
@@ -233,8 +246,8 @@ class _StoredVae(nn.Module):
         self.encode = lambda _: SimpleNamespace(latents=latents)  # where diffusers looks for them
 
 
-class RunSamples:
-    """Generator of a training run's sample videos, and writer of their files.
+class RunSamples(Job):
+    """Job that generates the sample videos of a run, and writes their files.
 
     The videos are generated in rounds. In a round, each context-parallel group generates a different video. At ZeRO-3, all
     groups must make the same number of forward passes, because all ranks gather the weights together. So all videos of a round
@@ -242,7 +255,8 @@ class RunSamples:
     video of the round again, and discards the result.
 
     Args:
-        trainer: objects of the training process.
+        training: objects of the training process.
+        requests: requests for the sample videos.
         tensors: encoded prompts and images of the sample videos, result of `encode_samples`.
         watchdog: watchdog of the process.
 
@@ -250,14 +264,24 @@ class RunSamples:
         WandsError: on all ranks, if the VAE or the scheduler cannot be loaded.
     """
 
-    def __init__(self, trainer: Trainer, tensors: Mapping[str, Tensor], watchdog: Watchdog) -> None:
-        self._trainer, self._tensors, self._watchdog = trainer, tensors, watchdog
-        run, device, size = trainer.run, trainer.device, trainer.groups.dims.dp_size
-        self._folder = run.output_dir / "samples"
-        if trainer.rank == 0:
-            self._rows, self._log = continue_rows(self._folder / "samples.jsonl", trainer.events.step)
+    def __init__(
+        self,
+        training: Training,
+        requests: Sequence[SampleRequest],
+        tensors: Mapping[str, Tensor],
+        watchdog: Watchdog,
+    ) -> None:
+        self._training = training
+        self._requests = requests
+        self._tensors = tensors
+        self._watchdog = watchdog
+        device = training.device
+        size = training.groups.dims.dp_size
+        self._folder = training.output_dir / "samples"
+        if training.rank == 0:
+            self._rows, self._log = continue_rows(self._folder / "samples.jsonl", training.start_step)
         with start_together(), quiet_loading():
-            source = find_pipeline(run.recipe.model.path)
+            source = find_pipeline(training.recipe.model.path)
             pipeline_class = getattr(diffusers, source.class_name)
             index = pipeline_class.load_config(source.model)
             absent = {part: None for part in index if isinstance(index[part], list) and part != "scheduler"}
@@ -265,19 +289,28 @@ class RunSamples:
                 source.model, **absent, use_safetensors=True, trust_remote_code=False
             )
             self._vae = WanVideoEncoder.load(source.model).vae
-        self._home = "meta" if trainer.groups.dims.cp_rank else "cpu"  # the first rank of a group decodes
+        self._home = "meta" if training.groups.dims.cp_rank else "cpu"  # the first rank of a group decodes
         self._vae.to(self._home)
-        adapters = {part: DiTAdapter(engine, trainer) for part, engine in trainer.engines.items()}
+        adapters = {
+            part: DiTAdapter(engine, training.groups, device) for part, engine in training.engines.items()
+        }
         self._pipeline.register_modules(vae=_StoredVae(self._vae.config, device), **adapters)
         by_schedule = defaultdict[tuple[Any, ...], list[int]](list)
-        for i, r in enumerate(run.samples):
+        for i, r in enumerate(requests):
             by_schedule[r.num_inference_steps, r.flow_shift, r.guidance_scale > 1].append(i)
         self._rounds = [own[i : i + size] for own in by_schedule.values() for i in range(0, len(own), size)]
 
-    def is_due(self, step: int) -> bool:
-        """Return whether to generate sample videos after a step. Step 0 means before the first step."""
-        section, total_steps = self._trainer.run.recipe.sample, self._trainer.run.sampler.total_steps
-        return section is not None and (step % section.every == 0 or step == total_steps)
+    def start(self, training: Training) -> None:
+        if training.start_step == 0:
+            self.write(0)
+
+    def is_due(self, step: FinishedStep) -> bool:
+        section = self._training.recipe.sample
+        is_due = section is not None and (step.number % section.every == 0 or step.is_last)
+        return is_due and not step.stops
+
+    def run(self, step: FinishedStep) -> None:
+        self.write(step.number)
 
     def write(self, step: int) -> None:
         """Generate all sample videos with the current weights and with their moving average. Every rank must call this method.
@@ -287,32 +320,34 @@ class RunSamples:
         Args:
             step: number of optimizer steps that the run has made.
         """
-        trainer, started, rows = self._trainer, time.perf_counter(), []
-        kinds = trainer.weights_at(step)
+        training = self._training
+        started = time.perf_counter()
+        rows = []
+        kinds = training.weights_at(step)
         for kind in kinds:
-            with trainer.inference(kind):
+            with training.inference(kind):
                 for numbers in self._rounds:
                     self._watchdog.begin_work(f"sampling at step {step}")
                     results = list(filter(None, gather_objects(self._try(step, kind, numbers))))
                     rows += [row for row in results if "reason" not in row]
                     failures = {row["number"]: row for row in results if "reason" in row}
                     for failure in failures.values():
-                        trainer.events.write("sample failed", **failure)
-                        trainer.log(_FAILURE.format(step=step, **failure))
-        if trainer.rank:
+                        training.events.write("sample failed", **failure)
+                        training.log(_FAILURE.format(step=step, **failure))
+        if training.rank:
             return
         self._log.append(*map(to_line, rows))
         self._rows += rows
-        root = trainer.run.output_dir
+        root = training.output_dir
         videos = {f"samples/{Path(row['video']).stem}": str(root / row["video"]) for row in rows}
-        trainer.trackers.log_media(step, "Video", videos)
+        training.trackers.log_media(step, "Video", videos)
         try:
             self._draw_sheet(step, kinds)
         except Exception as error:  # the error of any library, such as a full disk, must not end the run
-            trainer.log(f"step {step}: the contact sheet could not be made: {one_line(error)}.")
+            training.log(f"step {step}: the contact sheet could not be made: {one_line(error)}.")
         seconds, folder = time.perf_counter() - started, self._folder / step_name(step)
-        trainer.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
-        write_report(trainer.run.output_dir)
+        training.log(f"step {step}: {len(rows)} samples in {seconds:.1f} s in {folder}")
+        write_report(training.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | None:
         """Generate the video of this rank's context-parallel group. The first rank of the group writes the files.
@@ -320,32 +355,37 @@ class RunSamples:
         Args:
             step: number of optimizer steps that the run has made.
             kind: "raw" for the trained weights, "ema" for their moving average.
-            numbers: indices in `run.samples` of the videos to generate. The first group generates the first video, and so on.
+            numbers: indices of the videos to generate. The first group generates the first video, and so on.
                 If there are more groups than videos, each remaining group generates the first video and discards the result.
 
         Returns:
             On a rank that failed, a dict with the keys `number`, `weights` and `reason` for the event "sample failed".
             Otherwise, on the first rank of a group that keeps its video, the row of samples.jsonl. None on all other ranks.
         """
-        run, dims, device = self._trainer.run, self._trainer.groups.dims, self._trainer.device
-        has_video, started = dims.dp_rank < len(numbers), time.perf_counter()
+        dims = self._training.groups.dims
+        started = time.perf_counter()
+        has_video = dims.dp_rank < len(numbers)
         number = numbers[dims.dp_rank if has_video else 0]
-        request, stem = run.samples[number], self._folder / step_name(step) / f"{number:03d}_{kind}"
+        request = self._requests[number]
+        stem = self._folder / step_name(step) / f"{number:03d}_{kind}"
         try:
             view, images = self._view(number, request)
             latents = sample_latents(view, request, images)
             if dims.cp_rank or not has_video:
                 return None
-            view.vae = self._vae.to(device)
+            view.vae = self._vae.to(self._training.device)
             frames = decode_latents(view, latents)
-            save_video(stem.with_suffix(".mp4"), frames, run.variant.fps)
+            save_video(stem.with_suffix(".mp4"), frames, self._training.variant.fps)
             with atomic_path(stem.with_suffix(".webp")) as temporary:
                 ImageOps.contain(Image.fromarray(frames[len(frames) // 2]), CELL).save(temporary, "WEBP")
         except Exception as error:  # the error of any library, such as out of memory, must not end the run
             return {"number": number, "weights": kind, "reason": one_line(error)}
         finally:
             self._vae.to(self._home)
-        video, seconds = str(stem.relative_to(run.output_dir)), round(time.perf_counter() - started, 3)
+        video, seconds = (
+            str(stem.relative_to(self._training.output_dir)),
+            round(time.perf_counter() - started, 3),
+        )
         row = {"step": step, "weights": kind, "number": number, **request.model_dump(), "seconds": seconds}
         return row | {"video": f"{video}.mp4", "thumbnail": f"{video}.webp"}
 
@@ -356,10 +396,11 @@ class RunSamples:
         are blank placeholders.
 
         Args:
-            number: index of the request in `run.samples`.
+            number: index of the request.
             request: the request.
         """
-        device, blank = self._trainer.device, Image.new("RGB", (request.width, request.height))
+        device = self._training.device
+        blank = Image.new("RGB", (request.width, request.height))
         stored = [self._tensors.get(f"{number}.{name}") for name in _NAMES]
         *texts, embeds, latents = [x if x is None else x.to(device) for x in stored]
         images = {key: blank for key in ("image", "last_image") if getattr(request, key)}
@@ -376,15 +417,16 @@ class RunSamples:
             step: number of optimizer steps that the run has made.
             kinds: kinds of weights with which videos were generated at this step: "raw", "ema".
         """
-        run, path = self._trainer.run, self._folder / step_name(step) / "contact_sheet.png"
+        path = self._folder / step_name(step) / "contact_sheet.png"
+        fps = self._training.variant.fps
         columns = {(0, "raw"): "base"} | {(step, kind): _COLUMNS[kind] for kind in kinds if step}
         sheet = []
-        for request in run.samples:
+        for request in self._requests:
             # A resumed run may have other prompts.
             own = [row for row in self._rows if all(row.get(k) == v for k, v in request.model_dump().items())]
-            files = {(row["step"], row["weights"]): run.output_dir / row["video"] for row in own}
-            spec = ClipSpec(run.variant.fps, size_multiple=2)
+            files = {(row["step"], row["weights"]): self._training.output_dir / row["video"] for row in own}
+            spec = ClipSpec(fps, size_multiple=2)
             videos = [next(decode_clip(files[key], spec)).frames if key in files else None for key in columns]
             sheet.append(SheetRow(request.prompt, videos))
         save_contact_sheet(path, sheet, _FRAMES, tuple(columns.values()))
-        self._trainer.trackers.log_media(step, "Image", {"samples": np.asarray(Image.open(path))})
+        self._training.trackers.log_media(step, "Image", {"samples": np.asarray(Image.open(path))})

@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
 from wands.checkpoint.resume import list_changes
-from wands.checkpoint.save import build_state
 from wands.config.deepspeed import learning_rate
 from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
+from wands.engine.engine import attention_backend
 from wands.planning.memory import estimate_memory, to_gib
-from wands.run.run import TrainingRun
-from wands.train.engine import attention_backend
+from wands.planning.workload import Workload
+from wands.run.run_model import RunModel
+from wands.run.sizes import step_flops
 from wands.train.evaluation_plan import get_plan
+from wands.train.prepared_run import PreparedRun
 
 
-def start_block(run: TrainingRun) -> str:
+def start_block(run: PreparedRun) -> str:
     """Return the text that a run prints before training starts, with lines about model, parallelism, data, packing,
     memory and so on.
     """
-    recipe, shape, lens, flow, sampler = run.recipe, run.shape, run.seq_lens, run.recipe.flow, run.sampler
-    start_step = run.checkpoint.state.step if run.checkpoint else 0
+    recipe = run.recipe
+    flow = recipe.flow
+    model = run.model
+    shape = model.shape
+    schedule = run.schedule
+    sampler = schedule.sampler
+    lens = schedule.num_tokens
+    workload = run.workload(accelerator_type())
     kernel: str = recipe.attention.backend
     if kernel != "auto" or accelerator_type() == "cpu":  # otherwise, training measures the kernels
-        kernel = attention_backend(run, torch.device(accelerator_type())).name
-    epoch, plan = f"epoch {sampler.start[0]}", sampler.epoch_plan(sampler.start[0])
+        kernel = attention_backend(recipe, shape.head_dim, torch.device(accelerator_type())).name
+    epoch = f"epoch {sampler.start[0]}"
+    plan = sampler.epoch_plan(sampler.start[0])
     bins = [bin for step in plan.steps for bin in step if bin]
     samples = [i for bin in bins for i in bin]
-    imbalance = float(np.mean([run.imbalance(step) for step in plan.steps[:64]]))
+    imbalance = float(np.mean([schedule.imbalance(step, run.dp_size) for step in plan.steps[:64]]))
     rows = {
         "model": [
-            f"{run.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
+            f"{model.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
             f"{shape.num_layers} layers, {shape.num_heads} heads x {shape.head_dim}, ffn {shape.ffn_dim}",
-            *_trained(run),
+            *_trained(recipe, model),
         ],
         "grid": [
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
@@ -42,7 +54,8 @@ def start_block(run: TrainingRun) -> str:
             + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
         ],
         "engine": [
-            f"ZeRO-{run.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, {_optimizer(run)}",
+            f"ZeRO-{workload.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, "
+            f"{_optimizer(run.ds_config, recipe)}",
             *_storage(recipe),
         ],
         "attention": [f"{kernel} kernels, checkpointing {_checkpointing(recipe.model)}"],
@@ -56,7 +69,7 @@ def start_block(run: TrainingRun) -> str:
             f"{epoch}: {len(bins)} bins, fill {plan.fill:.1%}, imbalance {imbalance:.2f}",
         ],
         "steps": [
-            f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {start_step:,}",
+            f"{sampler.total_steps:,} in all, {plan.num_steps:,} per epoch, starting at {run.start_step:,}",
             f"{recipe.train.bins_per_step} bins per step = dp {run.dp_size} x accumulation "
             f"{recipe.train.bins_per_step // run.dp_size}, loss per {recipe.loss.reduction}",
         ],
@@ -64,7 +77,11 @@ def start_block(run: TrainingRun) -> str:
             f"{flow.preset}: {'stratified ' * flow.stratified}{flow.timestep_sampling}, shift {flow.flow_shift}"
             f"{' by size' * flow.shift_by_size}, timesteps {flow.min_timestep:g} to {flow.max_timestep:g}, "
             f"uniform share {flow.mix_uniform}, weighting {flow.weighting}, caption dropout {flow.cfg_dropout}"
-            + (f", first frame given {flow.i2v_ratio:.0%}" if "first_frame" in run.variant.conditions else "")
+            + (
+                f", first frame given {flow.i2v_ratio:.0%}"
+                if "first_frame" in model.variant.conditions
+                else ""
+            )
         ],
     }
     if sampler.total_steps <= recipe.optim.warmup and "scheduler" not in run.ds_config:
@@ -76,39 +93,38 @@ def start_block(run: TrainingRun) -> str:
         rows["evaluation"] = [f"{get_plan(run)[0].describe()}, every {recipe.eval.every:,} steps"]
     if recipe.sample:
         sets = 1 + -(-sampler.total_steps // recipe.sample.every) * (2 if recipe.ema else 1)
-        training = sampler.total_steps * run.step_flops(bins) / plan.num_steps
-        share = sets * run.workload(accelerator_type()).video_flops / training
+        training = sampler.total_steps * step_flops(model, schedule, bins) / plan.num_steps
+        share = sets * workload.video_flops / training
         text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
         rows["samples"] = [f"{text}: {share:.1%} of the training's FLOPs"]
-    rows |= {"memory": [_memory_line(run)], "output": [str(run.output_dir)]}
+    rows |= {"memory": [_memory_line(workload)], "output": [str(run.output_dir)]}
     rows["changed"] = [run.data_change] if run.data_change else []
     if run.checkpoint:
-        rows["changed"] += list_changes(run.checkpoint.state, build_state(run, 0, 0, []))
+        rows["changed"] += list_changes(run.checkpoint.state, run.state)
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<12}{line}" for name, line in names)
 
 
-def _trained(run: TrainingRun) -> list[str]:
+def _trained(recipe: Recipe, model: RunModel) -> list[str]:
     """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
     experts (DiTs for high and low noise) and the moving average.
     """
-    recipe = run.recipe
     lines = [f"merged LoRA: {merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras]
     if recipe.lora:
         start = f", initialized from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
-            f"{run.num_trained / 1e6:,.1f} M parameters are trained{start}"
+            f"{model.num_trained / 1e6:,.1f} M parameters are trained{start}"
         )
-    elif run.num_trained != run.shape.num_params:
-        lines.append(f"{run.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
+    elif model.num_trained != model.shape.num_params:
+        lines.append(f"{model.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")
     if recipe.uses_dropout:
         inputs = f", {recipe.lora.dropout:g} of the LoRA's inputs" if recipe.lora else ""
         lines.append(f"dropout: {recipe.model.dropout:g} of activations{inputs}")
-    for expert in run.experts if len(run.variant.experts) > 1 else ():
+    for expert in model.experts if len(model.variant.experts) > 1 else ():
         low, high = (1000 * sigma for sigma in expert.sigma_range)
         lines.append(f"trains the {expert.name}-noise expert ({expert.subfolder}), t {low:g} to {high:g}")
-    if len(run.experts) == 2:
+    if len(model.experts) == 2:
         lines.append(
             "both experts train on the clips of each step, one after the other: two updates per step, and two models in memory"
         )
@@ -141,13 +157,13 @@ def _storage(recipe: Recipe) -> list[str]:
     return lines
 
 
-def _optimizer(run: TrainingRun) -> str:
-    section, optim = run.ds_config["optimizer"], run.recipe.optim
-    schedule = f"{optim.schedule}, warm-up {optim.warmup:g}"
-    if "scheduler" in run.ds_config:
-        schedule = run.ds_config["scheduler"]["type"]
-    lr, clip = learning_rate(run.ds_config, run.recipe), run.ds_config["gradient_clipping"]
-    return f"{section['type']} lr {lr:.2e} ({schedule}), clip {clip}"
+def _optimizer(ds_config: Mapping[str, Any], recipe: Recipe) -> str:
+    schedule = f"{recipe.optim.schedule}, warm-up {recipe.optim.warmup:g}"
+    if "scheduler" in ds_config:
+        schedule = ds_config["scheduler"]["type"]
+    lr = learning_rate(ds_config, recipe)
+    clip = ds_config["gradient_clipping"]
+    return f"{ds_config['optimizer']['type']} lr {lr:.2e} ({schedule}), clip {clip}"
 
 
 def _checkpointing(model: ModelConfig) -> str:
@@ -157,8 +173,8 @@ def _checkpointing(model: ModelConfig) -> str:
     return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")
 
 
-def _memory_line(run: TrainingRun) -> str:
-    memory = estimate_memory(run.workload(accelerator_type()))
+def _memory_line(workload: Workload) -> str:
+    memory = estimate_memory(workload)
     places = filter(None, (memory.device, memory.host))
     parts = [", ".join(f"{name} {to_gib(size)}" for name, size in place.items()) for place in places]
     return f"about {to_gib(memory.needed)} per rank: {'; on the host '.join(parts)}"

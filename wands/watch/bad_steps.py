@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from wands.config.recipe import TrainConfig
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
 from wands.errors import DataError
 from wands.run.append_log import EventLog
-from wands.run.run import TrainingRun
-from wands.train.step import StepResult
+from wands.run.step_result import StepResult
 from wands.variants import Expert
 
 _log = logging.getLogger(__name__)
@@ -39,7 +39,10 @@ class BadSteps:
     """Losses and gradient norms of the last updates of each DiT, with which new updates are compared.
 
     Args:
-        run: the checked training run. If it resumes, the past updates are read from its checkpoint.
+        config: `train` section of the recipe.
+        excluded: `data.exclude` of the recipe, for error messages.
+        experts: the trained DiTs.
+        saved: `TrainState.bad_steps` of the checkpoint that the run resumes from.
         events: log to which bad updates are written.
 
     Attributes:
@@ -48,13 +51,22 @@ class BadSteps:
             each of the last `WINDOW` updates of the DiT. Bad updates are left out.
     """
 
-    def __init__(self, run: TrainingRun, events: EventLog) -> None:
-        self._run, self._config, self._events = run, run.recipe.train, events
-        saved = run.checkpoint.state if run.checkpoint else None
-        self.state: dict[str, list[Any]] = {"skipped": [], **{expert.subfolder: [] for expert in run.experts}}
-        self.state |= (saved and saved.bad_steps) or {}
+    def __init__(
+        self,
+        config: TrainConfig,
+        excluded: Sequence[str],
+        experts: Sequence[Expert],
+        saved: Mapping[str, Any] | None,
+        events: EventLog,
+    ) -> None:
+        self._config = config
+        self._excluded = excluded
+        self._experts = experts
+        self._events = events
+        self.state: dict[str, list[Any]] = {"skipped": [], **{expert.subfolder: [] for expert in experts}}
+        self.state |= saved or {}
 
-    def judges(self, plan: StepPlan) -> list[Callable[[torch.Tensor, float], bool] | None]:
+    def judges(self, plan: StepPlan, count: float) -> list[Callable[[torch.Tensor, float], bool] | None]:
         """Return a list with a function or None for each trained DiT. The function decides whether to skip the DiT's update.
 
         The function takes two arguments: the loss summed over this rank's tokens, and the gradient norm. The function returns
@@ -68,12 +80,12 @@ class BadSteps:
 
         Args:
             plan: packing plan of the step.
+            count: number by which the summed loss is divided, `Schedule.count`.
         """
-        experts, count = self._run.experts, self._run.count(plan)
         if not plan.num_samples or self._config.on_bad_step == "stop":
             skip = None if plan.num_samples else lambda loss, norm: True  # all samples are excluded
-            return [skip] * len(experts)
-        return [partial(self._is_bad, self.state[expert.subfolder], count) for expert in experts]
+            return [skip] * len(self._experts)
+        return [partial(self._is_bad, self.state[expert.subfolder], count) for expert in self._experts]
 
     def _is_bad(self, past: Sequence[Any], count: float, loss: torch.Tensor, norm: float) -> bool:
         mean = (loss / count).to(torch.float64)
@@ -85,7 +97,7 @@ class BadSteps:
         dist.all_reduce(verdict, op=dist.ReduceOp.MAX)  # ranks with different hardware must not disagree
         return bool(verdict)
 
-    def check(self, plan: StepPlan, expert: Expert, loss: float, result: StepResult) -> None:
+    def check(self, plan: StepPlan, count: float, expert: Expert, loss: float, result: StepResult) -> None:
         """Write a bad update to `events.jsonl`, or store the loss and the gradient norm of a good update.
 
         The stored values are used to recognize spikes (values far above the values of past updates). An update is bad if its
@@ -97,6 +109,7 @@ class BadSteps:
 
         Args:
             plan: packing plan of the step.
+            count: number by which the summed loss is divided, `Schedule.count`.
             expert: the trained DiT.
             loss: mean loss of the step over all ranks.
             result: result of the step on this rank.
@@ -112,7 +125,7 @@ class BadSteps:
         if not result.skipped and math.isfinite(loss) and math.isfinite(norm):
             event = "spike"
             is_judged = self._config.on_bad_step == "stop" and len(past) >= MIN_UPDATES
-            is_spike = is_judged and self._is_bad(past, self._run.count(plan), result.loss, norm)
+            is_spike = is_judged and self._is_bad(past, count, result.loss, norm)
             past[:] = [*past, (loss, norm)][-WINDOW:]
             if not is_spike:
                 return
@@ -129,7 +142,7 @@ class BadSteps:
             return
         bad = [clip for clip in clips if not math.isfinite(clip["loss"])]
         names = ", ".join(f"{clip['sample_id']} (sigma {clip['sigma']:.4f})" for clip in bad) or "none"
-        keys = dict.fromkeys([*self._run.recipe.data.exclude, *(clip["sample_id"] for clip in bad)])
+        keys = dict.fromkeys([*self._excluded, *(clip["sample_id"] for clip in bad)])
         option = shlex.quote(f"data.exclude={json.dumps([*keys], ensure_ascii=False)}")
         fix = f"train without these clips (add --set {option}), " if bad else ""
         fix += f"raise train.max_bad_steps={budget}" if result.skipped else "set train.on_bad_step=skip"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -18,16 +18,21 @@ import torch
 from torch import Tensor
 
 from wands import __version__
+from wands.config.recipe import Recipe
 from wands.data.packing import Step
-from wands.data.sampler import StepPlan
+from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.consistency import check_agreement, check_tensors_agree, tensor_checksum
-from wands.run.run import TrainingRun
+from wands.distributed.dims import ContextDegrees
+from wands.objectives.objective import Objective
+from wands.run.data_identity import DataIdentity
+from wands.sampling.requests import SampleRequest
 
 FIXES = {
     "recipe": "start every node with the same recipe file and the same --set",
     "DeepSpeed config": "start every node with the same --deepspeed file",
     "software": "install the same versions on every node",
     "model config": "use the same model folder (model.path) on every node",
+    "objective": "start every node with the same objective (--import and the arguments of wands.Trainer)",
     "context parallelism": "start the same number of processes on every node, or set parallel.ulysses_degree",
     "data": "use the same cache (data.cache) on every node: one shared folder, or complete copies",
     "plan": "start every node from the same checkpoint, with the same data and recipe",
@@ -35,7 +40,18 @@ FIXES = {
 """Maps each input of a run to the fix that the error message contains if this input differs between ranks."""
 
 
-def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
+def run_digests(
+    *,
+    recipe: Recipe,
+    ds_config: Mapping[str, Any],
+    model_config: Mapping[str, Any],
+    degrees: ContextDegrees,
+    objective: Objective,
+    identity: DataIdentity,
+    sampler: PlanSampler,
+    samples: Sequence[SampleRequest],
+    step: int = 0,
+) -> dict[str, str]:
     """Return the inputs of a run that must be equal on all ranks, as a dict from the name of an input to a JSON text.
 
     `check_agreement` compares these texts before the ranks build their engines. Short inputs are written in full, so that
@@ -45,28 +61,37 @@ def run_digests(run: TrainingRun, step: int = 0) -> dict[str, str]:
     Call this function before the data prefetch thread starts, because the thread uses the same data sampler.
 
     Args:
-        run: the checked training run.
+        recipe: recipe with all defaults filled in.
+        ds_config: result of `build_ds_config`.
+        model_config: diffusers config of the DiT.
+        degrees: Ulysses degree and ring degree.
+        objective: objective of the run.
+        identity: identity of the training data.
+        sampler: sampler of the run.
+        samples: requests for the sample videos of the run.
         step: number of optimizer steps that the run has made.
     """
-    epoch, modules = run.sampler.epoch_of(step), (torch, deepspeed, diffusers, np)
+    epoch = sampler.epoch_of(step)
+    modules = (torch, deepspeed, diffusers, np)
     parts: dict[str, Any] = {
-        "recipe": run.recipe.model_dump(mode="json"),
-        "DeepSpeed config": run.ds_config,
+        "recipe": recipe.model_dump(mode="json"),
+        "DeepSpeed config": ds_config,
         "software": {"wands": __version__} | {module.__name__: str(module.__version__) for module in modules},
-        "model config": run.transformer_config,
-        "context parallelism": dict(zip(("ulysses_degree", "ring_degree"), run.degrees, strict=True)),
+        "model config": model_config,
+        "objective": f"{objective.name} {objective.version}",
+        "context parallelism": {"ulysses_degree": degrees.ulysses, "ring_degree": degrees.ring},
         "data": {
-            "num_samples": len(run.data.keys),
-            "num_tokens": int(run.seq_lens.sum()),
-            "keys, lengths and order": run.data_fingerprint(),
-            "contents": run.data_contents,
+            "num_samples": len(sampler.keys),
+            "num_tokens": int(sampler.seq_lens.sum()),
+            "keys, lengths and order": identity.fingerprint,
+            "contents": identity.contents,
         },
         "plan": {
             "start_step": step,
-            "total_steps": run.sampler.total_steps,
-            "bins": bins_digest(run.sampler.epoch_plan(epoch).steps),
+            "total_steps": sampler.total_steps,
+            "bins": bins_digest(sampler.epoch_plan(epoch).steps),
         },
-        "samples": [request.model_dump() for request in run.samples],
+        "samples": [request.model_dump() for request in samples],
     }
     return {name: json.dumps(part, sort_keys=True) for name, part in parts.items()}
 

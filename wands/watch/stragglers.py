@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.consistency import NUM_NAMED, all_gather
-from wands.train.trainer import Trainer
+from wands.run.append_log import EventLog
+from wands.texts import Log
 
 WINDOW = 50
 """Number of steps between two comparisons of the ranks. A comparison uses the medians over these steps."""
@@ -29,17 +31,24 @@ class ComputeTimes:
     weights are gathered is not included.
 
     Args:
-        trainer: objects of the training process, among them the DiTs. `deepspeed.initialize` must already have wrapped the DiTs,
-            so that the hooks of this class run inside the hooks of ZeRO-3.
+        models: the DiTs. `deepspeed.initialize` must already have wrapped them, so that the hooks of this class run inside the
+            hooks of ZeRO-3.
+        device: device of this rank.
+        events: log to which slow ranks are written.
+        log: function that prints a line for the user.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._device, self._log, self._events = trainer.device, trainer.log, trainer.events
+    def __init__(
+        self, models: Iterable[torch.nn.Module], device: torch.device, events: EventLog, log: Log
+    ) -> None:
+        self._device = device
+        self._events = events
+        self._log = log
         self._hosts = gather_objects(socket.gethostname())
         self._marks, self._num_inputs = list[Any](), 0
         self._steps = deque[tuple[float, float]](maxlen=WINDOW)
-        for engine in trainer.engines.values():
-            for name, layer in engine.module.named_modules():
+        for model in models:
+            for name, layer in model.named_modules():
                 if ".ffn." in name and isinstance(layer, torch.nn.Linear):
                     layer.register_forward_pre_hook(self._mark)
                     layer.register_forward_hook(self._mark, prepend=True)

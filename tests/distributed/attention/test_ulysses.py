@@ -19,9 +19,9 @@ from wands.attention.ulysses import UlyssesAttention, context_attention
 from wands.attention.varlen import choose_backend
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ParallelDims
+from wands.engine.engine import build_model
 from wands.sampling.pipeline import find_pipeline, load_pipeline
 from wands.sampling.sharing import share_pipeline
-from wands.train.engine import build_model
 
 SEQ_LENS = (33, 2, 7, 1, 19, 6)
 

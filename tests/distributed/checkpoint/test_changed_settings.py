@@ -18,14 +18,14 @@ from wands.checkpoint.save import build_state
 from wands.checkpoint.step_folders import STATE_FILE
 from wands.errors import CheckpointError
 from wands.files import write_text
-from wands.run.run import TrainingRun
 from wands.train.prepare import load_run
+from wands.train.prepared_run import PreparedRun
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "data.mock={num_samples: 4, shapes: [[1,4,4]]}")
 
 
-def save_state(run: TrainingRun, **old: None) -> Path:
+def save_state(run: PreparedRun, **old: None) -> Path:
     """The state file of a checkpoint of the run: all that is read before the weights. `old`: fields that it lacks."""
     step = run.output_dir / "checkpoints" / "step_00000001"
     values = build_state(run, 1, 0, [(1, 0.5)]).to_json()
@@ -34,13 +34,13 @@ def save_state(run: TrainingRun, **old: None) -> Path:
     return step
 
 
-def resume(model: Path, out: Path, *overrides: str, deepspeed: Path | None = None) -> TrainingRun:
+def resume(model: Path, out: Path, *overrides: str, deepspeed: Path | None = None) -> PreparedRun:
     settings = (f"model.path={model}", f"output_dir={out}", "train.max_steps=9", *overrides)
     options = {"world_size": 1, "device_type": "cpu", "encoders": lambda path: {}, "resume": "auto"}
     return load_run(None, deepspeed, settings, **options)
 
 
-def first_run(model: Path, out: Path, *overrides: str) -> TrainingRun:
+def first_run(model: Path, out: Path, *overrides: str) -> PreparedRun:
     out.mkdir()
     return resume(model, out, *overrides)
 

@@ -319,7 +319,7 @@ def save_without_space(model: Path, out: Path) -> str:
     import resource
 
     from wands.checkpoint.save import build_state
-    from wands.train.engine import build_engine, build_model
+    from wands.engine.engine import build_engine, build_model
 
     training_run = make_run(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()

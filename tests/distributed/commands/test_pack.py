@@ -70,8 +70,8 @@ def test_the_plan_is_the_job_s_at_any_dp_size(tiny_pipeline: Path, tmp_path: Pat
     header, steps = read(tmp_path / "plan")
     for world_size in (1, 2, 4):
         run = make_run(tiny_pipeline, tmp_path / "run", more, world_size=world_size)
-        assert run.data_fingerprint() == header["data_fingerprint"]
-        planned = [run.sampler.step_plan(step["step"]).bins for step in steps]
+        assert run.identity.fingerprint == header["data_fingerprint"]
+        planned = [run.schedule.sampler.step_plan(step["step"]).bins for step in steps]
         assert planned == [tuple(tuple(bin["indices"]) for bin in step["bins"]) for step in steps]
 
 

@@ -14,13 +14,13 @@ from tests.support.runs import groups_of, make_run, release
 from wands.config.deepspeed import load_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.engine.engine import build_engine, build_model
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
 from wands.planning.weights import list_weights
 from wands.planning.workload import Workload
 from wands.train.batches import prefetched
-from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 from wands.variants import DiTShape
 
@@ -110,7 +110,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
         groups = groups_of(run.grid(rank), device)
         with PeakMemory(device) as peak:
             engine = build_engine(
-                build_model(run, groups, device), run.ds_config, run.recipe, run.sampler.total_steps
+                build_model(run, groups, device), run.ds_config, run.recipe, run.schedule.sampler.total_steps
             )
             batches = prefetched(run, groups.dims, 0)
             average = None
@@ -122,7 +122,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                 plan, [mine] = next(batches)
                 if step > 1:
                     peak.mark()
-                train_step(engine, mine, run, groups, device, run.denominator(plan))
+                train_step(engine, mine, run, groups, device, run.schedule.denominator(plan))
                 if average:
                     average.update(step + 1)
         batches.close()
@@ -203,7 +203,7 @@ def test_what_is_offloaded_is_on_the_host_alone(tmp_path, stage):
             tmp_path, tmp_path / "run", (*DATA, "train.bins_per_step=4"), {"zero_optimization": zero}, 2
         )
         found[away] = estimate_memory(run.workload("cuda"))
-    share = run.num_trained / 2
+    share = run.model.num_trained / 2
     assert not found[False].host
     assert found[True].host == {"optimizer": 12 * share, "gradients": 4 * share}
     assert not found[True].device.get("optimizer")

@@ -98,11 +98,11 @@ def test_the_step_has_what_is_hard(tiny_pipeline: Path, tmp_path: Path):
         return make_run(tiny_pipeline, tmp_path, (*CLIPS, f"train.bins_per_step={bins}"), world_size=1)
 
     run = job_of(1)
-    lens = run.seq_lens.tolist()
+    lens = run.schedule.num_tokens.tolist()
     assert sorted(lens) == [1, 7, 9, 15, 25]
-    assert sorted(run.sampler.step_plan(0).bins[0]) == list(range(5))
+    assert sorted(run.schedule.sampler.step_plan(0).bins[0]) == list(range(5))
     assert [len(bins) for bins in job_of(6).sampler.step_plan(0).bins].count(0) == 1
-    order = [lens[i] for i in run.sampler.step_plan(0).bins[0]]
+    order = [lens[i] for i in run.schedule.sampler.step_plan(0).bins[0]]
     ranks = [ContextLayout.build(order, ulysses_degree=2, ring_degree=2, cp_rank=rank) for rank in range(4)]
     assert any(rank.num_valid < rank.num_tokens for rank in ranks)
     assert any(0 in rank.local_seq_lens for rank in ranks)

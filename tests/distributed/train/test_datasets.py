@@ -21,13 +21,13 @@ def write_cache(
 ) -> None:
     """Clips of 4 to 20 tokens."""
     run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(seed)
-    with CacheWriter(path, run.variant, {}, max_samples=2) as writer:
+    with CacheWriter(path, run.model.variant, {}, max_samples=2) as writer:
         for number, name in enumerate(names):
-            latents = torch.randn(run.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
-            text = torch.randn(3, run.shape.text_dim, generator=draw).bfloat16()
+            latents = torch.randn(run.model.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
+            text = torch.randn(3, run.model.shape.text_dim, generator=draw).bfloat16()
             meta = {"num_frames": 1, "fps": 16.0, "content": "c", "license": (licenses or {}).get(name, "")}
             writer.add(name, latents, text, meta)
-        writer.commit(torch.zeros(1, run.shape.text_dim, dtype=torch.bfloat16))
+        writer.commit(torch.zeros(1, run.model.shape.text_dim, dtype=torch.bfloat16))
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,9 @@ def test_the_start_block_names_sources_and_split(tiny_pipeline: Path, overrides,
     assert f"split train (data.holdout=0.4): {11 - held} clips to train on, {held} held out" in lines
     first = next(line for line in lines if line.startswith("data"))
     assert first.endswith(f"/a: {len(run.data.sources[0].chosen)} clips, each used 1.5 times per epoch")
-    plan = run.sampler.epoch_plan(0)
+    plan = run.schedule.sampler.epoch_plan(0)
     rows = [i for step in plan.steps for bin in step for i in bin]
-    assert f"epoch 0: {len(rows)} samples, {run.seq_lens[rows].sum()} tokens" in lines
+    assert f"epoch 0: {len(rows)} samples, {run.schedule.num_tokens[rows].sum()} tokens" in lines
 
 
 def test_other_visits_are_other_data(tiny_pipeline: Path, overrides, tmp_path: Path):

@@ -76,8 +76,8 @@ def test_it_is_the_loss_of_stock_diffusers(reference: Any, tiny_pipeline: Path):
     model = WanTransformer3DModel.from_pretrained(tiny_pipeline, subfolder="transformer").eval()
     run = make_run(tiny_pipeline, out / "again", EVAL, world_size=1)
     data, patch = (
-        MockDataset(MockConfig.model_validate(run.recipe.data.mock), run.shape, 0),
-        run.shape.patch_size,
+        MockDataset(MockConfig.model_validate(run.recipe.data.mock), run.model.shape, 0),
+        run.model.shape.patch_size,
     )
     assert [clip["side"] for clip in plan["clips"]] == [HELD_OUT] * 2 + [TRAIN] * 2
     expected = []

@@ -73,7 +73,7 @@ def test_the_plan_without_samples_is_the_plan_with_gaps(tiny_pipeline: Path, tmp
     every = make_run(tiny_pipeline, tmp_path, settings, world_size=1).sampler
     excluded = {every.keys[i] for i in range(0, 40, 3)}
     run = make_run(tiny_pipeline, tmp_path, (*settings, f"data.exclude={sorted(excluded)}"), world_size=1)
-    sampler: PlanSampler = run.sampler
+    sampler: PlanSampler = run.schedule.sampler
     assert (sampler.total_steps, sampler.steps_per_epoch) == (every.total_steps, every.steps_per_epoch)
     for ours, theirs in zip(sampler.iterate(), every.iterate(), strict=True):
         assert ours.bins == tuple(tuple(i for i in bin if i % 3) for bin in theirs.bins)
@@ -113,7 +113,7 @@ def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_pa
     )
     for split in ("train", "holdout"):
         run = make_run(tiny_pipeline, tmp_path / "run", (*settings, f"data.split={split}"), world_size=1)
-        names = {run.data.keys[i] for plan in run.sampler.iterate() for bin in plan.bins for i in bin}
+        names = {run.data.keys[i] for plan in run.schedule.sampler.iterate() for bin in plan.bins for i in bin}
         assert names == set(run.data.keys) - {"a", "b", "c"}
 
 

@@ -20,9 +20,9 @@ from wands.data.collate import PackedBatch
 from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group
 from wands.flow.rng import SampleKey, rng
-from wands.run.run import TrainingRun
 from wands.train.evaluation import measure
 from wands.train.evaluation_plan import plan_evaluation
+from wands.train.prepared_run import PreparedRun
 
 SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
 MASKED = (1, 3, 4)
@@ -35,21 +35,21 @@ def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
         kind: "masks": three clips have a random mask; "ones": all have a mask of ones; "none": no clip has a mask.
     """
     run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(3)
-    with CacheWriter(path, run.variant, {}) as writer:
+    with CacheWriter(path, run.model.variant, {}) as writer:
         for number, shape in enumerate(SHAPES):
-            latents = torch.randn(run.shape.out_channels, *shape, generator=draw).bfloat16()
-            text = torch.randn(100 + 80 * number, run.shape.text_dim, generator=draw).bfloat16()
+            latents = torch.randn(run.model.shape.out_channels, *shape, generator=draw).bfloat16()
+            text = torch.randn(100 + 80 * number, run.model.shape.text_dim, generator=draw).bfloat16()
             images: dict[str, torch.Tensor] = {}
-            if run.shape.condition_channels:
+            if run.model.shape.condition_channels:
                 images["image_latents"] = torch.randn(latents.shape, generator=draw).bfloat16()
-            if width := run.shape.image_dim:
-                images["image_embeds"] = torch.randn(run.shape.image_len, width, generator=draw).bfloat16()
-            weights = torch.rand(grid_size(shape, run.shape.patch_size), generator=draw)
+            if width := run.model.shape.image_dim:
+                images["image_embeds"] = torch.randn(run.model.shape.image_len, width, generator=draw).bfloat16()
+            weights = torch.rand(grid_size(shape, run.model.shape.patch_size), generator=draw)
             weights = (weights - 0.3).clamp(min=0).bfloat16()
             masks = {"masks": weights if number in MASKED else None, "ones": torch.ones_like(weights)}
             meta = {"num_frames": 4 * shape[0] - 3, "fps": 16.0, "content": f"c{number}"}
             writer.add(f"clip-{number}", latents, text, meta, token_weights=masks.get(kind), **images)
-        writer.commit(torch.randn(1, run.shape.text_dim, generator=draw).bfloat16())
+        writer.commit(torch.randn(1, run.model.shape.text_dim, generator=draw).bfloat16())
     return (
         *("data.mock=null", "packing.max_tokens=63", "train.max_steps=1", "train.bins_per_step=1"),
         *("flow.weighting=linear", f"data.sources=[{{path: {path}, loss_weight: 0.5}}]"),
@@ -136,8 +136,8 @@ def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
         given |= {is_given} if number in MASKED[1:] else set()
         mean += float(weights.sum()) - ratio * first
         count += float(weights.sum()) - is_given * first
-    plan = run.sampler.step_plan(0)
-    assert (run.denominator(plan), run.count(plan)) == pytest.approx((mean, count), rel=1e-12)
+    plan = run.schedule.sampler.step_plan(0)
+    assert (run.schedule.denominator(plan), run.schedule.count(plan)) == pytest.approx((mean, count), rel=1e-12)
     assert given == ({True, False} if ratio else {False})  # masked clips with and without a given frame
 
 
@@ -218,7 +218,7 @@ MISTAKES = {
         PackedBatch, "trained_lens", property(lambda self: self.seq_lens)
     ),
     "denominator not weighted": lambda: mock.patch.object(
-        TrainingRun, "_masked_tokens", property(lambda self: 0.0 * self.seq_lens)
+        PreparedRun, "_masked_tokens", property(lambda self: 0.0 * self.seq_lens)
     ),
 }
 

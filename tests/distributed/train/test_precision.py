@@ -22,13 +22,13 @@ from wands.checkpoint.resume import check_resumable
 from wands.checkpoint.save import build_state
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.engine.engine import build_model
+from wands.engine.optimizers import split_by_dtype
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.files.lora_files import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
-from wands.train.engine import build_model
-from wands.train.optimizers import split_by_dtype
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")

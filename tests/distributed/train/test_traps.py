@@ -15,10 +15,10 @@ from tests.support.runs import losses, make_run, release, run_training
 from wands.checkpoint.checkpoint_files import FragmentFiles, find_checkpoint, load_state
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import build_engine, build_model
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
 from wands.train.batches import noisy_batches
-from wands.train.engine import build_engine, build_model
 from wands.train.step import train_step
 
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
@@ -141,7 +141,7 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
             type(engine).step(engine)
 
         engine.backward, engine.step = backward_and_step, lambda: None
-    plan = run.sampler.step_plan(0)
+    plan = run.schedule.sampler.step_plan(0)
     assert all(plan.bins)
     groups = ProcessGroups(run.grid(0))
     train_step(
@@ -178,7 +178,7 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
     with mock.patch.object(keys, "philox", recording):
         run = make_run(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
-        plan = run.sampler.step_plan(0)
+        plan = run.schedule.sampler.step_plan(0)
         noisy_batches(run, plan, run.grid(0))
     return asked
 

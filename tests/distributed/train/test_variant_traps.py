@@ -46,7 +46,7 @@ def share_on_the_wrong_side(model: Path, out: Path, experts: str) -> float:
     wrong: list[bool] = []
     for shift in (1, 3, 5, 8, 12):
         run = make_run(model, out, (f"model.experts={experts}", f"flow.flow_shift={shift}"), world_size=1)
-        [expert] = run.experts
+        [expert] = run.model.experts
         batch = run.collator([run.data.read(0)], [0], 0)
         layout = ContextLayout.build(batch.seq_lens)
         for quantile in [0.0, 1.0 - 2.0**-53, *philox(shift, "traps").random(20)]:
@@ -57,7 +57,7 @@ def share_on_the_wrong_side(model: Path, out: Path, experts: str) -> float:
                     batch.tokens, layout, batch.keys, run.recipe.flow, 0, sigma_range=expert.sigma_range
                 ).timesteps
             # diffusers' rule: the first DiT whenever t >= boundary_ratio * 1000
-            is_first = timesteps >= run.variant.boundary_ratio * 1000
+            is_first = timesteps >= run.model.variant.boundary_ratio * 1000
             wrong += (is_first != (expert.subfolder == "transformer")).tolist()
     return sum(wrong) / len(wrong)
 

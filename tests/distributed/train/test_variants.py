@@ -215,7 +215,7 @@ def test_an_expert_trains_the_timesteps_that_the_recipe_leaves(
 ):
     def ranges(model: Path, *flow: str) -> list[tuple[float, float]]:
         run = make_run(model, tmp_path, flow, world_size=1)
-        return [expert.sigma_range for expert in run.experts]
+        return [expert.sigma_range for expert in run.model.experts]
 
     experts = pipelines["wan2.2-i2v-a14b"]
     assert ranges(tiny_pipeline, "flow.min_timestep=100", "flow.max_timestep=950") == [(0.1, 0.95)]

@@ -21,7 +21,7 @@ from wands.distributed import consistency as ranks_module
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.errors import WandsError
-from wands.run.run import TrainingRun
+from wands.train.prepared_run import PreparedRun
 from wands.watch import rank_checks
 from wands.watch.rank_checks import (
     FIXES,
@@ -187,11 +187,11 @@ def test_a_difference_is_named_on_every_rank(run_world):
 # ---- what a run was given
 
 
-def write_cache(path: Path, run: TrainingRun, seed: int) -> None:
+def write_cache(path: Path, run: PreparedRun, seed: int) -> None:
     """Five clips whose names and lengths do not depend on the seed, but their latents do."""
     generator = torch.Generator().manual_seed(seed)
-    text_dim = run.shape.text_dim
-    with CacheWriter(path, run.variant, {"vae": "aa"}) as writer:
+    text_dim = run.model.shape.text_dim
+    with CacheWriter(path, run.model.variant, {"vae": "aa"}) as writer:
         for number in range(5):
             latents = torch.randn(16, 1 + number, 4, 4, generator=generator).bfloat16()
             meta = {"num_frames": 1 + 4 * number, "fps": 16.0, "content": "c", "caption": ""}
@@ -199,11 +199,11 @@ def write_cache(path: Path, run: TrainingRun, seed: int) -> None:
         writer.commit(torch.zeros(1, text_dim, dtype=torch.bfloat16))
 
 
-def other_bins(run: TrainingRun) -> TrainingRun:
+def other_bins(run: PreparedRun) -> PreparedRun:
     """The same run, whose planner went another way."""
-    plan = run.sampler.epoch_plan(0)
+    plan = run.schedule.sampler.epoch_plan(0)
     first, *rest = plan.steps
-    run.sampler._plan = (0, replace(plan, steps=(first[::-1], *rest)))
+    run.schedule.sampler._plan = (0, replace(plan, steps=(first[::-1], *rest)))
     return run
 
 
@@ -219,7 +219,7 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
     home.mkdir()
     os.chdir(home)
 
-    def run_with(*overrides: str, stage: int = 2) -> TrainingRun:
+    def run_with(*overrides: str, stage: int = 2) -> PreparedRun:
         return make_run(model, Path("run"), (*FOUR_BINS, *overrides), zero(stage))
 
     mock = run_with()
@@ -279,13 +279,13 @@ def test_a_job_that_is_not_the_same_everywhere(
 def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     """A resumed run compares the epoch that it is in."""
     run = make_run(tiny_pipeline, tmp_path, world_size=1)
-    per_epoch = run.sampler.steps_per_epoch
+    per_epoch = run.schedule.sampler.steps_per_epoch
     assert per_epoch > 1
-    plans = [run.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
+    plans = [run.schedule.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
         parts = run_digests(run, step)
-        assert bins_digest(run.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
+        assert bins_digest(run.schedule.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
     assert (
         bins_digest((((0, 1), (2,)),)) != bins_digest((((0,), (1, 2)),)) != bins_digest((((0,),), ((1, 2),)))
     )
@@ -305,7 +305,7 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         other.keys = keys
         return run_digests(replace(run, data=other))["data"]
 
-    keys, lengths = run.data.keys, run.seq_lens
+    keys, lengths = run.data.keys, run.schedule.num_tokens
     assert data_of(list(keys), lengths.copy()) == run_digests(run)["data"]
     longer = lengths.copy()
     longer[3] += 1

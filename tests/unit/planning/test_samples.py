@@ -22,8 +22,8 @@ from wands.config.recipe_loading import load_recipe
 from wands.distributed.dims import ParallelDims
 from wands.model.files.loading import build_empty
 from wands.planning.memory import Activations
+from wands.planning.sampling_load import sampling_load
 from wands.planning.workload import Workload
-from wands.run.run import sampling_load
 from wands.sampling.requests import SampleRequest
 from wands.sampling.sharing import token_index
 from wands.train.summary import start_block
@@ -105,8 +105,8 @@ SECTION = "sample={every: 5, prompts: [a, b], height: 32, width: 64, num_frames:
 def test_the_start_block_has_the_share_of_the_flops(tiny_pipeline: Path, tmp_path: Path) -> None:
     run = make_run(tiny_pipeline, tmp_path, (SECTION, "train.max_steps=12"), world_size=1)
     # Before the first step, after steps 5, 10 and 12: two videos of 24 tokens, two forward passes in each of 4 steps.
-    sampling = 4 * 2 * 8 * run.shape.forward_flops([24])
-    plans = run.sampler.epoch_plan(0).steps
+    sampling = 4 * 2 * 8 * run.model.shape.forward_flops([24])
+    plans = run.schedule.sampler.epoch_plan(0).steps
     training = 12 * sum(map(run.step_flops, plans)) / len(plans)
     line = f"2 videos every 5 steps: {sampling / training:.1%} of the training's FLOPs"
     assert line in start_block(run)

@@ -14,24 +14,24 @@ import torch
 from tests.support.runs import make_run
 from wands.data import collate
 from wands.flow.noise import NoisyBatch, add_noise
-from wands.run.run import TrainingRun
 from wands.train import batches
 from wands.train.batches import rank_slices
+from wands.train.prepared_run import PreparedRun
 
 
 @pytest.fixture
-def run(tiny_pipeline: Path, tmp_path: Path) -> TrainingRun:
+def run(tiny_pipeline: Path, tmp_path: Path) -> PreparedRun:
     return make_run(tiny_pipeline, tmp_path, ("train.bins_per_step=2",), world_size=2)
 
 
-def shards_of(run: TrainingRun) -> list[batches.RankSlice]:
-    plan = run.sampler.step_plan(0)
+def shards_of(run: PreparedRun) -> list[batches.RankSlice]:
+    plan = run.schedule.sampler.step_plan(0)
     return [shard for rank in (0, 1) for shard in rank_slices(run, plan, run.grid(rank))]
 
 
-def test_the_ranks_forward_the_plan(run: TrainingRun):
+def test_the_ranks_forward_the_plan(run: PreparedRun):
     for step in range(3):
-        plan = run.sampler.step_plan(step)
+        plan = run.schedule.sampler.step_plan(step)
         forwarded = [
             tuple(run.data.keys.index(key.sample_id) for key in shard.keys)
             for rank in (0, 1)
@@ -40,30 +40,30 @@ def test_the_ranks_forward_the_plan(run: TrainingRun):
         assert sorted(forwarded) == sorted(plan.bins)
 
 
-Patch = Callable[[pytest.MonkeyPatch, TrainingRun], None]
+Patch = Callable[[pytest.MonkeyPatch, PreparedRun], None]
 
 
-def lose_a_sample(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def lose_a_sample(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
     deal = batches.assign_bins
     patch.setattr(batches, "assign_bins", lambda *args: [[ranks[0][1:], *ranks[1:]] for ranks in deal(*args)])
 
 
-def deal_a_bin_twice(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def deal_a_bin_twice(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
     deal = batches.assign_bins
     patch.setattr(batches, "assign_bins", lambda *args: [[ranks[0], *ranks[:-1]] for ranks in deal(*args)])
 
 
-def forget_visits(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def forget_visits(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
     """Two visits to one clip with the same noise."""
     run.data.keys[:] = ["mock-000000"] * len(run.data.keys)
 
 
-def read_the_neighbor(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def read_the_neighbor(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
     read = run.data.read
     patch.setattr(run.data, "read", lambda i, frames: read((i + 1) % 7, frames))
 
 
-def read_another_length(patch: pytest.MonkeyPatch, run: TrainingRun) -> None:
+def read_another_length(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
     read = run.data.read
 
     def halved(i: int, frames: tuple[int, int] | None) -> collate.Sample:
@@ -94,7 +94,7 @@ def cumulate(change: Callable[[torch.Tensor], torch.Tensor]) -> Patch:
     ],
 )
 def test_a_mistake_on_the_way_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, run: TrainingRun, mistake: Patch, where: str
+    monkeypatch: pytest.MonkeyPatch, run: PreparedRun, mistake: Patch, where: str
 ):
     shards_of(run)
     mistake(monkeypatch, run)

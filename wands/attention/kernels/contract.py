@@ -22,7 +22,7 @@ How to add a kernel:
    For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
    skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
    that pass this check, and uses the kernel with the smallest sum of times over several segment lengths. cuDNN can also be
-   combined with another kernel (`fastest_backend` in wands/train/attention_choice.py). Everywhere else, `auto` uses the
+   combined with another kernel (`fastest_backend` in wands/engine/attention_choice.py). Everywhere else, `auto` uses the
    first kernel of the list that passes, so the list begins with the kernels that are expected to be fastest.
    For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
    `_unmet_requirement`. Examples are a kernel for CPUs, and an fp8 kernel whose errors exceed `TOLERANCE` and

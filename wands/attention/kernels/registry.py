@@ -1,6 +1,6 @@
 """Select the attention kernel for a value of `attention.backend`: the name of a kernel, or `auto`.
 
-For training in bf16 on a GPU, `auto` selects the fastest kernel (wands/train/attention_choice.py). Otherwise, `auto` selects
+For training in bf16 on a GPU, `auto` selects the fastest kernel (wands/engine/attention_choice.py). Otherwise, `auto` selects
 the first kernel of a fixed list that gives right results.
 
 A `FlashBackend` (a CUDA kernel for bf16 or fp16) is used only after a check of its results (self_check.py), once per
@@ -47,7 +47,7 @@ def choose_backend(name: str, device: torch.device | str, dtype: torch.dtype, he
     `check_backend`. If no kernel is left, `auto` returns the slow reference kernel. On a CPU, `auto` returns the cpu kernel.
 
     This function does not compare the speeds of the kernels. With `auto`, training in bf16 on a GPU compares the speeds in
-    wands/train/attention_choice.py, and uses the fastest kernel.
+    wands/engine/attention_choice.py, and uses the fastest kernel.
 
     Args:
         name: value of `attention.backend`: auto, reference, cpu, torch, cudnn, flash2, flash3 or flash4.

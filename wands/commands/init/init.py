@@ -25,8 +25,8 @@ from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.planning.hardware import MACHINES
 from wands.planning.memory import to_gib
+from wands.planning.sampling_load import sampling_load
 from wands.planning.search import machine_here, search
-from wands.run.run import sampling_load
 from wands.sampling.requests import SampleRequest, build_requests
 from wands.texts import format_seconds, printable
 from wands.variants import VARIANTS

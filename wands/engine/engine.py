@@ -24,6 +24,7 @@ from wands.config.optimizer_kinds import kind_of
 from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
+from wands.engine.optimizers import build_optimizer, split_by_decay, split_by_dtype
 from wands.errors import ConfigError, one_line
 from wands.model import fused
 from wands.model.files.loading import load_transformer
@@ -31,9 +32,9 @@ from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
 from wands.model.weight_dtypes import WeightDtypePolicy
-from wands.run.run import TrainingRun
-from wands.train.optimizers import build_optimizer, split_by_decay, split_by_dtype
 from wands.variants import Expert
+
+_LINEAR = torch.nn.functional.linear
 
 
 def build_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
@@ -86,13 +87,13 @@ def check_offload(ds_config: Mapping[str, Any]) -> None:
         ) from error
 
 
-def attention_backend(run: TrainingRun, device: torch.device) -> Backend:
+def attention_backend(recipe: Recipe, head_dim: int, device: torch.device) -> Backend:
     """Return the attention kernel that the recipe selects for a device, without measuring any kernel.
 
     With `attention.backend=auto`, the result is the first usable kernel in the fixed order of `choose_backend`.
     """
-    dtype = torch.bfloat16 if run.recipe.precision.compute == "bf16" else torch.float32
-    return choose_backend(run.recipe.attention.backend, device, dtype, run.shape.head_dim)
+    dtype = torch.bfloat16 if recipe.precision.compute == "bf16" else torch.float32
+    return choose_backend(recipe.attention.backend, device, dtype, head_dim)
 
 
 def use_compile(setting: bool | str, device: torch.device) -> bool:
@@ -123,12 +124,15 @@ def use_compile(setting: bool | str, device: torch.device) -> bool:
 
 
 def build_model(
-    run: TrainingRun,
+    recipe: Recipe,
+    ds_config: Mapping[str, Any],
+    expert: Expert,
+    *,
     groups: ProcessGroups,
     device: torch.device,
-    expert: Expert | None = None,
+    backend: Backend,
     store: ActivationOffloader | None = None,
-    backend: Backend | None = None,
+    resumes: bool = False,
 ) -> torch.nn.Module:
     """Load a DiT and prepare it for training.
 
@@ -138,22 +142,23 @@ def build_model(
     Under ZeRO-3, each tensor is partitioned as soon as it is read.
 
     Args:
-        run: the checked training run.
+        recipe: recipe of the run.
+        ds_config: result of `build_ds_config`.
+        expert: DiT to load.
         groups: process groups in which the attention of this rank communicates with other ranks.
         device: device of this rank.
-        expert: DiT to load; None loads the first DiT that the run trains.
+        backend: attention kernel, such as the result of `attention_backend`.
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
             memory for this DiT.
-        backend: attention kernel; None for the kernel that `attention_backend` returns.
+        resumes: whether the weights come from a checkpoint. The file in `lora.init_from` is then not read.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
 
-    recipe, expert = run.recipe, expert or run.experts[0]
-    backend = backend or attention_backend(run, device)
     # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-    sharded = deepspeed.zero.Init(config_dict_or_path=run.ds_config) if run.zero_stage == 3 else None
+    is_sharded = ds_config["zero_optimization"].get("stage", 0) == 3
+    sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else None
     model = load_transformer(
         recipe.model.path,
         subfolder=expert.subfolder,
@@ -163,25 +168,38 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=WeightDtypePolicy.of(recipe),
     )
-    ranks, fused_exchange = (groups.ulysses, groups.ring, groups.ring_grad), recipe.parallel.fused_all_to_all
-    model.set_attention(context_attention(backend, *ranks, fused=fused_exchange), backend)
+    self_attention = context_attention(
+        backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
+    )
+    model.set_attention(self_attention, backend)
     model.set_compile(use_compile(recipe.model.compile, device))
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
-        # A resumed run does not read lora.init_from: the checkpoint contains the LoRA, and the file may no longer exist.
-        start = load_start(recipe.lora, expert) if run.checkpoint is None else None
+        # The checkpoint contains the LoRA, and the file in lora.init_from may no longer exist.
+        start = None if resumes else load_start(recipe.lora, expert)
         add_lora(model, recipe.lora, recipe.train.seed, start)
     if recipe.uses_dropout:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)
-    kept = recipe.model.kept_on_device, recipe.model.kept_on_host
-    num_blocks = recipe.model.num_recomputed(len(model.blocks))
-    model.set_checkpointing(recipe.model.checkpointing, *kept, OPERATORS, store, num_blocks)
+    model.set_checkpointing(
+        recipe.model.checkpointing,
+        recipe.model.kept_on_device,
+        recipe.model.kept_on_host,
+        OPERATORS,
+        store,
+        recipe.model.num_recomputed(len(model.blocks)),
+    )
     return model.train()
 
 
 def build_engine(
-    model: torch.nn.Module, ds_config: Mapping[str, Any], recipe: Recipe, total_steps: int
+    model: torch.nn.Module,
+    ds_config: Mapping[str, Any],
+    recipe: Recipe,
+    total_steps: int,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    schedule: Callable[[OptimConfig, int], Callable[[int], float]] | None = None,
 ) -> Any:
     """Wrap a model in a DeepSpeed engine with an optimizer and a learning rate schedule.
 
@@ -192,41 +210,65 @@ def build_engine(
         ds_config: result of `build_ds_config`.
         recipe: recipe of the run.
         total_steps: number of optimizer steps of the whole run.
+        optimizer: function of (named trained parameters, learning rate) that returns a torch optimizer. None builds the
+            optimizer that the recipe or the DeepSpeed JSON names.
+        schedule: function with the arguments and the result of `build_schedule`, which is the default.
     """
     import deepspeed
 
     config = copy.deepcopy(dict(ds_config))
     zero = config["zero_optimization"]
-    config["optimizer"]["params"]["lr"] = learning_rate(ds_config, recipe)
-    lr_lambda = build_schedule(recipe.optim, total_steps)
-    schedule = None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_lambda)
+    peak_lr = learning_rate(ds_config, recipe)
+    config["optimizer"]["params"]["lr"] = peak_lr
+    lr_lambda = (schedule or build_schedule)(recipe.optim, total_steps)
+    scheduler = None if "scheduler" in config else partial(LambdaLR, lr_lambda=lr_lambda)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     # DeepSpeed allocates the whole bucket, 2 GB by default, but it never holds more than all gradients.
     num_trained = sum(getattr(parameter, "ds_numel", parameter.numel()) for _, parameter in trained)
     zero["reduce_bucket_size"] = min(int(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), num_trained)
-    optimizer = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
-    groups = optimizer.param_groups if optimizer else [{"params": [parameter for _, parameter in trained]}]
-    if not recipe.optim.decay_norms:
+    if optimizer is not None:
+        own = optimizer(trained, peak_lr)
+    else:
+        own = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
+    groups = own.param_groups if own else [{"params": [parameter for _, parameter in trained]}]
+    if optimizer is None and not recipe.optim.decay_norms:
         groups = split_by_decay(groups, trained)
     if recipe.precision.weights == "bf16" and recipe.lora is None:
         groups = split_by_dtype(groups, zero, recipe.precision.reduce)
-    if optimizer is not None:
+    if own is not None:
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        optimizer.param_groups = groups
+        own.param_groups = groups
     # Autocast's cache would keep a bf16 copy of every weight until the end of the forward pass. With ZeRO-3, every rank would
     # then have a copy of the whole model.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, model_parameters=groups, config=config, lr_scheduler=schedule
+        model=model, optimizer=own, model_parameters=groups, config=config, lr_scheduler=scheduler
     )
     if int(zero.get("stage", 0)) == 3:
         _share_masters(engine.optimizer)
     if kind_of(ds_config["optimizer"]["type"]) == "adamw8bit":
-        optimizer.fragments = defaultdict(list)
+        own.fragments = defaultdict(list)
         for fragment in trained_fragments(engine):
-            optimizer.fragments[fragment.tensor].append(fragment)
+            own.fragments[fragment.tensor].append(fragment)
     return engine
+
+
+def release_engine(engine: Any) -> None:
+    """Take an engine apart, so that this process can make another run.
+
+    ZeRO-3 keeps references to every model in global variables, and replaces torch's linear function by one with other
+    roundings in bf16.
+    """
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    engine.destroy()
+    parameter_offload.FWD_MODULE_STACK.clear()
+    cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    for cell in cached.__closure__:  # the cache of a method keeps every model that has made a step
+        cell.cell_contents.cache_clear()
+    torch.nn.functional.linear = _LINEAR
 
 
 def _share_masters(optimizer: Any) -> None:

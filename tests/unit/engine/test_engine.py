@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch
 
+from wands.engine.engine import use_compile
 from wands.errors import ConfigError
 from wands.model import fused
-from wands.train.engine import use_compile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 

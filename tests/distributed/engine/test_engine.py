@@ -18,9 +18,9 @@ from wands.config.deepspeed import build_ds_config, learning_rate, load_ds_confi
 from wands.config.deepspeed_rules import KNOWN_KEYS, UNUSED_KEYS
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.engine import engine
+from wands.engine.engine import build_model, build_schedule, check_offload
 from wands.errors import ConfigError
-from wands.train import engine
-from wands.train.engine import build_model, build_schedule, check_offload
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("zero.json", "recipe.yaml")
@@ -318,7 +318,7 @@ def shards_of_two_experts(*args: Any) -> list[int]:
     run = make_run(*args)
     rank, _, device = init_process_group()
     groups = groups_of(run.grid(rank), device)
-    models = [build_model(run, groups, device, expert) for expert in run.experts]
+    models = [build_model(run, groups, device, expert) for expert in run.model.experts]
     weights = [next(p for p in model.parameters() if not p.requires_grad) for model in models]
     torch.nn.functional.linear = _LINEAR  # ZeRO-3 puts its own in the place of torch's
     return [weight.ds_zero_param_process_group.size() for weight in weights]

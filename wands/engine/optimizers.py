@@ -36,7 +36,7 @@ def build_optimizer(named: Sequence[tuple[str, Any]], section: Mapping[str, Any]
     name, params = kind_of(section["type"]), section["params"]
     if name == "adamw8bit":
         try:
-            from wands.train.adamw8bit import FragmentAdamW8bit
+            from wands.engine.adamw8bit import FragmentAdamW8bit
         except Exception as error:  # a build for another torch or CUDA raises errors of many classes
             raise ConfigError(
                 f"optim.name=adamw8bit: bitsandbytes cannot be loaded on this machine ({one_line(error, 300)}); "

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from wands.run.run import Log
-from wands.texts import safe_lines
+from wands.texts import Log, safe_lines
 
 SILENCE = 30.0
 """Seconds without output after which the run prints a line with its current work."""

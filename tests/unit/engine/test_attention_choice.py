@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from wands.train.attention_choice import LENGTHS, fastest_backend
+from wands.engine.attention_choice import LENGTHS, fastest_backend
 
 
 def times(**kernels: Callable[[int], float]) -> dict[str, dict[int, float]]:

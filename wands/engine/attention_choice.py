@@ -8,10 +8,12 @@ import torch
 
 from wands.attention.kernels.registry import Backend, get_backend, usable_backends
 from wands.attention.packed import Segments
+from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import gather_objects
-from wands.run.run import Log, TrainingRun
-from wands.train.engine import attention_backend
+from wands.engine.engine import attention_backend
+from wands.texts import Log
 from wands.transfer import to_device
+from wands.variants import DiTShape
 
 Choice = tuple[Backend, dict[str, str] | None]
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -72,7 +74,16 @@ def measure_backends(names: list[str], device: torch.device, *shape: int) -> dic
     return times
 
 
-def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log) -> Choice:
+def agree_on_backend(
+    recipe: Recipe,
+    shape: DiTShape,
+    ulysses_degree: int,
+    saved: dict[str, str] | None,
+    *,
+    rank: int,
+    device: torch.device,
+    log: Log,
+) -> Choice:
     """Choose the attention kernel of a run. Every rank must call this function.
 
     In three cases, the function `attention_backend` chooses the kernel, and no kernel is measured. The result is the
@@ -89,7 +100,10 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
     - Otherwise, rank 0 measures the kernels, and chooses the fastest kernel or combination of kernels.
 
     Args:
-        run: the checked training run.
+        recipe: recipe of the run.
+        shape: sizes of the DiT.
+        ulysses_degree: number of ranks that divide the attention heads among themselves.
+        saved: choice in the checkpoint that the run resumes from.
         rank: rank of this process.
         device: device of this process.
         log: function that prints a line for the user on rank 0.
@@ -98,14 +112,16 @@ def agree_on_backend(run: TrainingRun, rank: int, device: torch.device, log: Log
         (attention kernel, choice to store in checkpoints). The choice is a dict with the keys "backend" (name of the kernel)
         and "setup" (GPU, torch version and usable kernels). It is None if the kernel is from `attention_backend`.
     """
-    names, heads, head_dim = [], run.shape.num_heads // run.degrees.ulysses, run.shape.head_dim
-    if (run.recipe.attention.backend, run.recipe.precision.compute, device.type) == ("auto", "bf16", "cuda"):
+    names = []
+    heads = shape.num_heads // ulysses_degree
+    head_dim = shape.head_dim
+    if (recipe.attention.backend, recipe.precision.compute, device.type) == ("auto", "bf16", "cuda"):
         usable = gather_objects(list(usable_backends(device, torch.bfloat16, head_dim)))
         names = [name for name in usable[0] if all(name in others for others in usable)]
     if not {*names} - {"cudnn"}:  # nothing to compare
-        return attention_backend(run, device), None
+        return attention_backend(recipe, head_dim, device), None
     setup = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {', '.join(names)}"
-    choice = (run.checkpoint and run.checkpoint.state.attention) or {"backend": "", "setup": ""}
+    choice = saved or {"backend": "", "setup": ""}
     if rank == 0 and choice["setup"] != setup:
         if choice["setup"]:
             log(f"attention.backend=auto measures again: {choice['backend']} was chosen on {choice['setup']}")

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from wands.cli import main
-from wands.train import terminal
-from wands.train.terminal import Terminal
+from wands.run import terminal
+from wands.run.terminal import Terminal
 from wands.watch import watchdog
 from wands.watch.watchdog import Watchdog
 

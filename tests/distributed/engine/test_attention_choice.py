@@ -16,8 +16,9 @@ from wands.attention.kernels.registry import get_backend
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.step_folders import STATE_FILE
 from wands.distributed.bootstrap import init_process_group
-from wands.train import attention_choice, loop, summary
-from wands.train.attention_choice import LENGTHS, agree_on_backend
+from wands.engine import attention_choice
+from wands.engine.attention_choice import LENGTHS, agree_on_backend
+from wands.train import loop, summary
 
 CUDA = torch.device("cuda")
 CHOICE = {"backend": "cudnn:4096:torch", "setup": f"H200, torch {torch.__version__}, cudnn, torch"}

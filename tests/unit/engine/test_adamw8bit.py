@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wands.checkpoint.engine_state import Fragment
 from wands.config.optimizer_kinds import BLOCK_8BIT, MIN_8BIT
-from wands.train.adamw8bit import FragmentAdamW8bit, _table, cut_states, dequantize, quantize
+from wands.engine.adamw8bit import FragmentAdamW8bit, _table, cut_states, dequantize, quantize
 
 SHAPES = {"matrix": [70, 100], "gain": [300], "table": [4200], "bias": [5]}
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -1,27 +1,34 @@
-"""Objects of one training process: DeepSpeed engines, moving averages, process groups, event log and trackers."""
+"""Objects of one training process, which the jobs of a run share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from wands.checkpoint.ema import WeightAverage
+from wands.config.recipe import Recipe
 from wands.distributed.dims import ProcessGroups
 from wands.run.append_log import EventLog
-from wands.run.run import Log, TrainingRun
 from wands.run.trackers import Trackers
+from wands.texts import Log
+from wands.variants import Variant
 
 
-@dataclass(frozen=True)
-class Trainer:
-    """Objects of one training process that the parts of the training loop share.
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training process: this rank's engines, and where it writes.
 
     Attributes:
-        run: the checked training run.
+        recipe: recipe of the run.
+        variant: kind of Wan model.
+        output_dir: run folder.
+        start_step: number of optimizer steps that the run had made when this process started.
+        total_steps: number of optimizer steps of the whole run.
         rank: rank of this process.
         device: device of this process.
         groups: process groups of this rank.
@@ -32,7 +39,11 @@ class Trainer:
         log: function that prints a line for the user on rank 0.
     """
 
-    run: TrainingRun
+    recipe: Recipe
+    variant: Variant
+    output_dir: Path
+    start_step: int
+    total_steps: int
     rank: int
     device: torch.device
     groups: ProcessGroups
@@ -43,8 +54,7 @@ class Trainer:
     log: Log
 
     def weights_at(self, step: int) -> tuple[str, ...]:
-        """Return the kinds of weights to evaluate and to generate videos with: "raw" (the trained weights), and "ema" if there
-        is a moving average of the weights.
+        """Return the kinds of weights to evaluate and to sample: "raw", and "ema" if there is a moving average.
 
         At step 0, "ema" is left out, because the moving average then equals the weights.
         """

@@ -24,12 +24,12 @@ from wands.checkpoint.save import CheckpointSaver, build_state
 from wands.config.optimizer_kinds import MIN_8BIT, is_hidden_matrix, state_bytes
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
+from wands.engine.engine import build_engine, build_model, build_schedule
+from wands.engine.optimizers import build_optimizer, muon_ratio
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty
 from wands.train import loop
 from wands.train.batches import noisy_batches
-from wands.train.engine import build_engine, build_model, build_schedule
-from wands.train.optimizers import build_optimizer, muon_ratio
 from wands.train.step import train_step
 from wands.train.summary import start_block
 
@@ -332,9 +332,9 @@ def test_norms_biases_and_modulation_are_not_decayed(
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_two_dtypes_and_no_decay_are_four_groups(stage: int, tiny_pipeline: Path, tmp_path: Path):
+    from wands.engine.optimizers import split_by_decay, split_by_dtype
     from wands.model.files.loading import load_transformer
     from wands.model.weight_dtypes import WeightDtypePolicy
-    from wands.train.optimizers import split_by_decay, split_by_dtype
 
     run = make_run(tiny_pipeline, tmp_path, ("precision.weights=bf16", "precision.compute=bf16"))
     model = load_transformer(
@@ -427,7 +427,7 @@ def train_with_bitsandbytes_alone(*args: Any) -> list[dict[str, Any]]:
     """As earlier versions of wands: blocks run across the parameters of a flat tensor."""
     import bitsandbytes
 
-    with mock.patch("wands.train.adamw8bit.FragmentAdamW8bit", bitsandbytes.optim.AdamW8bit):
+    with mock.patch("wands.engine.adamw8bit.FragmentAdamW8bit", bitsandbytes.optim.AdamW8bit):
         return run_training(*args)
 
 
@@ -560,7 +560,7 @@ def test_a_missing_library_is_named(tiny_pipeline: Path, tmp_path: Path, monkeyp
 
 
 def test_a_broken_library_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "wands.train.adamw8bit", raising=False)
+    monkeypatch.delitem(sys.modules, "wands.engine.adamw8bit", raising=False)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ConfigError, match="bitsandbytes cannot be loaded on this machine"):
         build_optimizer([], {"type": "AdamW8bit", "params": {}}, fused=False)

@@ -1,0 +1,1 @@
+"""The DeepSpeed engine of a DiT: its model, attention kernel, optimizer and learning rate schedule."""

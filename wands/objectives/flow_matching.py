@@ -1,0 +1,86 @@
+"""The default objective: rectified flow, in which the model predicts the velocity from the clip to the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from torch import Tensor
+
+from wands.config.recipe import Recipe
+from wands.data.collate import RankSlice
+from wands.flow.loss import loss_weights, squared_errors, weighted_sum
+from wands.flow.noise import NoisyBatch, add_noise
+from wands.flow.sigmas import sigma_weight
+from wands.objectives.objective import ClipFacts, Loss, Model, Objective, Prepared
+from wands.variants import Expert, Variant
+
+
+class FlowMatching(Objective):
+    """Weighted mean of the squared errors of the predicted velocity.
+
+    To change only how errors are measured, override `token_errors`. To add a term, override `loss`.
+
+    Attributes:
+        flow: `flow` section of the recipe: the distribution and the weights of the noise levels.
+        reduction: `loss.reduction` of the recipe, "sample" or "token".
+        seed: `train.seed` of the recipe.
+    """
+
+    name = "flow_matching"
+
+    def setup(self, recipe: Recipe, variant: Variant) -> None:
+        self.flow = recipe.flow
+        self.reduction = recipe.loss.reduction
+        self.seed = recipe.train.seed
+
+    def weights(self, clips: ClipFacts) -> np.ndarray:
+        return np.ones(len(clips)) if self.reduction == "sample" else clips.trained_tokens
+
+    def prepare(self, part: RankSlice, expert: Expert) -> NoisyBatch:
+        return add_noise(
+            part.tokens,
+            part.layout,
+            part.keys,
+            self.flow,
+            self.seed,
+            num_cond_tokens=part.num_cond_tokens,
+            sigma_range=expert.sigma_range,
+        )
+
+    def prepare_at(self, part: RankSlice, sigmas: Sequence[float]) -> NoisyBatch:
+        return add_noise(
+            part.tokens,
+            part.layout,
+            part.keys,
+            self.flow,
+            self.seed,
+            num_cond_tokens=part.num_cond_tokens,
+            given_sigmas=sigmas,
+        )
+
+    def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
+        noisy = cast(NoisyBatch, prepared)
+        prediction = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
+        rows = noisy.trained  # without tail padding and conditioning tokens
+        of_sigmas = sigma_weight(noisy.sigmas, self.flow)
+        weights = loss_weights(part.trained_lens, part.weights, of_sigmas, self.reduction)
+        errors = self.token_errors(prediction[rows], noisy.target[rows])
+        return Loss(*weighted_sum(errors, part.meta.segment_ids[rows], weights, part.token_weights[rows]))
+
+    def evaluate(self, model: Model, part: RankSlice, prepared: Prepared) -> Tensor:
+        noisy = cast(NoisyBatch, prepared)
+        prediction = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
+        rows = noisy.trained
+        errors = self.token_errors(prediction[rows].double(), noisy.target[rows].double())
+        return weighted_sum(errors, part.meta.segment_ids[rows], part.weights, part.token_weights[rows])[1]
+
+    def token_errors(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the error of each token, [L].
+
+        Args:
+            prediction: [L, P], predicted velocity of L tokens with P channels, in any float dtype.
+            target: fp32 or fp64 [L, P], target velocity.
+        """
+        return squared_errors(prediction, target)

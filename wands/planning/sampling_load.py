@@ -1,0 +1,26 @@
+"""Tokens, FLOPs and memory of the sample videos that a run generates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from wands.sampling.requests import SampleRequest
+from wands.variants import Variant
+
+
+def sampling_load(requests: Sequence[SampleRequest], variant: Variant) -> dict[str, Any]:
+    """Return the tokens, FLOPs and memory that the sample videos of a run need, as keyword arguments of `Workload`.
+
+    `Workload` is the input of the predictions of memory and time. Without sample videos, return {}.
+    """
+    if not requests:
+        return {}
+    # Tensors of the published VAEs while they decode in fp32, a few frames at a time. The pixels of all frames stay.
+    per_pixel, vae_bytes = {16: (19_500, 508e6), 48: (21_800, 2.82e9)}[variant.dit.out_channels]
+    decoding = [r.height * r.width * (per_pixel + 12.5 * r.num_frames) for r in requests]
+    tokens = [variant.num_tokens(r.num_frames, r.height, r.width) for r in requests]
+    forwards = [r.num_inference_steps * (1 + (r.guidance_scale > 1)) for r in requests]
+    flops = sum(n * variant.dit.forward_flops([length]) for n, length in zip(forwards, tokens, strict=True))
+    sizes = {"vae_bytes": vae_bytes, "decoding_bytes": vae_bytes + max(decoding)}
+    return {"video_tokens": max(tokens), "video_flops": flops, **sizes}

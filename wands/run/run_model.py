@@ -1,0 +1,65 @@
+"""The model of a run: its variant, the DiTs that are trained, and their parameters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wands.config.recipe import Recipe
+from wands.model.files.loading import sample_weights
+from wands.model.files.lora_files import find_lora_file
+from wands.model.files.tensor_files import sample_digest
+from wands.planning.workload import Weight
+from wands.variants import DiTShape, Expert, Variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunModel:
+    """Model of a run.
+
+    Attributes:
+        config: diffusers config of the DiT.
+        variant: kind of Wan model.
+        experts: the trained DiTs. Each step updates them one after the other.
+        weights: parameters of one trained DiT, equal for all trained DiTs.
+        has_files: False in a dry run of a model that is not downloaded.
+    """
+
+    config: dict[str, Any]
+    variant: Variant
+    experts: tuple[Expert, ...]
+    weights: tuple[Weight, ...]
+    has_files: bool = True
+
+    @property
+    def shape(self) -> DiTShape:
+        """Sizes of the DiT, such as its width and number of layers."""
+        return self.variant.dit
+
+    @cached_property
+    def num_trained(self) -> int:
+        """Number of trained parameter elements in one trained DiT."""
+        return sum(weight.numel for weight in self.weights if weight.trained)
+
+
+def base_fingerprint(recipe: Recipe, experts: Sequence[Expert]) -> str | None:
+    """Return a digest of some values of the base weights and of the merged LoRAs. None for random base weights.
+
+    A resumed LoRA run compares it with its checkpoint, to detect that the base weights have changed. A full finetune has the
+    digest None, because its checkpoints contain all weights.
+    """
+    model = recipe.model
+    if recipe.lora is None or model.init == "random":
+        return None
+    parts = []
+    for expert in experts:
+        parts.append(sample_weights(model.path, expert.subfolder))
+        for merge in model.merge_loras:
+            folder = expert.subfolder if expert.name else None
+            file = find_lora_file(Path(merge.path), "model.merge_loras", folder)
+            parts.append(f"{merge.scale}*{sample_digest([file], 'model.merge_loras')}")
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
