@@ -13,11 +13,16 @@ import torch
 from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import attention_backend, build_engine, build_model
 from wands.files import read_rows
 from wands.plugin import Plugin
+from wands.train.jobs import FinishedStep, Job
 from wands.train.loop import train
 from wands.train.prepare import prepare_run
 from wands.train.prepared_run import PreparedRun
+from wands.train.training import Training
+from wands.variants import Expert
 from wands.watch.watchdog import Watchdog
 
 # Seven clips of unequal length: 8, 12, 2, 24, 6, 16 and 9 tokens.
@@ -80,6 +85,45 @@ def train_run(run: PreparedRun, log: Callable[[str], None] = lambda text: None) 
         train(run, rank, device, log, watchdog)
     gc.collect()  # an engine that is gone would make the next one slower
     return read_rows(run.output_dir / "metrics.jsonl") if rank == 0 else []
+
+
+def model_of(
+    run: PreparedRun, groups: ProcessGroups, device: torch.device, expert: Expert | None = None
+) -> torch.nn.Module:
+    """The DiT of a run as its training builds it, without an engine."""
+    return build_model(
+        run.recipe,
+        run.ds_config,
+        expert or run.model.experts[0],
+        groups=groups,
+        device=device,
+        backend=attention_backend(run.recipe, run.model.shape.head_dim, device),
+        resumes=run.checkpoint is not None,
+    )
+
+
+def engine_of(run: PreparedRun, model: torch.nn.Module) -> Any:
+    """The DeepSpeed engine of a run around a model; `release_engine` takes it apart."""
+    return build_engine(model, run.ds_config, run.recipe, run.schedule.total_steps)
+
+
+class Spy(Job):
+    """A job that calls functions of a test: at the start with the training process, after each step with the finished step."""
+
+    def __init__(
+        self,
+        started: Callable[[Training], object] = lambda training: None,
+        stepped: Callable[[Training, FinishedStep], object] = lambda training, step: None,
+    ) -> None:
+        self._started = started
+        self._stepped = stepped
+
+    def start(self, training: Training) -> None:
+        self._training = training
+        self._started(training)
+
+    def run(self, step: FinishedStep) -> None:
+        self._stepped(self._training, step)
 
 
 def losses(rows: list[dict[str, Any]]) -> list[float]:

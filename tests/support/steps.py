@@ -15,19 +15,18 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.support.runs import groups_of, make_run, release
+from tests.support.runs import engine_of, make_run, model_of
 from wands.attention.layout import ContextLayout
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
-from wands.engine.engine import build_engine, build_model
+from wands.engine.engine import release_engine
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
 from wands.selftest.stock import add_conditions, stock_velocity
-from wands.train.batches import noisy_batches
 from wands.train.prepared_run import PreparedRun
 from wands.train.step import train_step
 
@@ -128,7 +127,7 @@ def optimizer_step(
 
     run = make_run(model, out, overrides, ds)
     rank, _, device = init_process_group()
-    groups = groups_of(run.grid(rank), device)
+    groups = ProcessGroups.build(run.grid(rank), device)
     gradients: dict[str, torch.Tensor] = {}
     with _engine(run, groups, device, dtype) as engine:
         update = engine.step
@@ -142,8 +141,10 @@ def optimizer_step(
         engine.step = capture
         plan = run.schedule.sampler.step_plan(0)
         denominator = run.schedule.denominator(plan)
-        [batches] = noisy_batches(run, plan, groups.dims)
-        result = train_step(engine, batches, run, groups, device, denominator)
+        [batches] = run.reader(groups.dims).micro_batches(plan)
+        result = train_step(
+            engine, batches, run.objective, groups=groups, device=device, denominator=denominator
+        )
         loss = result.loss.double()
         dist.all_reduce(loss)
         return Step(
@@ -163,13 +164,13 @@ def _engine(
         dtype == torch.float64
     ):  # a model that is made under ZeRO-3 is float32; this one is sharded by the engine
         whole = replace(run, ds_config={**run.ds_config, "zero_optimization": {"stage": 2}})
-        module = build_model(whole, groups, device).double()
+        module = model_of(whole, groups, device).double()
     else:
-        module = build_model(run, groups, device)
-    engine = build_engine(module, run.ds_config, run.recipe, run.schedule.sampler.total_steps)
+        module = model_of(run, groups, device)
+    engine = engine_of(run, module)
     del module
     yield engine
-    release(engine)
+    release_engine(engine)
 
 
 def _digest(module: torch.nn.Module) -> str:

@@ -23,7 +23,9 @@ def write_cache(
     run, draw = make_run(model, path, world_size=1), torch.Generator().manual_seed(seed)
     with CacheWriter(path, run.model.variant, {}, max_samples=2) as writer:
         for number, name in enumerate(names):
-            latents = torch.randn(run.model.shape.in_channels, 1 + number % 5, 4, 4, generator=draw).bfloat16()
+            latents = torch.randn(
+                run.model.shape.in_channels, 1 + number % 5, 4, 4, generator=draw
+            ).bfloat16()
             text = torch.randn(3, run.model.shape.text_dim, generator=draw).bfloat16()
             meta = {"num_frames": 1, "fps": 16.0, "content": "c", "license": (licenses or {}).get(name, "")}
             writer.add(name, latents, text, meta)

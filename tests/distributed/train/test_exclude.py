@@ -113,7 +113,9 @@ def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_pa
     )
     for split in ("train", "holdout"):
         run = make_run(tiny_pipeline, tmp_path / "run", (*settings, f"data.split={split}"), world_size=1)
-        names = {run.data.keys[i] for plan in run.schedule.sampler.iterate() for bin in plan.bins for i in bin}
+        names = {
+            run.data.keys[i] for plan in run.schedule.sampler.iterate() for bin in plan.bins for i in bin
+        }
         assert names == set(run.data.keys) - {"a", "b", "c"}
 
 

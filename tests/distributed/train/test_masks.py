@@ -43,7 +43,9 @@ def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
             if run.model.shape.condition_channels:
                 images["image_latents"] = torch.randn(latents.shape, generator=draw).bfloat16()
             if width := run.model.shape.image_dim:
-                images["image_embeds"] = torch.randn(run.model.shape.image_len, width, generator=draw).bfloat16()
+                images["image_embeds"] = torch.randn(
+                    run.model.shape.image_len, width, generator=draw
+                ).bfloat16()
             weights = torch.rand(grid_size(shape, run.model.shape.patch_size), generator=draw)
             weights = (weights - 0.3).clamp(min=0).bfloat16()
             masks = {"masks": weights if number in MASKED else None, "ones": torch.ones_like(weights)}
@@ -137,7 +139,9 @@ def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
         mean += float(weights.sum()) - ratio * first
         count += float(weights.sum()) - is_given * first
     plan = run.schedule.sampler.step_plan(0)
-    assert (run.schedule.denominator(plan), run.schedule.count(plan)) == pytest.approx((mean, count), rel=1e-12)
+    assert (run.schedule.denominator(plan), run.schedule.count(plan)) == pytest.approx(
+        (mean, count), rel=1e-12
+    )
     assert given == ({True, False} if ratio else {False})  # masked clips with and without a given frame
 
 

@@ -281,7 +281,9 @@ def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, world_size=1)
     per_epoch = run.schedule.sampler.steps_per_epoch
     assert per_epoch > 1
-    plans = [run.schedule.sampler.epoch_plan(epoch).steps for epoch in range(9)]  # seven clips: some epochs are alike
+    plans = [
+        run.schedule.sampler.epoch_plan(epoch).steps for epoch in range(9)
+    ]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
         parts = run_digests(run, step)
