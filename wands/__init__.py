@@ -1,9 +1,29 @@
-"""wands: train the Wan 2.1 / 2.2 video diffusion transformer with DeepSpeed."""
+"""wands: train the Wan 2.1 / 2.2 video diffusion transformer with DeepSpeed.
 
+The public names, such as `wands.Trainer`, are those of `wands.api`. They are imported when they are used, so that `import wands`
+needs no PyTorch.
+"""
+
+import importlib
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from wands.api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used."""
+    if name.startswith("_"):  # Python and tools ask for names such as __path__
+        raise AttributeError(name)
+    api = importlib.import_module("wands.api")
+    if name not in api.__all__:
+        raise AttributeError(f"wands has no public name {name}; it has {', '.join(api.__all__)}")
+    return getattr(api, name)
+
 
 _folder = sys.path[0]
 if (

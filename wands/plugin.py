@@ -29,7 +29,7 @@ ATTRIBUTE = "plugin"
 
 @dataclass(frozen=True, kw_only=True)
 class Plugin:
-    """What outside code adds to a run. Every field has the meaning of the argument of `wands.Trainer` with the same name.
+    """Parts that outside code adds to a run. Every field has the meaning of the argument of `wands.Trainer` with the same name.
 
     Attributes:
         objective: objective of the run; None for `FlowMatching`.

@@ -15,7 +15,16 @@ from pydantic import BeforeValidator, Field
 from wands.config.base import ARGUMENT, Options, Spelling
 
 
-class RecipeOptions(Options):
+class PluginOptions(Options):
+    """Options of commands that outside code can change."""
+
+    imports: Annotated[tuple[str, ...], Spelling("--import", metavar="MODULE")] = ()
+    """Import outside code, such as an objective or an input: a Python file, such as ./robust.py, or a module, such as
+    my_package.robust. It must define `plugin = wands.Plugin(...)`. Give the option several times for several modules. Installed
+    packages with an entry point in the group wands.plugins are imported without this option."""
+
+
+class RecipeOptions(PluginOptions):
     """Options of commands that take a recipe."""
 
     recipe: Annotated[str | None, ARGUMENT] = None
@@ -26,7 +35,7 @@ class RecipeOptions(Options):
     config` lists all keys."""
 
 
-class ClipOptions(Options):
+class ClipOptions(PluginOptions):
     """Options that choose clips from SOURCE (a folder, table or dataset), and the size and length of the samples."""
 
     source: Annotated[str, ARGUMENT]
@@ -492,7 +501,7 @@ class ProfileOptions(LauncherOptions):
         return TrainOptions(**shared, overrides=(*defaults, *self.overrides, *fixed))
 
 
-class InferOptions(Options):
+class InferOptions(PluginOptions):
     """Sample videos from prompts and images.
 
     With a launcher such as torchrun, all processes work together on each video. If you leave out a sampling option, such as
@@ -613,7 +622,7 @@ class InferOptions(Options):
     """Compile the transformer blocks with torch.compile. The first step takes longer, and later steps are faster."""
 
 
-class EvaluateOptions(Options):
+class EvaluateOptions(PluginOptions):
     """Measure the loss of a run or a model on the clips of a cache.
 
     Every clip is evaluated at nine noise levels with fixed noise, so the losses of several checkpoints or models can be
@@ -639,7 +648,7 @@ class EvaluateOptions(Options):
     """Write all mean losses, and the list of the evaluated clips, to this JSON file."""
 
 
-class ExportOptions(Options):
+class ExportOptions(PluginOptions):
     """Export a checkpoint as a diffusers pipeline or LoRA files.
 
     A checkpoint of a full finetune becomes a pipeline folder. A checkpoint of a LoRA run becomes a folder of LoRA files.

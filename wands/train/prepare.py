@@ -52,7 +52,7 @@ def fingerprint_once(model: str) -> Mapping[str, Any]:
 
 
 def load_run(
-    recipe_path: str | None,
+    source: Recipe | str | Path | None,
     deepspeed: str | Path | None,
     overrides: Sequence[str],
     *,
@@ -66,9 +66,9 @@ def load_run(
     """Read the recipe, the DeepSpeed JSON and the checkpoint of a run, check everything, and return the planned run.
 
     Args:
-        recipe_path: YAML file or name of a shipped recipe; None for the defaults.
+        source: the recipe, a YAML file, or the name of a shipped recipe; None for the defaults.
         deepspeed: DeepSpeed JSON; None for the built-in config with ZeRO-2.
-        overrides: ``section.key=value`` strings that override the recipe.
+        overrides: ``section.key=value`` strings that override a recipe of a name or file.
         world_size: number of ranks; 0 for the smallest number that the recipe allows, None for the number that the launcher
             has started.
         resume: value of --resume. None for a new run, "auto" for the newest checkpoint of the run folder, or a path.
@@ -83,10 +83,16 @@ def load_run(
         WandsError: with all problems. A check that needs the result of a failed check is skipped.
     """
     problems = Problems()
-    recipe = problems.run("recipe", lambda: read_recipe(recipe_path, overrides, problems))
+    if isinstance(source, Recipe):
+        recipe: Recipe | None = source
+        name = "the recipe"
+    else:
+        recipe = problems.run("recipe", partial(read_recipe, source, overrides, problems))
+        name = str(source or "the recipe")
     ds_user = problems.run("DeepSpeed JSON", lambda: load_ds_config(deepspeed)) or {}
     if recipe is None:
         problems.raise_all()
+        raise AssertionError("a recipe that cannot be read is a problem")
     checkpoint = None
     if claim:
         problems.run("lock", lambda: claim(Path(recipe.output_dir)), "output_dir")
@@ -97,7 +103,7 @@ def load_run(
         recipe,
         ds_user,
         world_size=recipe.parallel.group_size if world_size == 0 else world_size,
-        names=(str(deepspeed or "the built-in DeepSpeed config"), str(recipe_path or "the recipe")),
+        names=(str(deepspeed or "the built-in DeepSpeed config"), name),
         checkpoint=checkpoint,
         problems=problems,
         **options,

@@ -1,0 +1,37 @@
+"""The public names of wands, which `import wands` offers."""
+
+from wands.config.recipe import Recipe
+from wands.config.recipe_loading import load_recipe
+from wands.engine.engine import build_model, build_schedule
+from wands.flow.rng import SampleKey, rng
+from wands.model.adapter_off import adapter_off
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import ClipCosts, ClipFacts, Forwards, Loss, Objective
+from wands.plugin import Plugin, load_plugins
+from wands.train.jobs import FinishedStep, Job
+from wands.train.prepare import prepare_run
+from wands.train.trainer import Trainer
+from wands.train.training import Training
+
+__all__ = [
+    "ClipCosts",
+    "ClipFacts",
+    "FinishedStep",
+    "FlowMatching",
+    "Forwards",
+    "Job",
+    "Loss",
+    "Objective",
+    "Plugin",
+    "Recipe",
+    "SampleKey",
+    "Trainer",
+    "Training",
+    "adapter_off",
+    "build_model",
+    "build_schedule",
+    "load_plugins",
+    "load_recipe",
+    "prepare_run",
+    "rng",
+]
