@@ -63,11 +63,27 @@ class FlowMatching(Objective):
     def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
         noisy = cast(NoisyBatch, prepared)
         prediction = model(**part.model_inputs(noisy.tokens, noisy.timesteps))
+        return self.loss_of(prediction, part, noisy)
+
+    def loss_of(self, prediction: Tensor, part: RankSlice, noisy: NoisyBatch) -> Loss:
+        """Return the loss of a prediction [L, P], see `loss`."""
         rows = noisy.trained  # without tail padding and conditioning tokens
+        errors = self.token_errors(prediction[rows], noisy.target[rows])
+        return self.weighted_sum(errors, part, noisy)
+
+    def weighted_sum(self, token_errors: Tensor, part: RankSlice, noisy: NoisyBatch) -> Loss:
+        """Return the sum of the errors of the trained tokens, with the weights of masks, samples and noise levels.
+
+        Args:
+            token_errors: errors of the tokens `noisy.trained`.
+            part: this rank's part of the bin.
+            noisy: result of `prepare`.
+        """
+        rows = noisy.trained
         of_sigmas = sigma_weight(noisy.sigmas, self.flow)
         weights = loss_weights(part.trained_lens, part.weights, of_sigmas, self.reduction)
-        errors = self.token_errors(prediction[rows], noisy.target[rows])
-        return Loss(*weighted_sum(errors, part.meta.segment_ids[rows], weights, part.token_weights[rows]))
+        ids = part.meta.segment_ids[rows]
+        return Loss(*weighted_sum(token_errors, ids, weights, part.token_weights[rows]))
 
     def evaluate(self, model: Model, part: RankSlice, prepared: Prepared) -> Tensor:
         noisy = cast(NoisyBatch, prepared)

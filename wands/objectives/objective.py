@@ -84,7 +84,9 @@ class Loss(NamedTuple):
 
 
 class Objective(ABC):
-    """Inputs, targets and loss of a training step. Pass a child of this class, or of `FlowMatching`, as `wands.Trainer(objective=...)`.
+    """Inputs, targets and loss of a training step.
+
+    Pass a child of this class, or of `FlowMatching`, as `wands.Trainer(objective=...)`.
 
     Random numbers come from `wands.flow.rng.rng(seed, key, purpose)` with a key of `RankSlice.keys`. The results then do not
     depend on the ranks, the packing or a restart.
