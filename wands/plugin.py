@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -37,6 +37,7 @@ class Plugin:
         optimizer: function of (named parameters, learning rate) that returns a torch optimizer.
         schedule: function with the arguments and the result of `wands.train.engine.build_schedule`.
         jobs: `wands.Job` objects, which run after the jobs of wands.
+        sources: where the parts come from, for the description of a run. `load_plugins` sets it.
     """
 
     objective: Objective | None = None
@@ -44,6 +45,7 @@ class Plugin:
     optimizer: Callable[..., Any] | None = None
     schedule: Callable[..., Any] | None = None
     jobs: tuple[Any, ...] = ()
+    sources: tuple[str, ...] = ()
 
     def joined(self, other: Plugin) -> Plugin:
         """Return a plugin with the parts of both.
@@ -78,9 +80,12 @@ def load_plugins(names: Sequence[str] = ()) -> Plugin:
     """
     joined = Plugin()
     for point in entry_points(group=ENTRY_POINTS):
-        joined = joined.joined(_checked(f"the installed plugin {point.name}", point.load))
+        plugin = _checked(f"the installed plugin {point.name}", point.load)
+        package = f"{point.dist.name} {point.dist.version}" if point.dist else point.name
+        joined = joined.joined(replace(plugin, sources=(package,)))
     for name in names:
-        joined = joined.joined(_checked(f"--import {name}", partial(_plugin_of, name)))
+        plugin = _checked(f"--import {name}", partial(_plugin_of, name))
+        joined = joined.joined(replace(plugin, sources=(name,)))
     return joined
 
 

@@ -16,6 +16,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.engine.engine import attention_backend, build_model
 from wands.errors import ConfigError
 from wands.files import write_text
+from wands.plugin import load_plugins
 from wands.train.evaluation import Row, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, plan_cache
 from wands.train.prepare import prepare_run
@@ -39,7 +40,9 @@ def evaluate(options: EvaluateOptions) -> str | None:
         checkpoint = find_checkpoint(where) if is_run else None
         if options.ema and checkpoint is None:
             raise ConfigError(f"--ema needs a training run, but MODEL={where} is not a run; leave --ema out.")
-        run = prepare_run(_recipe(options, checkpoint), {"zero_optimization": {"stage": 0}})
+        ds_user = {"zero_optimization": {"stage": 0}}
+        plugin = load_plugins(options.imports)
+        run = prepare_run(_recipe(options, checkpoint), ds_user, plugin=plugin)
     _, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     dtype = run.recipe.precision.compute

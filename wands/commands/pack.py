@@ -10,6 +10,7 @@ from wands.config.options import PackOptions
 from wands.data.datasets import describe_data, list_sources
 from wands.data.packing import imbalance
 from wands.files import atomic_path
+from wands.plugin import load_plugins
 from wands.train.prepare import load_run
 from wands.train.prepared_run import PreparedRun
 
@@ -51,7 +52,12 @@ def pack(options: PackOptions) -> str:
     settings = options.recipe, None, options.overrides
     # The plan is equal for all numbers of ranks. Hashing the encoders takes longer than planning, so wands train compares them.
     run = load_run(
-        *settings, world_size=0, device_type="cpu", encoders=lambda path: {}, ignore_output_dir=True
+        *settings,
+        world_size=0,
+        device_type="cpu",
+        encoders=lambda path: {},
+        ignore_output_dir=True,
+        plugin=load_plugins(options.imports),
     )
     header = _header(run, options.epoch)
     first, mean_cost = header["first_step"], header.pop("mean_cost")

@@ -19,12 +19,17 @@ from wands.data.datasets import open_data
 from wands.errors import CacheError, ConfigError
 from wands.files import write_text
 from wands.model.files.hub import published_name
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import ClipFacts
 from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
 from wands.planning.sampling_load import sampling_load
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
 from wands.planning.weights import list_weights, read_model
 from wands.planning.workload import Workload
+from wands.plugin import load_plugins
+from wands.run.schedule import plan_clips
+from wands.run.sizes import objective_load
 from wands.texts import format_seconds
 from wands.train.evaluation_plan import num_forwards
 from wands.train.samples import plan_videos
@@ -69,8 +74,12 @@ def plan(options: PlanOptions) -> str:
     recipe = load_recipe(options.recipe, options.overrides)
     model = find_model(recipe, options.variant)
     _, variant, experts = model
+    objective = load_plugins(options.imports).objective or FlowMatching()
+    objective.setup(recipe, variant)
+    costs = objective.costs(_clips(recipe, variant, options))
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
-    task = build_task(recipe, model, _lengths(recipe, variant, options), options, load)
+    load |= objective_load(objective, costs)
+    task = build_task(recipe, model, costs.tokens, options, load)
     candidates = search(task)
     if not candidates:
         lora = "" if recipe.lora else " a LoRA (--set lora.rank=32),"
@@ -128,7 +137,7 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
         gpus: number of GPUs.
     """
     variant = VARIANTS[name]
-    lens = _lengths(Recipe(), variant, PlanOptions())
+    lens = _clips(Recipe(), variant, PlanOptions()).num_tokens
     for quantize in ([], ["lora.quantize=nf4"]) if kind == "lora" else ([],):
         recipe = load_recipe(f"{name}-{kind}", [f"packing.max_tokens={lens[0]}", *quantize])
         weights = list_weights(recipe, variant.dit.to_config(), variant.experts)
@@ -154,10 +163,9 @@ def build_task(
     Args:
         recipe: recipe of the run.
         model: result of `find_model`: (config of the DiT, model variant, DiTs to train).
-        lens: number of video tokens of each clip, int64 [number of clips].
+        lens: number of tokens of each clip that the model sees, int64 [number of clips].
         options: options that describe the machine, and name the DeepSpeed config.
-        load: arguments of `Workload` that describe the videos that the run generates during training, such as `video_tokens`;
-            {} if the run generates no videos.
+        load: further arguments of `Workload`: results of `sampling_load` and `objective_load`.
 
     Raises:
         ConfigError: if the machine or the DeepSpeed config is unknown.
@@ -195,8 +203,8 @@ def _has_data(data: DataConfig) -> bool:
     return bool(data.cache or data.sources or data.mock)
 
 
-def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarray:
-    """Return the number of video tokens of each clip, int64 [number of clips].
+def _clips(recipe: Recipe, variant: Variant, options: PlanOptions) -> ClipFacts:
+    """Return the token grids of the clips.
 
     If `options.clips` is set or the recipe names no data, equal clips are assumed: `options.clips` clips (default 1,000), each
     with `options.frames` frames of `options.size`. Otherwise, the numbers are read from the data that the recipe names.
@@ -207,15 +215,17 @@ def _lengths(recipe: Recipe, variant: Variant, options: PlanOptions) -> np.ndarr
             dataset = open_data(data, variant, recipe.train.seed, fingerprint=dict)
         except CacheError as error:
             raise CacheError(f"{error} To plan without a cache, add --clips N.") from None
-        return dataset.num_tokens(dit.patch_size)
+        return plan_clips(dataset, dit.patch_size, first_frame_ratio=0.0)
     size = options.size
     sides = re.fullmatch(r"(\d+)x(\d+)", SIZES.get(size, size.lower()))
     if sides is None:
         raise ConfigError(f"--size {size} is neither 480p, 720p nor HEIGHTxWIDTH; write for example 480x832.")
-    tokens = variant.num_tokens(options.frames, *map(int, sides.groups()))
-    if tokens < 1:
+    latents = variant.latent_size(options.frames, *map(int, sides.groups()))
+    grid = np.array(latents) // dit.patch_size
+    if grid.prod() < 1:
         raise ConfigError(f"--size {size} is smaller than one video token; use for example 480p.")
-    return np.full(options.clips or 1000, tokens, np.int64)
+    grids = np.tile(grid.astype(np.int64), (options.clips or 1000, 1))
+    return ClipFacts(grids=grids, trained_tokens=grids.prod(axis=1).astype(np.float64))
 
 
 def _table(candidates: Sequence[Candidate]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from wands.config.recipe import Recipe
 from wands.data.cache.reader import LatentCache
 from wands.data.datasets import Dataset
 from wands.distributed.dims import ContextDegrees
+from wands.objectives.objective import ClipCosts, Objective
 from wands.planning.sampling_load import sampling_load
 from wands.planning.workload import Workload
 from wands.run.run_model import RunModel
@@ -43,6 +46,17 @@ def step_flops(model: RunModel, schedule: Schedule, bins: Sequence[Sequence[int]
     with_gradient, without_gradient = schedule.objective.forwards
     of_dit = with_gradient * (3 * forward - round(frozen * linear)) + without_gradient * forward
     return len(model.experts) * of_dit
+
+
+def objective_load(objective: Objective, costs: ClipCosts) -> dict[str, Any]:
+    """Return the passes and the attention of an objective, as keyword arguments of `Workload`.
+
+    Args:
+        objective: objective of the run.
+        costs: costs of the clips of the run, result of `Objective.costs`.
+    """
+    squares = (costs.tokens.astype(np.float64) ** 2).sum()
+    return {"forwards": objective.forwards, "pair_share": float(costs.pairs.sum() / squares)}
 
 
 def run_workload(
@@ -94,7 +108,6 @@ def run_workload(
         micro_steps=recipe.train.bins_per_step // dp_size if packs else 2,
         max_tokens=max(int(schedule.costs.tokens[list(bin)].sum()) for bin in forwards),
         max_samples=max(map(len, forwards)),
-        forwards=schedule.objective.forwards,
-        pair_share=float(schedule.costs.pairs.sum() / (schedule.costs.tokens**2).sum()),
+        **objective_load(schedule.objective, schedule.costs),
         **sampling_load(samples, model.variant),
     )

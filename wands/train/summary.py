@@ -97,6 +97,7 @@ def start_block(run: PreparedRun) -> str:
         share = sets * workload.video_flops / training
         text = f"{len(run.samples)} videos every {recipe.sample.every:,} steps"
         rows["samples"] = [f"{text}: {share:.1%} of the training's FLOPs"]
+    rows["plugins"] = [", ".join(run.plugin.sources)] if run.plugin.sources else []
     rows |= {"memory": [_memory_line(workload)], "output": [str(run.output_dir)]}
     rows["changed"] = [run.data_change] if run.data_change else []
     if run.checkpoint:

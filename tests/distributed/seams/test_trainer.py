@@ -1,0 +1,98 @@
+"""`wands.Trainer` in one process, as a notebook uses it, and the examples, which are programs over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import wands
+from examples.robust_loss import Robust
+from tests.support.runs import BASE, losses
+from wands.commands.train import run_train
+from wands.config.options import TrainOptions
+from wands.config.recipe_loading import load_recipe
+from wands.errors import ConfigError
+from wands.files import read_rows
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+
+
+def keys(model: Path, out: Path, *more: str) -> list[str]:
+    return [*BASE, f"model.path={model}", f"output_dir={out}", "train.max_steps=2", *more]
+
+
+def series(out: Path) -> list[float]:
+    return losses(read_rows(out / "metrics.jsonl"))
+
+
+def train_as_a_notebook(model: Path, out: Path) -> tuple[list[list[float]], str, str, list[str]]:
+    said: list[str] = []
+    first = wands.Trainer(load_recipe(None, keys(model, out / "a")), deepspeed="zero3", log=said.append)
+    plan = first.plan()
+    written = sorted(path.name for path in out.iterdir())
+    saved = first.train()
+    wands.Trainer(None, keys(model, out / "b"), deepspeed="zero3", log=said.append).train()
+    robust = wands.Trainer(
+        None, keys(model, out / "c"), deepspeed="zero3", objective=Robust(), log=said.append
+    )
+    robust.train()
+    more = keys(model, out / "a", "train.max_steps=3")
+    wands.Trainer(None, more, deepspeed="zero3", resume="auto", log=said.append).train()
+    return [series(out / name) for name in "abc"], plan, str(saved), written
+
+
+def test_one_process_makes_several_runs(tiny_pipeline: Path, tmp_path: Path, worlds):
+    found, plan, saved, written = worlds[1].run(train_as_a_notebook, tiny_pipeline, tmp_path)[0]
+    first, second, robust = found
+    assert first[:2] == second
+    assert len(first) == 3
+    assert robust != second
+    assert "ZeRO-3" in plan
+    assert written == []
+    assert saved.endswith("step_00000002")
+
+
+def test_overrides_belong_to_a_recipe_that_is_named():
+    with pytest.raises(ConfigError, match="overrides"):
+        wands.Trainer(load_recipe(None), ["train.max_steps=2"])
+
+
+def train_example(name: str, model: Path, out: Path, *more: str) -> list[str]:
+    said: list[str] = []
+    path = str(EXAMPLES / f"{name}.py")
+    options = TrainOptions(imports=(path,), overrides=tuple(keys(model, out, *more)), force=True)
+    run_train(options, said.append)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("robust_loss", ()),
+        ("loss_per_clip", ()),
+        ("held_to_base", ("lora={rank: 4, targets: attention}",)),
+    ],
+)
+def test_an_example_is_imported_by_wands_train(
+    tiny_pipeline: Path, tmp_path: Path, worlds, name: str, more: tuple[str, ...]
+):
+    said = worlds[1].run(train_example, name, tiny_pipeline, tmp_path, *more)[0]
+    assert any(f"plugins     {EXAMPLES / name}.py" in text for text in said)
+    assert len(series(tmp_path)) == 2
+    if name == "loss_per_clip":
+        found = json.loads((tmp_path / "loss_per_clip_rank0.json").read_text())
+        assert found
+        assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+@pytest.mark.launch
+def test_a_program_trains_from_python(tiny_pipeline: Path, tmp_path: Path):
+    program = [sys.executable, EXAMPLES / "train_from_python.py", "tiny", *keys(tiny_pipeline, tmp_path)]
+    done = subprocess.run(program, env={**os.environ}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"the newest checkpoint: {tmp_path}/checkpoints/step_00000002" in done.stdout
