@@ -91,19 +91,16 @@ class RankComparison(Job):
 
     def is_due(self, step: FinishedStep) -> bool:
         is_regular = self._checkpoints.saves(step) or step.number % max(self._every, 1) == 0
-        return self._reads_all(step) or bool(self._every and is_regular)
+        return step.is_first or step.check_requested or bool(self._every and is_regular)
 
     def run(self, step: FinishedStep) -> None:
-        reads_all = self._reads_all(step)
+        reads_all = step.is_first or step.check_requested
         engines = self._training.engines.values()
         num_equal = sum(check_step(engine, step.plan, self._training.device, reads_all) for engine in engines)
         if reads_all:
             self._training.log(
                 f"step {step.number}: {num_equal} parameters and the packing plan are equal on all ranks"
             )
-
-    def _reads_all(self, step: FinishedStep) -> bool:
-        return step.check_requested or step.plan.step == self._training.start_step
 
 
 class Pushes(Job):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from wands.data.sampler import StepPlan
 from wands.run.step_result import StepResult
+from wands.train.reduction import StepSums
 
 if TYPE_CHECKING:
     from wands.train.training import Training
@@ -20,26 +21,48 @@ class FinishedStep:
     Attributes:
         plan: packing plan of the step.
         results: result of each trained DiT on this rank.
-        metrics: row of `metrics.jsonl`, with keys such as "loss" and "grad_norm".
+        sums: numbers of the step over all ranks.
+        lr: learning rate of the step.
+        seconds: duration of the step, with the wait for data.
+        own_seconds: result of `ComputeTimes.end_step`.
+        is_first: whether the step is the first step of this process.
         is_last: whether the step is the last step of the run.
-        save_requested: whether a checkpoint was requested.
-        check_requested: whether a comparison of the ranks was requested.
-        stop_requested: whether the run should end after this step, to be resumed later.
-        is_writing: whether a rank still writes files of an earlier checkpoint.
+        metrics: row of `metrics.jsonl`, with keys such as "loss" and "grad_norm". Set by the log, which is the first job.
         is_best: whether the held-out loss of this step is the lowest so far. Set by the evaluation.
         ends_early: whether `eval.patience` ends the run. Set by the evaluation.
     """
 
     plan: StepPlan
     results: Sequence[StepResult]
-    metrics: dict[str, Any]
+    sums: StepSums
+    lr: float
+    seconds: float
+    own_seconds: list[float] | None
+    is_first: bool
     is_last: bool
-    save_requested: bool
-    check_requested: bool
-    stop_requested: bool
-    is_writing: bool
+    metrics: dict[str, Any] = field(default_factory=dict)
     is_best: bool = False
     ends_early: bool = False
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether a checkpoint was requested."""
+        return bool(self.sums.largest["save"])
+
+    @property
+    def check_requested(self) -> bool:
+        """Whether a comparison of the ranks was requested."""
+        return bool(self.sums.largest["check"])
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run should end after this step, to be resumed later."""
+        return bool(self.sums.largest["quit"])
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a rank still writes files of an earlier checkpoint."""
+        return bool(self.sums.largest["is_writing"])
 
     @property
     def number(self) -> int:

@@ -6,33 +6,30 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from wands.checkpoint.save import CheckpointSaver
-from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.engine.attention_choice import agree_on_backend
 from wands.engine.engine import release_engine
 from wands.report.page import write_report
-from wands.run.sizes import step_flops
 from wands.run.step_result import StepResult
 from wands.texts import Log
-from wands.train.batches import MicroBatch
 from wands.train.jobs import FinishedStep, Job
-from wands.train.metrics import memory_peaks, sigma_sums, step_metrics
+from wands.train.metrics import memory_peaks, sigma_sums
 from wands.train.prepared_run import PreparedRun
 from wands.train.profiler import memory_snapshots, profiled_steps
 from wands.train.reduction import StepSums, sum_over_ranks
 from wands.train.samples import encode_samples
-from wands.train.set_up import build_bad_steps, build_jobs, build_saver, build_training
+from wands.train.set_up import build_jobs, build_training
 from wands.train.step import train_step
 from wands.train.training import Training
 from wands.watch.bad_steps import BadSteps
-from wands.watch.rank_checks import FIXES, run_digests
+from wands.watch.rank_checks import FIXES
 from wands.watch.stragglers import ComputeTimes
 from wands.watch.watchdog import Watchdog, poll_requests
 
@@ -53,7 +50,7 @@ def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog:
     """
     watchdog.saved = run.checkpoint and run.checkpoint.folder
     watchdog.watch_run(run.output_dir, run.recipe.train.step_timeout, group_timeout().total_seconds())
-    check_agreement(_digests(run), device, FIXES)  # ranks that differ would hang
+    check_agreement(run.digests(), device, FIXES)  # ranks that differ would hang
     groups = ProcessGroups.build(run.grid(rank), device)
     choice = agree_on_backend(
         run.recipe,
@@ -69,8 +66,23 @@ def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog:
     watchdog.begin_work("building the model and its engine")
     training = build_training(run, groups, device, choice, log)
     try:
-        bad_steps = build_bad_steps(run, training)
-        saver = build_saver(run, training)
+        bad_steps = BadSteps(
+            config=run.recipe.train,
+            excluded=run.recipe.data.exclude,
+            experts=run.model.experts,
+            saved=run.checkpoint.state.bad_steps if run.checkpoint else None,
+            events=training.events,
+        )
+        saver = CheckpointSaver(
+            config=run.recipe.checkpoint,
+            output_dir=run.output_dir,
+            engines=training.engines,
+            averages=training.averages,
+            objective=run.objective,
+            data=run.data,
+            resumed=run.checkpoint,
+            log=log,
+        )
         jobs = build_jobs(
             run,
             training,
@@ -118,7 +130,23 @@ def run_steps(
             training.events.step = step
             count = run.schedule.count(plan)
             lr = float(next(iter(training.engines.values())).optimizer.param_groups[0]["lr"])
-            results = _train_models(run, training, plan, of_models, bad_steps, count)
+            blocks_every = run.recipe.logging.blocks_every
+            results = [
+                train_step(
+                    engine,
+                    own_batches,
+                    run.objective,
+                    groups=training.groups,
+                    device=training.device,
+                    denominator=run.schedule.denominator(plan),
+                    is_bad=is_bad,
+                    measures_blocks=bool(blocks_every and step % blocks_every == 0),
+                )
+                for engine, own_batches, is_bad in zip(
+                    training.engines.values(), of_models, bad_steps.judges(plan, count), strict=True
+                )
+            ]
+            run.objective.after_step(training.engines)
             sums = _sum_step(training, results, count, data_wait, saver, watchdog)
             for expert, loss, result in zip(run.model.experts, sums.losses, results, strict=True):
                 bad_steps.check(plan, count, expert, loss, result)
@@ -128,16 +156,15 @@ def run_steps(
             seconds = now - started
             started = now
             watchdog.end_step(step, seconds)
-            measured = {"lr": lr, "seconds": seconds, "own_seconds": compute_times.end_step(step)}
             finished = FinishedStep(
                 plan=plan,
                 results=results,
-                metrics=_metrics(run, training, plan, results, sums, measured),
+                sums=sums,
+                lr=lr,
+                seconds=seconds,
+                own_seconds=compute_times.end_step(step),
+                is_first=plan.step == training.start_step,
                 is_last=step == training.total_steps,
-                save_requested=bool(sums.largest["save"]),
-                check_requested=bool(sums.largest["check"]),
-                stop_requested=bool(sums.largest["quit"]),
-                is_writing=bool(sums.largest["is_writing"]),
             )
             for job in jobs:
                 if job.is_due(finished):
@@ -151,35 +178,6 @@ def run_steps(
             watchdog.begin_step(step + 1)
         watchdog.begin_work("the end of the run", float("inf"))  # an upload may take longer than a step
     return step
-
-
-def _train_models(
-    run: PreparedRun,
-    training: Training,
-    plan: StepPlan,
-    of_models: Sequence[Sequence[MicroBatch]],
-    bad_steps: BadSteps,
-    count: float,
-) -> list[StepResult]:
-    blocks_every = run.recipe.logging.blocks_every
-    measures_blocks = bool(blocks_every and training.events.step % blocks_every == 0)
-    engines = training.engines.values()
-    judges = bad_steps.judges(plan, count)
-    results = [
-        train_step(
-            engine,
-            batches,
-            run.objective,
-            groups=training.groups,
-            device=training.device,
-            denominator=run.schedule.denominator(plan),
-            is_bad=is_bad,
-            measures_blocks=measures_blocks,
-        )
-        for engine, batches, is_bad in zip(engines, of_models, judges, strict=True)
-    ]
-    run.objective.after_step(training.engines)
-    return results
 
 
 def _sum_step(
@@ -206,45 +204,6 @@ def _sum_step(
         },
         rank=training.rank,
         world_size=training.groups.dims.world_size,
-    )
-
-
-def _metrics(
-    run: PreparedRun,
-    training: Training,
-    plan: StepPlan,
-    results: Sequence[StepResult],
-    sums: StepSums,
-    measured: dict[str, Any],
-) -> dict[str, Any]:
-    return step_metrics(
-        plan,
-        results,
-        run.model.experts,
-        losses=sums.losses,
-        of_sigmas=sums.of_sigmas,
-        peaks=(sums.largest["device_peak"], sums.largest["host_peak"]),
-        measured=measured | {"data_wait": sums.largest["data_wait"]},
-        flops=step_flops(run.model, run.schedule, plan.bins),
-        imbalance=run.schedule.imbalance(plan.bins, run.dp_size),
-        max_tokens=run.recipe.packing.max_tokens,
-        ema_decay=next((average.decay for average in training.averages.values()), None),
-        world_size=run.world_size,
-        device=training.device,
-    )
-
-
-def _digests(run: PreparedRun) -> dict[str, str]:
-    return run_digests(
-        recipe=run.recipe,
-        ds_config=run.ds_config,
-        model_config=run.model.config,
-        degrees=run.degrees,
-        objective=run.objective,
-        identity=run.identity,
-        sampler=run.schedule.sampler,
-        samples=run.samples,
-        step=run.start_step,
     )
 
 

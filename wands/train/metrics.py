@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from wands.data.sampler import StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.planning.hardware import peak_tflops
 from wands.run.append_log import AppendLog, continue_rows, to_line
+from wands.run.run_model import RunModel
+from wands.run.schedule import Schedule
+from wands.run.sizes import step_flops
 from wands.run.step_result import StepResult
 from wands.run.terminal import Terminal
 from wands.train.jobs import FinishedStep, Job
@@ -39,7 +41,8 @@ class StepLog(Job):
 
     Args:
         training: the training process whose steps are logged.
-        experts: the trained DiTs.
+        model: model of the run.
+        schedule: schedule of the run.
         past_losses: (step, loss) pairs of the checkpoint that the run resumes from.
 
     Attributes:
@@ -50,9 +53,18 @@ class StepLog(Job):
     belongs_to_step = True
 
     def __init__(
-        self, training: Training, experts: Sequence[Expert], past_losses: Sequence[tuple[int, float]]
+        self,
+        training: Training,
+        model: RunModel,
+        schedule: Schedule,
+        past_losses: Sequence[tuple[int, float]],
     ) -> None:
-        self._experts = experts
+        self._model = model
+        self._schedule = schedule
+        self._averages = training.averages
+        self._device = training.device
+        self._dp_size = training.groups.dims.dp_size
+        self._max_tokens = training.recipe.packing.max_tokens
         self._log = training.log
         self._trackers = training.trackers
         self._total_steps = training.total_steps
@@ -77,14 +89,27 @@ class StepLog(Job):
             self._samples = continue_rows(path, training.start_step)[1]
 
     def run(self, step: FinishedStep) -> None:
-        """Write the results of a step, and add `eta_seconds`, the expected seconds to the end of the run, to its metrics."""
+        """Compute the metrics of a step, and write its results.
+
+        The metrics also have `eta_seconds`, the expected seconds to the end of the run.
+        """
+        plan = step.plan
+        step.metrics = step_metrics(
+            step,
+            self._model.experts,
+            flops=step_flops(self._model, self._schedule, plan.bins),
+            imbalance=self._schedule.imbalance(plan.bins, self._dp_size),
+            max_tokens=self._max_tokens,
+            ema_decay=next((average.decay for average in self._averages.values()), None),
+            device=self._device,
+        )
         self._write(step.metrics, step.results)
 
     def _write(self, row: dict[str, Any], results: Sequence[StepResult]) -> None:
         step = row["step"]
         total_steps = self._total_steps
         if self._samples is not None:
-            for expert, result in zip(self._experts, results, strict=True):
+            for expert, result in zip(self._model.experts, results, strict=True):
                 prefix = {"step": step} | ({"expert": expert.name} if expert.name else {})
                 self._samples.append(*(to_line({**prefix, **item}) for item in result.samples))
         if self._rows is None:
@@ -160,47 +185,33 @@ def memory_peaks(device: torch.device) -> tuple[float, float]:
 
 
 def step_metrics(
-    plan: StepPlan,
-    results: Sequence[StepResult],
+    step: FinishedStep,
     experts: Sequence[Expert],
     *,
-    losses: Sequence[float],
-    of_sigmas: Sequence[float],
-    peaks: Sequence[float],
-    measured: Mapping[str, Any],
     flops: int,
     imbalance: float,
     max_tokens: int,
     ema_decay: float | None,
-    world_size: int,
     device: torch.device,
 ) -> dict[str, Any]:
     """Return the metrics of one optimizer step over all ranks: a row of metrics.jsonl.
 
     Args:
-        plan: packing plan of the step.
-        results: result of each trained DiT on this rank.
+        step: the step.
         experts: the trained DiTs.
-        losses: mean weighted squared error of the step for each trained DiT. The mean is over samples or over tokens, as
-            `loss.reduction` selects.
-        of_sigmas: result of `sigma_sums` (losses and numbers of clips in ranges of the noise level), summed over the ranks.
-        peaks: result of `memory_peaks`, the largest over the ranks.
-        measured: a dict with the keys `lr` (learning rate of this step), `seconds` (duration of the step including the wait
-            for data), `data_wait` (seconds that the slowest rank waited for data) and `own_seconds` (result of
-            `ComputeTimes.end_step`: for each rank, the seconds per step in the feed-forward layers; None if the ranks were
-            not compared after this step).
         flops: result of `step_flops` for the step.
         imbalance: result of `Schedule.imbalance` for the step.
         max_tokens: capacity of a bin in tokens.
         ema_decay: decay of the moving average in this step; None without `ema`.
-        world_size: number of ranks.
         device: device of this rank.
 
     Returns:
-        A dict with the items of `measured` and these keys:
+        A dict with these keys:
+        `lr`, `seconds`, `own_seconds`: as in `FinishedStep`.
+        `data_wait`: seconds that the slowest rank waited for data.
         `step`: number of optimizer steps made, including this step.
         `epoch`: epoch of the step.
-        `loss`: mean of `losses`.
+        `loss`: mean of the losses of the trained DiTs.
         `grad_norm`: norm of the whole gradient before clipping. With two experts, the larger norm.
         `tokens`, `samples`: number of video tokens and number of clips of the step.
         `tokens_per_second`, `tokens_per_second_per_gpu`: `tokens` / `seconds`, and this speed / number of ranks.
@@ -211,24 +222,30 @@ def step_metrics(
         are over the FLOPs that are predicted for each rank in this micro step. 1 is optimal.
         `ema_decay`: decay of the moving average in this step; None without `ema`.
         `loss_by_sigma`: mean loss of the clips in each range of the noise level; None for a range without clips.
-        `device_peak`, `host_peak`: bytes of device and host memory from `peaks`; `device_peak` is None on a CPU.
+        `device_peak`, `host_peak`: largest bytes of device and host memory over the ranks; `device_peak` is None on a CPU.
         `loss_NAME`, `grad_norm_NAME`: loss and norm of the trained expert NAME, for a model with two experts.
         `grad_norm_blocks`: maps the name of each block to the norm of the block's gradient. Missing if the blocks were not
         measured in this step. With two experts, each name starts with the expert, such as "high.blocks.0".
         `update_ratio_blocks`: a dict like `grad_norm_blocks`, with the norm of the block's update / norm of its weights.
     """
-    tflops = flops / measured["seconds"] / world_size / 1e12
+    plan = step.plan
+    sums = step.sums
+    world_size = sums.world_size
+    tflops = flops / step.seconds / world_size / 1e12
     peak = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    speed = plan.num_tokens / measured["seconds"]
-    pairs = zip(of_sigmas[::2], of_sigmas[1::2], strict=True)
-    row = {
+    speed = plan.num_tokens / step.seconds
+    pairs = zip(sums.of_sigmas[::2], sums.of_sigmas[1::2], strict=True)
+    row: dict[str, Any] = {
         "step": plan.step + 1,
         "epoch": plan.epoch,
-        "loss": sum(losses) / len(losses),
-        "grad_norm": max(result.grad_norm for result in results),
+        "loss": sum(sums.losses) / len(sums.losses),
+        "grad_norm": max(result.grad_norm for result in step.results),
         "tokens": plan.num_tokens,
         "samples": plan.num_samples,
-        **measured,
+        "lr": step.lr,
+        "seconds": step.seconds,
+        "own_seconds": step.own_seconds,
+        "data_wait": sums.largest["data_wait"],
         "tflops": tflops,
         "mfu": tflops / peak if peak else None,
         "fill": plan.num_tokens / (max(1, sum(map(bool, plan.bins))) * max_tokens),
@@ -237,10 +254,10 @@ def step_metrics(
         "tokens_per_second": speed,
         "tokens_per_second_per_gpu": speed / world_size,
         "loss_by_sigma": [total / count if count else None for total, count in pairs],
-        "device_peak": round(peaks[0]) or None,
-        "host_peak": round(peaks[1]),
+        "device_peak": round(sums.largest["device_peak"]) or None,
+        "host_peak": round(sums.largest["host_peak"]),
     }
-    for expert, loss, result in zip(experts, losses, results, strict=True):
+    for expert, loss, result in zip(experts, sums.losses, step.results, strict=True):
         name = f"{expert.name}." if expert.name else ""
         if expert.name:
             row |= {f"loss_{expert.name}": loss, f"grad_norm_{expert.name}": result.grad_norm}

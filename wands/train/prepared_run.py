@@ -22,6 +22,7 @@ from wands.run.schedule import Schedule
 from wands.run.sizes import run_workload
 from wands.sampling.requests import SampleRequest
 from wands.train.batches import BatchReader
+from wands.watch.rank_checks import run_digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,20 @@ class PreparedRun:
             self.objective,
             world_size=self.world_size,
             data_start=self.schedule.sampler.start,
+        )
+
+    def digests(self) -> dict[str, str]:
+        """Return what must be equal on all ranks, see `run_digests`."""
+        return run_digests(
+            recipe=self.recipe,
+            ds_config=self.ds_config,
+            model_config=self.model.config,
+            degrees=self.degrees,
+            objective=self.objective,
+            identity=self.identity,
+            sampler=self.schedule.sampler,
+            samples=self.samples,
+            step=self.start_step,
         )
 
     def workload(self, device_type: str) -> Workload:

@@ -79,7 +79,9 @@ def memory_snapshots(training: Training) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         if training.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(path := _path(training, "out_of_memory.pickle"))
+            torch.cuda.memory._dump_snapshot(
+                path := _path(training.output_dir, training.rank, "out_of_memory.pickle")
+            )
             note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
             error.add_note(note)
         raise
@@ -104,18 +106,20 @@ def _record(training: Training, first: int, number: int) -> Iterator[None]:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
         if on_gpu:
-            memory._dump_snapshot(_path(training, f"step_{first:06d}.pickle"))
-    recorded.export_chrome_trace(path := _path(training, f"step_{first:06d}.json.gz"))
+            memory._dump_snapshot(_path(training.output_dir, training.rank, f"step_{first:06d}.pickle"))
+    recorded.export_chrome_trace(
+        path := _path(training.output_dir, training.rank, f"step_{first:06d}.json.gz")
+    )
     table = format_scopes(sum_scopes(recorded.events(), ring.rank() if ring else 0), seconds, number)
     table = f"profile of rank {training.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
-    write_text(Path(_path(training, f"step_{first:06d}.txt")), table + "\n")
+    write_text(Path(_path(training.output_dir, training.rank, f"step_{first:06d}.txt")), table + "\n")
     training.log(table)
 
 
-def _path(training: Training, name: str) -> str:
-    folder = training.output_dir / "profile"
+def _path(output_dir: Path, rank: int, name: str) -> str:
+    folder = output_dir / "profile"
     folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / f"rank{training.rank}_{name}")
+    return str(folder / f"rank{rank}_{name}")
 
 
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:

@@ -19,11 +19,13 @@ class StepSums(NamedTuple):
         losses: loss of each trained DiT.
         of_sigmas: sum over the ranks of `sigma_sums`.
         largest: largest value over the ranks of each of the other numbers.
+        world_size: number of ranks.
     """
 
     losses: list[float]
     of_sigmas: list[float]
     largest: dict[str, float]
+    world_size: int
 
 
 def sum_over_ranks(
@@ -51,4 +53,5 @@ def sum_over_ranks(
         losses=total_losses.tolist(),
         of_sigmas=total_sigmas.tolist(),
         largest=dict(zip(own, largest, strict=True)),
+        world_size=world_size,
     )

@@ -97,31 +97,6 @@ def build_training(
     )
 
 
-def build_bad_steps(run: PreparedRun, training: Training) -> BadSteps:
-    """Return the judge of the updates, which continues with the past updates of the checkpoint."""
-    return BadSteps(
-        config=run.recipe.train,
-        excluded=run.recipe.data.exclude,
-        experts=run.model.experts,
-        saved=run.checkpoint.state.bad_steps if run.checkpoint else None,
-        events=training.events,
-    )
-
-
-def build_saver(run: PreparedRun, training: Training) -> CheckpointSaver:
-    """Return the writer of the run's checkpoints."""
-    return CheckpointSaver(
-        config=run.recipe.checkpoint,
-        output_dir=run.output_dir,
-        engines=training.engines,
-        averages=training.averages,
-        objective=run.objective,
-        data=run.data,
-        resumed=run.checkpoint,
-        log=training.log,
-    )
-
-
 def build_jobs(
     run: PreparedRun,
     training: Training,
@@ -152,7 +127,7 @@ def build_jobs(
         watchdog: watchdog of this process.
     """
     past_losses = run.checkpoint.state.loss if run.checkpoint else []
-    step_log = StepLog(training, run.model.experts, past_losses)
+    step_log = StepLog(training, run.model, run.schedule, past_losses)
     checkpoints = Checkpoints(
         saver,
         replace(run.state, attention=attention),

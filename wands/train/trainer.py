@@ -11,6 +11,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wands.checkpoint.step_folders import finish_publish
 from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe
@@ -21,6 +23,7 @@ from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.objectives.objective import Objective
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
+from wands.planning.workload import Workload
 from wands.plugin import Plugin
 from wands.run.terminal import Terminal
 from wands.texts import Log
@@ -97,7 +100,7 @@ class Trainer:
             WandsError: with all problems of the recipe, the model and the data.
         """
         run = self._load(is_dry_run=True)
-        problem = self._memory_problem(run)
+        problem = self._memory_problem(run.workload(accelerator_type()), run.schedule.num_tokens)
         lines = [start_block(run)]
         if problem:
             lines.append(f"memory may not be enough: {problem}")
@@ -129,7 +132,13 @@ class Trainer:
                 # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.
                 if self._rank == 0:
                     terminal(start_block(run))
-                self._check_memory(run, terminal)
+                problem = self._memory_problem(run.workload(accelerator_type()), run.schedule.num_tokens)
+                if problem and not self._force:
+                    raise ConfigError(
+                        f"{problem}. Run wands plan to find what fits, or add --force to start anyway."
+                    )
+                if problem:
+                    terminal(f"memory may not be enough: {problem}")
                 check_offload(run.ds_config)
                 if self._rank == 0:
                     write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
@@ -164,21 +173,12 @@ class Trainer:
             assert run.checkpoint is not None
             damaged[run.checkpoint.folder] = damage
 
-    def _check_memory(self, run: PreparedRun, log: Log) -> None:
-        problem = self._memory_problem(run)
-        if problem and not self._force:
-            raise ConfigError(f"{problem}. Run wands plan to find what fits, or add --force to start anyway.")
-        if problem:
-            log(f"memory may not be enough: {problem}")
-
-    def _memory_problem(self, run: PreparedRun) -> str | None:
+    def _memory_problem(self, workload: Workload, num_tokens: np.ndarray) -> str | None:
         """Return why the run needs more memory than this rank's machine has; None if it fits."""
-        device_type = accelerator_type()
         name = str(self._deepspeed or "zero2")
         ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(self._deepspeed)}
-        machine = machine_here(device_type, ranks_per_node())
-        task = Task(run.workload(device_type), run.schedule.num_tokens, machine, ds_configs)
-        return check_memory(task, name)
+        machine = machine_here(workload.device_type, ranks_per_node())
+        return check_memory(Task(workload, num_tokens, machine, ds_configs), name)
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
