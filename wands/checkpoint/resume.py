@@ -205,6 +205,16 @@ def restore(
         best.unlink()
 
 
+def check_objective(checkpoint: Checkpoint, objective: Objective) -> None:
+    """Raise a ConfigError if a checkpoint was trained with another objective."""
+    saved = checkpoint.state.objective
+    if saved != {"name": objective.name, "version": objective.version}:
+        raise ConfigError(
+            f"checkpoint={checkpoint.folder} was trained with the objective {saved['name']} (version {saved['version']}), not with "
+            f"{objective.name} (version {objective.version}); add --import with the code of that objective."
+        )
+
+
 def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
     """Load the objective's state from a checkpoint. `check_resumable` has compared the names and versions.
 

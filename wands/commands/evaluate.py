@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint, load_exported_state
+from wands.checkpoint.resume import check_objective, restore_objective
 from wands.config.options import EvaluateOptions
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import init_process_group, start_together
@@ -43,6 +44,9 @@ def evaluate(options: EvaluateOptions) -> str | None:
         ds_user = {"zero_optimization": {"stage": 0}}
         plugin = load_plugins(options.imports)
         run = prepare_run(_recipe(options, checkpoint), ds_user, plugin=plugin)
+        if checkpoint is not None:
+            check_objective(checkpoint, run.objective)
+            restore_objective(checkpoint, run.objective)
     _, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     dtype = run.recipe.precision.compute

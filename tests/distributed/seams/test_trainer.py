@@ -6,18 +6,25 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import wands
 from examples.robust_loss import Robust
-from tests.support.runs import BASE, losses
+from tests.distributed.train.test_datasets import write_cache
+from tests.support.runs import BASE, losses, run_training
+from tests.support.steps import zero
+from wands import Plugin
+from wands.commands.evaluate import evaluate
 from wands.commands.train import run_train
-from wands.config.options import TrainOptions
+from wands.config.options import EvaluateOptions, TrainOptions
 from wands.config.recipe_loading import load_recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
+from wands.train import prepare
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -96,3 +103,36 @@ def test_a_program_trains_from_python(tiny_pipeline: Path, tmp_path: Path):
     done = subprocess.run(program, env={**os.environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert f"the newest checkpoint: {tmp_path}/checkpoints/step_00000002" in done.stdout
+
+
+ROBUST = str(EXAMPLES / "robust_loss.py")
+
+
+def evaluate_robust(run: Path, data: Path, out: Path) -> tuple[str, float, float]:
+    """What is said without the objective's code, and the loss with it and of a run's own evaluation."""
+    with mock.patch.object(prepare, "fingerprint_pipeline", return_value={}):  # as `write_cache`
+        with pytest.raises(ConfigError) as caught:
+            evaluate(EvaluateOptions(model=str(run), data=str(data)))
+        evaluate(EvaluateOptions(model=str(run), data=str(data), json_path=out, imports=(ROBUST,)))
+    own = [row for row in read_rows(run / "evaluations.jsonl") if row["step"] == 2]
+    return str(caught.value), json.loads(out.read_text())["held_out"], own[0]["held_out"]
+
+
+def test_the_held_out_loss_is_that_of_the_objective(tiny_pipeline: Path, tmp_path: Path, worlds):
+    train, held_out = tmp_path / "train", tmp_path / "held out"
+    write_cache(train, tiny_pipeline, "abcd", 1)
+    write_cache(held_out, tiny_pipeline, "xyz", 2)
+    data = ("data.mock=null", f"data.cache={train}", f"eval.cache={held_out}", "eval.max_share=1000")
+    overrides = (*data, "train.max_steps=2")
+    rows = {}
+    for name, plugin in {"robust": Plugin(objective=Robust()), "plain": None}.items():
+        run = partial(run_training, overrides=overrides, ds=zero(2), plugin=plugin)
+        worlds[1].run(run, tiny_pipeline, tmp_path / name)
+        rows[name] = read_rows(tmp_path / name / "evaluations.jsonl")
+    assert rows["robust"][0]["held_out"] < 0.8 * rows["plain"][0]["held_out"]
+    said, ours, theirs = worlds[1].run(
+        evaluate_robust, tmp_path / "robust", held_out, tmp_path / "found.json"
+    )[0]
+    assert "the objective robust (version 1)" in said
+    assert "--import" in said
+    assert ours == pytest.approx(theirs, rel=2e-6)
