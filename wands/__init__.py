@@ -1,18 +1,15 @@
 """wands: train the Wan 2.1 / 2.2 video diffusion transformer with DeepSpeed.
 
 The public names, such as `wands.Trainer`, are those of `wands.api`. They are imported when they are used, so that `import wands`
-needs no PyTorch.
+needs no PyTorch. Type checkers read them in `__init__.pyi`.
 """
 
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-__version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    from wands.api import *  # noqa: F403
+from wands.version import __version__ as __version__
 
 
 def __getattr__(name: str) -> Any:

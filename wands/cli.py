@@ -21,13 +21,13 @@ from typing import Any
 
 import click
 
-from wands import __version__
 from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
 from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
+from wands.version import __version__
 
 GPU_SETTINGS = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",

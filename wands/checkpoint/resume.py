@@ -210,8 +210,8 @@ def check_objective(checkpoint: Checkpoint, objective: Objective) -> None:
     saved = checkpoint.state.objective
     if saved != {"name": objective.name, "version": objective.version}:
         raise ConfigError(
-            f"checkpoint={checkpoint.folder} was trained with the objective {saved['name']} (version {saved['version']}), not with "
-            f"{objective.name} (version {objective.version}); add --import with the code of that objective."
+            f"checkpoint={checkpoint.folder} was trained with the objective {saved['name']} (version {saved['version']}), not "
+            f"with {objective.name} (version {objective.version}); add --import with the code of that objective."
         )
 
 

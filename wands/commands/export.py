@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from wands import __version__
 from wands.checkpoint.checkpoint_files import TrainState, find_checkpoint, load_full_weights, load_lora_of
 from wands.config.options import ExportOptions
 from wands.errors import ConfigError
@@ -22,6 +21,7 @@ from wands.model.files.lora_files import EXPERT_NAMES
 from wands.report.run_data import read_run, sample_strips
 from wands.run.append_log import marked_steps
 from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
+from wands.version import __version__
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from wands import __version__
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_full_weights
 from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
@@ -47,6 +46,7 @@ from wands.sampling.requests import SampleRequest, build_requests, read_prompts
 from wands.sampling.sample import decode_latents, encode_texts, pipeline_for, sample_latents
 from wands.sampling.schedulers import shift_key
 from wands.sampling.sharing import plan_ranks, public_config, set_attention, share_pipeline
+from wands.version import __version__
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, constants, metadata_load
 
-from wands import __version__
 from wands.commands.plots import save_loss_plot
 from wands.config.options import ExportOptions, PushOptions
 from wands.errors import WandsError, one_line
@@ -37,6 +36,7 @@ from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
 from wands.texts import hide_secrets, is_local, without_paths
+from wands.version import __version__
 
 log = logging.getLogger(__name__)
 

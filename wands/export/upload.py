@@ -17,8 +17,8 @@ from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from wands import __version__
 from wands.errors import WandsError, one_line
+from wands.version import __version__
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,9 +17,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from wands import __version__
 from wands.errors import one_line
 from wands.files import read_rows, write_text
+from wands.version import __version__
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wands import __version__
 from wands.config.recipe import Recipe
 from wands.data.packing import Step
 from wands.data.sampler import PlanSampler, StepPlan
@@ -26,6 +25,7 @@ from wands.distributed.dims import ContextDegrees
 from wands.objectives.objective import Objective
 from wands.run.data_identity import DataIdentity
 from wands.sampling.requests import SampleRequest
+from wands.version import __version__
 
 FIXES = {
     "recipe": "start every node with the same recipe file and the same --set",
