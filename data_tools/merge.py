@@ -164,20 +164,15 @@ class MergeArguments(Options):
 
     cache: Annotated[tuple[Path, ...], ARGUMENT]
     """Folders of the caches to merge, written by `wands preprocess`."""
-    out: Path | None = None
-    """New folder for the merged cache. Without --out, the first CACHE is the new folder, and only the other caches are merged."""
+    out: Path
+    """New folder for the merged cache."""
 
 
 def _run(options: MergeArguments) -> int:
-    out, *caches = [options.out, *options.cache] if options.out else options.cache
-    if not caches:
-        raise ConfigError(
-            f"CACHE={out} is the only folder, and --out is missing; set --out, and pass the folders of all caches to merge."
-        )
-    merged = merge(out, caches)
-    print(f"{out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
+    merged = merge(options.out, options.cache)
+    print(f"{options.out}: {merged.num_samples:,} samples, {merged.num_copied:,} of them copied now")
     if merged.num_rejected:
-        print(f"{merged.num_rejected:,} rejected clips are listed in {out / REJECTS_NAME}")
+        print(f"{merged.num_rejected:,} rejected clips are listed in {options.out / REJECTS_NAME}")
     if merged.duplicates:
         names = printable(", ".join(merged.duplicates[:SHOWN]))
         print(

@@ -5,7 +5,7 @@
 
 wands          each rank writes its part as safetensors, and hashes it while it is written
 no hash        the files of wands, written without a hash
-DeepSpeed      engine.save_checkpoint and engine.load_checkpoint, as earlier versions of wands did
+DeepSpeed      engine.save_checkpoint and engine.load_checkpoint
 
 The last line of each ZeRO stage measures `checkpoint.asynchronous`, which copies the state to host memory and writes the copy in
 a thread:

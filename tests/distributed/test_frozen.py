@@ -5,22 +5,25 @@ CONTRIBUTING.md says when a stored result may be replaced.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tests.support.commands import export
 from tests.support.runs import losses, run_training
+from tests.support.store_checkpoint import SETTINGS, VARIANT
+from tests.support.store_checkpoint import STORED as STORED_CHECKPOINT
 from tests.support.world import WorldPool
 from wands.cli import main
-from wands.convert import old_checkpoint
 from wands.data.cache.reader import LatentCache
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORED: dict[str, list[float]] = json.loads((FIXTURES / "series.json").read_text())
-STEPS = "train.max_steps=6"
 LORA = ("lora.rank=2", "lora.alpha=4", "lora.targets=attention")
 CASES = {
     "t2v": ("wan2.1-t2v-1.3b", ()),
@@ -29,6 +32,8 @@ CASES = {
     "experts": ("wan2.2-t2v-a14b", ("model.experts=both",)),
 }
 DEFAULT_TIER = {("t2v", 2), ("lora", 1), ("i2v", 1), ("experts", 2)}
+EXPORTED = {False: "4a06c673ddcb4198", True: "97560636f977bd09"}
+"""`--ema` -> start of the SHA-256 of the exported names and weights."""
 TOLERANCE = 2e-6
 """Relative. The bits of a float32 loss differ between kinds of CPU; `scripts/golden.py` compares them on one machine."""
 
@@ -46,34 +51,33 @@ def test_losses_are_the_stored_ones(
 ):
     variant, settings = CASES[case]
     stage = {"zero_optimization": {"stage": 2 if world_size == 1 else 3}}
-    rows = worlds[world_size].run(run_training, tiny_variant(variant), tmp_path, (STEPS, *settings), stage)[0]
+    rows = worlds[world_size].run(
+        run_training, tiny_variant(variant), tmp_path, ("train.max_steps=6", *settings), stage
+    )[0]
     assert losses(rows) == pytest.approx(STORED[f"{case} {world_size}"], rel=TOLERANCE)
 
 
-def test_a_stored_checkpoint_resumes(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
-    """Three steps were made by commit 2950222, whose checkpoints are pickles. Three are made now."""
-    shutil.copytree(FIXTURES / "checkpoint", tmp_path / "run")
-    old_checkpoint.main(tmp_path / "run")  # `wands convert --trust-pickle` runs it in a subprocess
-    model = tiny_variant("wan2.1-t2v-1.3b")
-    stage = {"zero_optimization": {"stage": 2}}
-    rows = worlds[1].run(run_training, model, tmp_path / "run", (STEPS, *LORA), stage, True)[0]
-    assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint"], rel=TOLERANCE)
-
-
-def test_a_stored_checkpoint_of_two_ranks_resumes(
+def test_the_stored_checkpoint_resumes(
     tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
 ):
-    """Three steps were made by commit 5f6b28b on two ranks at ZeRO-3. Three are made now by one rank at ZeRO-2.
-
-    The stored state has no digest of the base weights, because random weights differ between kinds of CPU.
-    """
-    shutil.copytree(FIXTURES / "checkpoint_ranks", tmp_path / "run")
-    model, stage = tiny_variant("wan2.1-t2v-1.3b"), {"zero_optimization": {"stage": 2}}
-    settings = (STEPS, *LORA, "ema.decay=0.9")
-    rows = worlds[1].run(run_training, model, tmp_path / "run", settings, stage, True)[0]
-    assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint_ranks"], rel=TOLERANCE)
+    """Three steps were made by two ranks at ZeRO-3. Three are made now by one rank at ZeRO-2."""
+    run = shutil.copytree(STORED_CHECKPOINT, tmp_path / "run")
+    model, stage = tiny_variant(VARIANT), {"zero_optimization": {"stage": 2}}
+    rows = worlds[1].run(run_training, model, run, SETTINGS, stage, True)[0]
+    assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint"], rel=TOLERANCE)
     # The average goes on after step 3: (1 + 6) / (10 + 6).
     assert rows[-1]["ema_decay"] == pytest.approx(7 / 16)
+
+
+@pytest.mark.parametrize(("ema", "digest"), EXPORTED.items())
+def test_the_stored_checkpoint_is_exported(ema: bool, digest: str, tmp_path: Path):
+    out = export(STORED_CHECKPOINT, tmp_path / "out", ema=ema, dtype="fp32")
+    weights = load_file(next(out.glob("*.safetensors")))
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode())
+        found.update(weights[name].numpy().tobytes())
+    assert found.hexdigest()[:16] == digest
 
 
 def test_a_stored_cache_opens():

@@ -104,8 +104,6 @@ def test_every_command_imports_nothing_from_it(start, tiny_pipeline: Path, clips
     )
     for folder in (cache, run, tmp_path / "exported"):
         start(every, "wands", "verify", folder)
-    old = shutil.copytree(ROOT / "tests" / "fixtures" / "checkpoint", tmp_path / "old")
-    start(every, "wands", "convert", old, "--trust-pickle")
     start(every, "wands", "config", "optim.lr")
     start(every, "wands", "selftest", "--model", tmp_path / "exported", "--only", "vae")
     with FakeHub({"hf_secret": "alice"}) as hub:

@@ -35,10 +35,6 @@ OBJECTIVE_FILE = "objective.safetensors"
 """File of a checkpoint with the tensors of the objective's state. It is absent for an objective without state."""
 
 
-class PickleError(CheckpointError):
-    """Error for a checkpoint whose files are pickles. Opening a pickle can run any code, so wands does not open these files."""
-
-
 @dataclass(frozen=True)
 class TrainState:
     """Training state saved with a checkpoint: the contents of `wands_state.json`.
@@ -58,29 +54,21 @@ class TrainState:
         data_fingerprint: `DataIdentity.fingerprint` of the training data.
         data_summary: `DataIdentity.summary` of the training data, for the model card.
         recipe: the recipe of the run, with all defaults filled in.
-        base: `model.path` of the run. A folder is stored as an absolute path. Older checkpoints store the path that the user
-            typed.
+        base: `model.path` of the run: the absolute path of a folder, or a Hub id.
         loss: (step, loss) pairs of the run so far, thinned to at most 2,000 points.
         files: maps the name of every file in the checkpoint folder, except `wands_state.json`, to its size in bytes. A
             checkpoint is complete if every listed file has its listed size.
-        base_on_hub: whether `base` is a Hub id. None in older checkpoints, which do not contain this entry. In older
-            checkpoints, a `base` that starts with "Wan-AI/" is a folder if this folder exists, and a Hub id otherwise. Any
-            other `base` of an older checkpoint is a folder. If this other `base` is a relative path, this class puts "./"
-            in front of the path, so that "models/wan" is not taken for a Hub id.
-        data_contents: digest of the contents of all training samples, in order. None in older checkpoints.
+        hashes: maps the name of every file in `files` to its hash (see `hash_file`).
+        data_contents: digest of the contents of all training samples, in order.
         base_fingerprint: digest that identifies the base weights of a LoRA run, including the LoRAs in `model.merge_loras`.
-            None for a full finetune, for random base weights, and in older checkpoints.
-        ds_config: complete DeepSpeed config of the run. None in older checkpoints.
-        hashes: maps the name of every file in `files` to its hash (see `hash_file`). Empty in older checkpoints that
-            consist of pickles.
+            None for a full finetune and for random base weights.
+        ds_config: complete DeepSpeed config of the run.
         data_start: (epoch, step of the run) at which the run began to use its current training data and packing. This is
             (0, 0) unless the data or the packing changed when the run was resumed.
         attention: dict with two keys. "backend" is the attention kernel that `attention.backend=auto` chose after a
-            measurement. "setup" is the GPU and software of the measurement. None without a measurement, and in older
-            checkpoints.
+            measurement. "setup" is the GPU and software of the measurement. None without a measurement.
         objective: name and version of the run's objective. Its state is in `OBJECTIVE_FILE`.
-        bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`). None in
-            older checkpoints.
+        bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`).
     """
 
     step: int
@@ -96,30 +84,24 @@ class TrainState:
     base: str
     loss: list[tuple[int, float]]
     files: dict[str, int]
-    base_on_hub: bool | None = None
-    data_contents: str | None = None
-    base_fingerprint: str | None = None
-    ds_config: dict[str, Any] | None = None
-    hashes: dict[str, str] = field(default_factory=dict)
-    bad_steps: dict[str, Any] | None = None
-    data_start: tuple[int, int] = (0, 0)
+    hashes: dict[str, str]
+    data_contents: str
+    base_fingerprint: str | None
+    ds_config: dict[str, Any]
+    data_start: tuple[int, int]
+    objective: dict[str, Any]
     attention: dict[str, str] | None = None
-    objective: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        # "Wan-AI/": a published model, as a folder or as a Hub id
-        if self.base_on_hub is None and self.base and not self.base.startswith((".", "/", "Wan-AI/")):
-            object.__setattr__(self, "base", f"./{self.base}")
+    bad_steps: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
         """Return whether the model has two experts (DiTs for high and low noise). The run may train only one expert."""
-        return self.recipe["model"].get("experts") is not None or len(self.parts) == 2
+        return self.recipe["model"]["experts"] is not None or len(self.parts) == 2
 
     @property
     def lora(self) -> LoraConfig | None:
         """LoRA settings of the run that wrote the checkpoint; None for a full finetune."""
-        section = self.recipe.get("lora")
+        section = self.recipe["lora"]
         return None if section is None else LoraConfig.model_validate(section)
 
     def has_average(self, part: str) -> bool:
@@ -184,7 +166,7 @@ def load_state(checkpoint: Path) -> TrainState:
     try:
         values = json.loads((checkpoint / STATE_FILE).read_bytes())
         digest = values.pop("hash_of_this_file", None)
-        if digest not in (None, _hash_of(values)):
+        if digest != _hash_of(values):
             raise ValueError(f"hash_of_this_file={digest} is not the hash of the rest of {STATE_FILE}")
         state = TrainState(**values)
     except OSError:
@@ -246,7 +228,6 @@ def find_checkpoint(
 
     Raises:
         CheckpointError: if `where` contains no usable checkpoint.
-        PickleError: if the files of the checkpoint to return are pickles, which an earlier version of wands wrote.
     """
     if where.name in ("best", "latest") and where.is_file():
         where = where.parent / where.read_text(encoding="utf-8").strip()
@@ -263,8 +244,6 @@ def find_checkpoint(
     for step in steps:
         try:
             return _open_step(step, verify, damaged)
-        except PickleError:
-            raise
         except CheckpointError as error:
             log.warning("%s", error)
     raise CheckpointError(
@@ -274,11 +253,6 @@ def find_checkpoint(
 
 def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Checkpoint:
     checkpoint = Checkpoint(folder, load_state(folder))
-    if checkpoint.state.files.keys() - checkpoint.state.hashes.keys():
-        raise PickleError(
-            f"checkpoint={folder} was written by an earlier version of wands. Its files are pickles, and opening a pickle can "
-            f"run any code. If you trust the files, run wands convert {folder} --trust-pickle."
-        )
     problem = damaged.get(folder) or (find_damage(checkpoint) if verify else None)
     if problem:
         raise CheckpointError(problem)
@@ -305,7 +279,7 @@ class FragmentFiles:
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
-        CheckpointError: if a file cannot be read, or was not written by `wands train`.
+        CheckpointError: if there is no such file, or a file cannot be read or was not written by `wands train`.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -324,6 +298,11 @@ class FragmentFiles:
                 for name in file.keys():  # noqa: SIM118, not a dict
                     if name not in self.dtypes and file.get_slice(name).get_shape():
                         self.dtypes[name] = file.get_slice(name)[:0].dtype
+        if not self.headers:
+            raise CheckpointError(
+                f"{self._where} has no file {folder.name}/{self._pattern}.safetensors, and wands reads no other weights of a "
+                "checkpoint, because a pickle can run any code; use another step_* folder."
+            )
 
     def join(self, section: str, suffix: str, excluded: Collection[str] = ()) -> dict[str, Tensor]:
         """Build whole parameters from the fragments (slices of flattened parameters) that the ranks wrote.
@@ -493,7 +472,7 @@ def load_full_weights(
         return load_exported_state(where, part, ema)
     expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
     model = state.recipe["model"]
-    merges = [MergeConfig.model_validate(item) for item in model.get("merge_loras", [])]
+    merges = [MergeConfig.model_validate(item) for item in model["merge_loras"]]
     in_base = MergedLoras.load(merges, Expert(expert, part, (0.0, 1.0)))
     trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
 

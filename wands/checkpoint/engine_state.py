@@ -95,16 +95,16 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
         flats, state = _flats(base), base.state_dict()
         for number, own in _with_whole_momentum(engine, base, fragments).items():
             if MOMENTUM in state["state"].get(number, {}):
-                state["state"][number] = flat_momentum(state["state"][number], own, flats[number])
+                state["state"][number] = _flat_momentum(state["state"][number], own, flats[number])
     if weights_only:
         state["state"] = {}
-    tensors, values = state_tensors(fragments, list(_frozen_fragments(engine)), flats, state)
+    tensors, values = _state_tensors(fragments, list(_frozen_fragments(engine)), flats, state)
     values["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
     values["counters"] = {name: getattr(engine, name) for name in COUNTERS}
     return tensors, values
 
 
-def state_tensors(
+def _state_tensors(
     fragments: Sequence[Fragment], frozen: Sequence[Fragment], flats: Sequence[Tensor], optimizer: Any
 ) -> tuple[list[LazyTensor], dict[str, Any]]:
     """Return (tensors, JSON object) with the state of an engine on this rank.
@@ -121,7 +121,7 @@ def state_tensors(
     plain: dict[str, dict[str, Any]] = {}
     for number, nested in optimizer["state"].items():
         own = [fragment for fragment in fragments if fragment.flat == number]
-        values = _without_nesting(nested, [fragment.name for fragment in own])
+        values = _without_nesting(nested)
         plain[str(number)] = {key: value for key, value in values.items() if not isinstance(value, Tensor)}
         for key, value in values.items():
             if not isinstance(value, Tensor):
@@ -225,8 +225,7 @@ def _optimizer_state(
     if hasattr(base, "join_states"):  # 8-bit AdamW
         stored = files.read_overlapping({f.name: (f.start, f.start + f.numel) for f in fragments})
         for fragment in fragments:
-            # An earlier version had blocks of whole flat tensors, which `load_state_dict` converts.
-            if state[fragment.flat] and "state1" not in state[fragment.flat]:
+            if state[fragment.flat]:
                 state[fragment.flat][fragment.name] = base.join_states(fragment, stored[fragment.name])
         return {number: values for number, values in state.items() if values}
     wanted, by_name = {}, {fragment.name: fragment for fragment in fragments}
@@ -281,7 +280,7 @@ def _with_whole_momentum(engine: Any, base: Any, fragments: Sequence[Fragment]) 
     return found
 
 
-def flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
+def _flat_momentum(values: Mapping[str, Any], own: Sequence[Fragment], flat: Tensor) -> dict[str, Any]:
     """Cut Muon's momentum to the fragments (ranges of flattened parameters) that this rank owns.
 
     At ZeRO-1 and 2, a rank that owns a fragment of a parameter stores the momentum of the whole parameter.
@@ -357,24 +356,17 @@ def _flats(base: Any) -> list[Tensor]:
     return [parameter for group in base.param_groups for parameter in group["params"]]
 
 
-def _without_nesting(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the optimizer states of a flat tensor (a tensor that the optimizer updates) as one dict without nested dicts.
+def _without_nesting(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizer states of a flat tensor as one dict without nested dicts.
 
-    Args:
-        values: the states by name. Some values are nested dicts, of two kinds. If the key is the name of a parameter, the
-            nested dict contains the states of this parameter. Any other nested dict contains states of the whole flat
-            tensor, and was written by an earlier version of wands.
-        names: names of the parameters in the flat tensor.
-
-    Returns:
-        The states. A state of a single parameter has a key such as "blocks.0.attn1.to_q.weight/state1". A state of the whole
-        flat tensor keeps its key, also if it comes from a nested dict.
+    A nested dict contains the states of one parameter. They get keys such as "blocks.0.attn1.to_q.weight/state1".
     """
-    result = {key: value for key, value in values.items() if not isinstance(value, dict)}
-    for owner, states in values.items():
-        if isinstance(states, dict):
-            prefix = f"{owner}/" if owner in names else ""
-            result |= {f"{prefix}{key}": value for key, value in states.items()}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            result |= {f"{key}/{name}": state for name, state in value.items()}
+        else:
+            result[key] = value
     return result
 
 

@@ -1,6 +1,6 @@
 """Read the plan of an epoch (the samples of each step and packed sequence) from a file, instead of planning the epoch.
 
-`wands pack` writes a plan file for `packing.plan`. Every new checkpoint contains the plan of its epoch in `epoch.json`.
+`wands pack` writes a plan file for `packing.plan`. Every checkpoint contains the plan of its epoch in `epoch.json`.
 A resumed run uses `epoch.json` in two cases: clips were added or removed since the checkpoint, or this version of wands
 plans the epoch in another way than the version that wrote the checkpoint. In both cases, the run finishes the epoch with
 the plan in `epoch.json`, without the removed clips. The run plans the next epoch without a file. The noise of a clip depends

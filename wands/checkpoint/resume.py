@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainState, find_checkpoint
 from wands.checkpoint.engine_state import load_engine
-from wands.checkpoint.epoch_files import EPOCH_FILE
 from wands.checkpoint.step_folders import list_steps
-from wands.config.recipe import Recipe, inner_section
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
 from wands.files import differences, write_text
@@ -61,8 +57,8 @@ def find_resume(
         ConfigError: if the path does not exist, or is a checkpoint that was renamed to `*.abandoned` when the run resumed
             from an older step. Also if the run folder contains checkpoints, and `resume` is None or names a checkpoint of
             another run folder.
-        CheckpointError: if the folder that `resume` names has no complete checkpoint, or the checkpoint contains pickles
-            of an earlier version of wands. An empty run folder is no error with "auto".
+        CheckpointError: if the folder that `resume` names has no complete checkpoint. An empty run folder is no error with
+            "auto".
     """
     folder = Path(output_dir) / "checkpoints"
     has_checkpoints = bool(list_steps(folder))
@@ -108,24 +104,21 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
     """
     new_run = "export the checkpoint and start a new run from it"
     changed = differing_keys(saved.transformer_config, current.transformer_config)
-    other_contents = saved.data_contents not in (None, current.data_contents)
+    same_keys = current.data_fingerprint == saved.data_fingerprint
     knows_base = saved.base_fingerprint is not None
-    types = [((state.ds_config or {}).get("optimizer") or {}).get("type") for state in (current, saved)]
+    types = [(state.ds_config.get("optimizer") or {}).get("type") for state in (current, saved)]
     objectives = ["{name} (version {version})".format(**state.objective) for state in (current, saved)]
-    experts, saved_experts = (state.recipe["model"].get("experts") for state in (current, saved))
+    experts, saved_experts = (state.recipe["model"]["experts"] for state in (current, saved))
     rules: dict[str, object] = {
         "the checkpoint contains no optimizer states, because checkpoint.weights_only was true; use another checkpoint, or "
-        f"{new_run}.": saved.recipe.get("checkpoint", {}).get("weights_only"),
+        f"{new_run}.": saved.recipe["checkpoint"]["weights_only"],
         f"model.experts={experts} must equal the checkpoint's value {saved_experts}; restore that value, or "
         f"{new_run}.": current.parts != saved.parts,
         f"model.path names a model with a different {', '.join(changed)} than the checkpoint's model; set model.path to "
         f"{saved.base}.": changed,
-        f"the training data differs from the checkpoint's training data (fingerprints {current.data_fingerprint} and "
-        f"{saved.data_fingerprint}); use the same cache, or {new_run}.": EPOCH_FILE not in saved.files
-        and current.data_fingerprint != saved.data_fingerprint,
         "the training samples have the same names as the checkpoint's samples but different contents, so they were encoded "
-        f"again; use the cache of the checkpoint's run, or {new_run}.": other_contents
-        and current.data_fingerprint == saved.data_fingerprint,
+        f"again; use the cache of the checkpoint's run, or {new_run}.": same_keys
+        and current.data_contents != saved.data_contents,
         f"model.path={current.recipe['model']['path']} (with model.merge_loras) contains different weights than the base "
         f"of the checkpoint's LoRA; set model.path to {saved.base}.": knows_base
         and current.base_fingerprint != saved.base_fingerprint,
@@ -135,7 +128,7 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
     }
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
-    if saved.recipe.get("lora"):
+    if saved.recipe["lora"]:
         keys = _BASE_KEYS[: 1 if knows_base else None]
         fixed_keys += [(name, "because a LoRA checkpoint contains no base weights") for name in keys]
     for name, reason in fixed_keys:
@@ -153,21 +146,16 @@ def list_changes(saved: TrainState, current: TrainState) -> list[str]:
         saved: state of the checkpoint.
         current: result of `build_state` for the resumed run.
     """
-    recipe: Mapping[str, Any] = saved.recipe
-    with contextlib.suppress(ValidationError):  # fill in the keys that the checkpoint's recipe is older than
-        recipe = Recipe.model_validate(saved.recipe).model_dump(mode="json")
-    changes = [("number of processes", current.world_size, saved.world_size)]
-    changes = changes[: current.world_size != saved.world_size] + differences(current.recipe, recipe)
-    changes += differences(current.ds_config, saved.ds_config, "DeepSpeed") if saved.ds_config else []
+    changes = differences(current.recipe, saved.recipe)
+    changes += differences(current.ds_config, saved.ds_config, "DeepSpeed")
+    if current.world_size != saved.world_size:
+        changes.insert(0, ("number of processes", current.world_size, saved.world_size))
     return [f"{key}={shorten_value(new)} (checkpoint: {shorten_value(old)})" for key, new, old in changes]
 
 
 def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
     section, key = name.split(".")
-    config: Any = inner_section(Recipe.model_fields[section].annotation)
-    # The recipe may be older than the key.
-    default = config.model_fields[key].get_default(call_default_factory=True)
-    value = recipe[section].get(key, default) if recipe.get(section) else None
+    value = recipe[section][key] if recipe[section] else None
     if name == "model.path" and value:
         return PurePath(value).name  # the folder may have moved
     # In train, packing and optim, 0 is a value. In model, precision and lora, 0, [] and None all mean "not set".

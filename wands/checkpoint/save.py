@@ -108,7 +108,7 @@ def build_state(
         base=str(Path(base).resolve()) if is_folder else base,
         loss=[],
         files={},
-        base_on_hub=not is_folder,
+        hashes={},
         data_contents=identity.contents,
         base_fingerprint=base_fingerprint(recipe, model.experts),
         ds_config=ds_config,

@@ -95,10 +95,10 @@ def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
     if checkpoint is not None:
         keys = ("model", "lora", "flow", "loss", "attention", "precision")
         saved = checkpoint.state.recipe
-        values = {key: saved[key] for key in keys if key in saved}
+        values = {key: saved[key] for key in keys}
         values["train"] = {"seed": saved["train"]["seed"]}
         values["model"] = saved["model"] | {"path": checkpoint.state.base}
-        if values.get("lora"):
+        if values["lora"]:
             values["lora"] = values["lora"] | {"init_from": None}
         else:
             values["precision"] = saved["precision"] | {"weights": "fp32"}

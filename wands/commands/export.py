@@ -64,8 +64,6 @@ def export(options: ExportOptions) -> Path:
         )
     if options.ema:
         checkpoint.check_average()
-    if options.base is None and as_pipeline:
-        _check_own_base(state)
     base = options.base or state.base
     with atomic_folder(out, replaceable=RECORD_FILE) as partial:
         if as_pipeline:
@@ -83,7 +81,7 @@ def export(options: ExportOptions) -> Path:
             for part in state.parts:
                 folder = partial / EXPERT_NAMES[part] if state.has_experts else partial
                 write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
-            if state.recipe["model"].get("merge_loras"):
+            if state.recipe["model"]["merge_loras"]:
                 log.warning(
                     "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"
                 )
@@ -105,23 +103,6 @@ def _check_size(size: str) -> None:
     if not re.fullmatch(r"(?=.*[1-9])\d{1,12}(\.\d+)?\s*[KMGT]B", size.strip(), re.IGNORECASE):
         raise ConfigError(
             f"--max-shard-size {size} must be a number above 0 and a unit of KB, MB, GB or TB; write for example 5GB."
-        )
-
-
-def _check_own_base(state: TrainState) -> None:
-    """For an older checkpoint, check that `model.path` is a folder, seen from the current folder.
-
-    Older checkpoints contain `model.path` as the user typed it, so "models/wan" can be a relative path or a Hub id. A relative
-    path is valid only in the folder in which the training was started. Three cases are not checked: an absolute path, a
-    text that starts with "Wan-AI/", and a newer checkpoint, which stores whether `model.path` is a Hub id.
-
-    Raises:
-        ConfigError: if `model.path` is checked, and is not a folder.
-    """
-    if state.base_on_hub is None and state.base.startswith(".") and not Path(state.base).is_dir():
-        raise ConfigError(
-            f"--base is missing: the run's model.path={Path(state.base)} is not a folder, seen from the current "
-            "folder. This old run does not store whether model.path is a Hub id. Set --base to the model's folder or Hub id."
         )
 
 

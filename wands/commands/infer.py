@@ -205,7 +205,7 @@ def find_source(options: InferOptions) -> PipelineSource:
             found.check_average()
         # The checkpoint of a LoRA run does not contain the base weights. They come from the pipeline, unless the run
         # initialized them at random.
-        base = None if state.recipe.get("model", {}).get("init") == "random" else str(options.model)
+        base = None if state.recipe["model"]["init"] == "random" else str(options.model)
         label = f"--checkpoint={options.checkpoint}"
         for part in state.parts:
             if part in dits:

@@ -23,7 +23,7 @@ class StrictModel(BaseModel):
 
 @dataclass(frozen=True)
 class Spelling:
-    """Command-line spelling of an option field: flag, placeholder and alias. If a field has no `Spelling`, the empty
+    """Command-line spelling of an option field: flag and placeholder. If a field has no `Spelling`, the empty
     `Spelling()` is used.
 
     Attributes:
@@ -33,15 +33,12 @@ class Spelling:
         flag_value: value of the option if the user types the flag without a value. None means that the user must type a
             value after the flag.
         argument: True for a positional argument, False for an option.
-        alias: earlier name of the flag. The user can still type it, but the help text does not show it. Empty means no
-            alias.
     """
 
     name: str = ""
     metavar: str | None = None
     flag_value: str | None = None
     argument: bool = False
-    alias: str = ""
 
 
 def limits_of(field: FieldInfo) -> dict[str, Any]:

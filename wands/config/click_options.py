@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -56,17 +55,6 @@ def help_line(field: FieldInfo) -> str:
     return " ".join((field.description or "").partition("\n\n")[0].split())
 
 
-class _Option(click.Option):
-    """Click option whose help text shows only the first name of the option. The other names are earlier names of the
-    option, which the user can still type.
-    """
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        shown = copy.copy(self)
-        shown.opts, shown.secondary_opts = self.opts[:1], self.secondary_opts[:1]
-        return click.Option.get_help_record(shown, ctx)
-
-
 def _help_text(options: type[Options]) -> str:
     """Return the help text of a command: the docstring of `options`. Descriptions of the positional arguments are inserted
     before the examples, which end the docstring.
@@ -90,17 +78,16 @@ def _build_parameter(name: str, field: FieldInfo) -> click.Parameter:
     if spelling.argument:
         return click.Argument([name], type=value_type, required=required, nargs=-1 if multiple else 1)
     flag = spelling.name or f"--{name.replace('_', '-')}"
-    names = [flag, *([spelling.alias] if spelling.alias else []), name]
     if kind is bool:
         if field.default:
-            names = [f"{word}/--no-{word.removeprefix('--')}" for word in names[:-1]] + [name]
-        return _Option(names, is_flag=True, default=field.default, help=help_line(field))
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        return click.Option([flag, name], is_flag=True, default=field.default, help=help_line(field))
     more: dict[str, Any] = {"metavar": spelling.metavar, "help": help_line(field)}
     if spelling.flag_value:
         more |= {"is_flag": False, "flag_value": spelling.flag_value}
     if not multiple and not required:
         more |= {"default": field.default, "show_default": field.default is not None}
-    return _Option(names, type=value_type, required=required, multiple=multiple, **more)
+    return click.Option([flag, name], type=value_type, required=required, multiple=multiple, **more)
 
 
 def _click_type(kind: Any, field: FieldInfo) -> Any:

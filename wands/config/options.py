@@ -728,16 +728,12 @@ class ConvertOptions(Options):
 
     source: Annotated[str, ARGUMENT]
     """Model or LoRA to convert. A Wan model is a folder, a file or a Hub id. A LoRA may come from any trainer."""
-    to: Literal["diffusers", "official", "comfyui", "musubi"] | None = None
+    to: Literal["diffusers", "official", "comfyui", "musubi"]
     """File layout to write: the layout of diffusers, of Wan's own repositories (`official`), of ComfyUI, or of musubi-tuner
-    (`musubi`, for LoRAs only). This option is required, except with --trust-pickle, which changes SOURCE in place."""
-    out: Path | None = None
-    """Folder to write. The folder must be new or empty. This option is required, except with --trust-pickle, which changes
-    SOURCE in place."""
-    trust_pickle: bool = False
-    """Convert pickled checkpoints of an earlier version of wands, in place, to files that cannot run code. SOURCE is
-    then the run folder. Opening a pickle can run any code, so use this flag only for runs of your own."""
-    base: Annotated[str | None, Spelling(alias="--rest-of")] = None
+    (`musubi`, for LoRAs only)."""
+    out: Path
+    """Folder to write. The folder must be new or empty."""
+    base: str | None = None
     """Folder or Hub id of a model in the layout of --to. The parts that SOURCE lacks, such as a tokenizer, are copied
     from this model."""
     dtype: Literal["fp32", "bf16"] | None = None

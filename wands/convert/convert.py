@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wands.config.options import ConvertOptions
 from wands.convert.convert_result import ConvertResult, compare_forwards, stock_names
-from wands.convert.old_checkpoint import convert_run
 from wands.convert.pipeline_folder import build_stock, copy_path, write_pipeline, write_stock_config
 from wands.convert.source_components import SourceComponent, find_components, map_component
 from wands.encoders.components import WEIGHT_STEMS
@@ -53,35 +52,26 @@ _NOT_CONVERTED = {
 }
 
 
-def convert(options: ConvertOptions) -> ConvertResult | str:
+def convert(options: ConvertOptions) -> ConvertResult:
     """Write a model or a LoRA in the file layout of diffusers, official Wan, ComfyUI or, for a LoRA, musubi-tuner.
 
     Tensors are converted one at a time. The result is read back and compared with the source bit for bit. With
     `options.forward`, diffusers then runs a forward pass with the source's DiT, and a forward pass with the result's DiT.
     The two outputs must be equal.
 
-    With `options.trust_pickle`, convert the checkpoints of an earlier version of wands instead (see `convert_run`).
-
     Args:
         options: options of the command.
 
     Returns:
-        A summary of the conversion. With `options.trust_pickle`, the text of `convert_run`.
+        A summary of the conversion.
 
     Raises:
         ConfigError: if the source is neither a Wan model nor a LoRA, `--out` is not empty, or the source and `--base`
-            (model for missing parts) are different models. The error is also raised if options are missing or exclude each
-            other.
+            (model for missing parts) are different models. The error is also raised if options exclude each other.
         CheckpointError: if a tensor name is unknown, tensors are missing or damaged, or the result differs from the
             source.
         WandsError: if `--out` cannot be written. In this case no file of the result is left.
     """
-    if options.trust_pickle:
-        return convert_run(options.source)
-    if options.to is None or options.out is None:
-        raise ConfigError(
-            "wands convert needs the options --to (file layout of the result) and --out (folder to write). Set both options."
-        )
     result, source, base = ConvertResult(options.out.resolve()), options.source, options.base
     with atomic_folder(result.out) as unfinished:
         is_file = Path(source).is_file()

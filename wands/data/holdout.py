@@ -150,8 +150,8 @@ def drop_duplicates(sides: np.ndarray, contents: np.ndarray, signatures: np.ndar
         contents: int64 [N]. Samples with the same number have the same content.
         signatures: uint64 [N, 2], a signature of 128 bits for each sample, in two 64-bit words (see `signature`). Two samples
             are nearly equal if at most `MAX_BITS` of the 128 bits differ, and their first words have equal bits 0-15, 16-31,
-            32-47 or 48-63. A signature with a word of 0 is not compared, because caches of earlier versions contain zeros
-            instead of signatures.
+            32-47 or 48-63. A signature with a word of 0 is not compared: no quadrant of its image differs from its
+            neighbors, as in a black video.
     """
     duplicates, rows = np.isin(contents, contents[sides == HELD_OUT]), np.flatnonzero(signatures.all(axis=1))
     signatures = signatures[rows]

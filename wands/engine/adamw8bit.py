@@ -33,8 +33,6 @@ and "absmax2". Blocks start at multiples of 256 in the flattened parameter. Ther
 contain fewer than 256 of the N values.
 """
 
-_STATES = ("state1", "state2", "absmax1", "absmax2")
-
 
 class FragmentAdamW8bit(AdamW8bit):
     """8-bit AdamW that updates each fragment of its flat tensors separately.
@@ -98,31 +96,13 @@ class FragmentAdamW8bit(AdamW8bit):
         return {key: torch.cat([part[key] for part in moments]) for key in ("state1", "state2")}
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state dict, and convert Adam's moments to the format that this version of wands uses.
-
-        Parameters with at least `MIN_8BIT` values get 8-bit moments, with one scale for each block of 256 values. Smaller
-        parameters get fp32 moments.
-
-        In states of earlier versions of wands, the first block starts at the beginning of a flat tensor (a tensor of one or
-        more flattened parameters). Now the first block starts at the beginning of each parameter. So moments with the old
-        blocks are quantized again.
-        """
+        """Load a state dict, and quantize the fp32 moments that `join_states` returned for large parameters."""
         flats = [flat for group in self.param_groups for flat in group["params"]]
         for number, state in state_dict["state"].items():
-            old = {key: state.pop(key).flatten() for key in _STATES if key in state}
-            for table in ("qmap1", "qmap2"):
-                state.pop(table, None)
             for fragment in self.fragments[flats[number]]:
-                first, last = fragment.offset, fragment.offset + fragment.numel
-                states = cut_states(old, 0, first, last) if old else state[fragment.name]
-                # At ZeRO-0, the flat tensor is a parameter, and the blocks do not change.
-                same_blocks = not old or (
-                    last - first == len(old["state1"]) and fragment.start % BLOCK_8BIT == 0
-                )
-                if not same_blocks or ("absmax1" in states) != _is_quantized(fragment.shape):
-                    moments = dequantize(states, first if old else fragment.start)
-                    states = quantize(moments, fragment.shape, fragment.start)
-                state[fragment.name] = states
+                states = state[fragment.name]
+                if "absmax1" not in states:
+                    state[fragment.name] = quantize(states, fragment.shape, fragment.start)
         super().load_state_dict(state_dict, move_to_device)
 
 

@@ -159,7 +159,7 @@ class PreprocessRun:
                 with suppress(ValueError, KeyError, TypeError):  # a line that the user has edited
                     row = json.loads(line)
                     self.quarantine[row["video"]] = row["reason"]
-        with suppress(CacheError):  # the index does not exist yet or has an older version
+        with suppress(CacheError):  # the index does not exist yet
             self.null_text = LatentCache(self.writer.path).null_text_embeds
 
     def _collect_samples(self) -> None:

@@ -156,12 +156,8 @@ class SourceScan:
             The copy, or None if the cache contains all samples of the clip.
         """
         expected = self._expected(stored)
-        is_unknown = expected is None and not self.spec.more_pixels
         rows = []
         for row in clip.rows:
-            own = entries.get(row.key)
-            if is_unknown and own is not None and own.content == row.content:
-                continue  # this sample was made by an early version of wands, which stored less metadata
             of_row = {suffix: entries.get(row.key + suffix) for suffix in stored}
             present = [suffix for suffix, entry in of_row.items() if entry and entry.content == row.content]
             if expected is None or not expected <= set(present):
@@ -211,7 +207,7 @@ class SourceScan:
         cover with --clip-mode slide. This mode cuts the clip into consecutive samples, so at most a few frames at the end stay
         unused.
 
-        Clips that an early version of wands encoded are left out, because this version stored less metadata.
+        Clips whose samples were imported are left out, because their length is unknown.
 
         Args:
             entries: samples of the cache by key.

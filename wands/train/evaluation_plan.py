@@ -299,7 +299,7 @@ def get_plan(run: PreparedRun) -> tuple[EvaluationPlan, bool]:
     A resumed run continues with the plan in its folder, unless the plan cannot be read or the recipe's evaluation settings
     have changed.
     """
-    with suppress(FileNotFoundError, ValidationError):  # missing, damaged, or of another version
+    with suppress(FileNotFoundError, ValidationError):  # missing or damaged
         plan = EvaluationPlan.model_validate_json((run.output_dir / PLAN_FILE).read_bytes())
         if run.checkpoint is not None and plan.settings == plan_settings(run.recipe):
             return plan, False

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.train.test_datasets import write_cache
 from tests.support.runs import make_run
-from wands.checkpoint.save import build_state
-from wands.checkpoint.step_folders import STATE_FILE
+from wands.checkpoint.epoch_files import EPOCH_FILE, epoch_values
 from wands.errors import CheckpointError
 from wands.files import write_text
+from wands.model.files.tensor_files import hash_file
 from wands.train.prepare import load_run
 from wands.train.prepared_run import PreparedRun
 from wands.train.summary import start_block
@@ -25,13 +25,13 @@ from wands.train.summary import start_block
 LORA = ("lora.rank=4", "data.mock={num_samples: 4, shapes: [[1,4,4]]}")
 
 
-def save_state(run: PreparedRun, **old: None) -> Path:
-    """The state file of a checkpoint of the run: all that is read before the weights. `old`: fields that it lacks."""
+def save_state(run: PreparedRun, **changes: None) -> None:
+    """The files of a checkpoint that are read before the weights. `changes`: values of fields of `TrainState`."""
     step = run.output_dir / "checkpoints" / "step_00000001"
-    values = build_state(run, 1, 0, [(1, 0.5)]).to_json()
-    left_out = {*old, "hash_of_this_file"} if old else set()
-    write_text(step / STATE_FILE, json.dumps({key: values[key] for key in values.keys() - left_out}))
-    return step
+    plan = run.schedule.sampler.step_plan(0)
+    write_text(step / EPOCH_FILE, json.dumps(epoch_values(run.data.keys, run.data.checksums, plan)))
+    state = replace(run.state, step=1, loss=[(1, 0.5)], **changes)
+    state.write(step, {EPOCH_FILE: hash_file(step / EPOCH_FILE)})
 
 
 def resume(model: Path, out: Path, *overrides: str, deepspeed: Path | None = None) -> PreparedRun:
@@ -62,24 +62,12 @@ def test_every_change_is_in_the_start_block(tiny_pipeline: Path, tmp_path: Path)
     assert sum("(checkpoint: " in line for line in lines) < 12
 
 
-def test_keys_that_the_checkpoint_is_older_than_are_no_changes(tiny_pipeline: Path, tmp_path: Path):
-    step = save_state(first_run(tiny_pipeline, tmp_path / "run", *LORA), ds_config=None, data_contents=None)
-    values = json.loads((step / STATE_FILE).read_text())
-    del values["recipe"]["model"]["dropout"], values["recipe"]["attention"]
-    (step / STATE_FILE).write_text(json.dumps(values))
-    assert "checkpoint:" not in start_block(resume(tiny_pipeline, tmp_path / "run", *LORA))
-
-
 def test_the_parameters_without_decay_may_not_change(tiny_pipeline: Path, tmp_path: Path):
-    step = save_state(first_run(tiny_pipeline, tmp_path / "run", *LORA))
+    save_state(first_run(tiny_pipeline, tmp_path / "run", *LORA))
     with pytest.raises(
         CheckpointError, match=r"optim\.decay_norms=False must equal the checkpoint's value True"
     ):
         resume(tiny_pipeline, tmp_path / "run", *LORA, "optim.decay_norms=false")
-    values = json.loads((step / STATE_FILE).read_text())
-    del values["recipe"]["optim"]["decay_norms"], values["hash_of_this_file"]  # an older checkpoint
-    (step / STATE_FILE).write_text(json.dumps(values))
-    resume(tiny_pipeline, tmp_path / "run", *LORA)
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +86,11 @@ def test_other_contents_under_the_same_keys_are_refused(tiny_pipeline: Path, cac
         CheckpointError, match="same names as the checkpoint's samples but different contents"
     ):
         resume(tiny_pipeline, tmp_path / "run", f"data.cache={caches / 'b'}")
-    save_state(run, data_contents=None)  # an older checkpoint
-    resume(tiny_pipeline, tmp_path / "run", f"data.cache={caches / 'b'}")
 
 
 def test_contents_are_those_of_the_used_samples(tiny_pipeline: Path, caches: Path, tmp_path: Path):
     def contents(*overrides: str) -> str:
-        return make_run(tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1).data_contents
+        return make_run(tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1).identity.contents
 
     found = [
         contents(f"data.cache={caches / 'a'}"),
@@ -147,7 +133,7 @@ def test_the_base_of_a_lora_is_known_by_its_weights(tiny_pipeline: Path, tmp_pat
         other = copy_model(tiny_pipeline, tmp_path / f"changed{number}" / name, number % 60)
         with pytest.raises(CheckpointError, match="different weights than the base of the checkpoint's LoRA"):
             resume(other, tmp_path / "run", *LORA)
-    save_state(run, base_fingerprint=None)  # an older checkpoint: the name decides
+    save_state(run, base_fingerprint=None)  # as of random weights: the name decides
     resume(tmp_path / "changed0" / name, tmp_path / "run", *LORA)
     with pytest.raises(CheckpointError, match=r"model\.path=.*renamed must equal"):
         resume(moved, tmp_path / "run", *LORA)
@@ -184,8 +170,8 @@ def test_a_merged_lora_is_known_by_its_weights(tiny_pipeline: Path, tmp_path: Pa
 def test_the_optimizer_of_the_json_may_not_change(tiny_pipeline: Path, tmp_path: Path):
     from wands.checkpoint.resume import check_resumable
 
-    state = build_state(first_run(tiny_pipeline, tmp_path / "run", *LORA), 1, 0, [])
+    state = first_run(tiny_pipeline, tmp_path / "run", *LORA).state
     config = json.loads(re.sub('"AdamW"', '"SGD"', json.dumps(state.ds_config)))
-    check_resumable(replace(state, ds_config=None), replace(state, ds_config=config), "x")
+    check_resumable(state, state, "x")
     with pytest.raises(CheckpointError, match="the optimizer SGD of the DeepSpeed JSON must equal"):
         check_resumable(state, replace(state, ds_config=config), "x")

@@ -6,12 +6,12 @@ import json
 import os
 import resource
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from diffusers import WanPipeline, WanTransformer3DModel
 from PIL import Image
 from safetensors import safe_open
@@ -19,11 +19,12 @@ from safetensors import safe_open
 from tests.support.commands import export
 from tests.support.run_folder import write_run
 from tests.support.runs import make_run, run_training, weights
+from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.save import build_state
+from wands.cli import main
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
-from wands.model.files import hub
-from wands.model.files.tensor_files import write_sharded
+from wands.model.files.tensor_files import hash_file, write_sharded
 
 
 def train_once(run_world, model: Path, out: Path, stage: int) -> Path:
@@ -246,6 +247,30 @@ def test_a_damaged_base_is_one_sentence(
         export(run, tmp_path / "out", base=str(base))
 
 
+class _Runs:
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    def __reduce__(self) -> Any:
+        return exec, (self.code,)
+
+
+def test_a_pickle_in_a_checkpoint_is_never_opened(run: Path, tmp_path: Path):
+    """The pickle would write a file. Every size and hash is right."""
+    ran = tmp_path / "ran"
+    copied = shutil.copytree(run, tmp_path / "run")
+    step, state = find_checkpoint(copied)
+    for path in (step / "transformer").glob("*.safetensors"):
+        path.unlink()
+    pickled = step / "transformer" / "state_rank_00000.pt"
+    torch.save({"module": _Runs(f"open({str(ran)!r}, 'w')")}, pickled)
+    state.write(step, {"transformer/state_rank_00000.pt": hash_file(pickled)})
+    with pytest.raises(CheckpointError, match=r"no file transformer/state_rank_\*\.safetensors, .* pickle"):
+        export(copied, tmp_path / "out")
+    assert CliRunner().invoke(main, ["convert", str(copied), "--to", "official", "--out", "x"]).exit_code == 2
+    assert not ran.exists()
+
+
 def test_a_checkpoint_keeps_the_whole_path_of_its_base(
     tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -254,47 +279,10 @@ def test_a_checkpoint_keeps_the_whole_path_of_its_base(
     monkeypatch.chdir(tmp_path)
     training_run = make_run(Path("models/wan"), tmp_path / "run", world_size=1)
     state = build_state(training_run, 1, 0, [])
-    assert (state.base, state.base_on_hub) == (str(tiny_pipeline.resolve()), False)
+    assert state.base == str(tiny_pipeline.resolve())
     monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no run
     state = build_state(training_run, 1, 0, [])
-    assert (state.base, state.base_on_hub) == ("models/wan", True)
-    assert replace(state, step=2).base == "models/wan"
-
-
-def as_older(run: Path, to: Path, base: str) -> Path:
-    """A run as an older version left it, which kept `model.path` as it was typed."""
-    shutil.copytree(run, to)
-    (path,) = to.glob("checkpoints/step_*/wands_state.json")
-    values = {**json.loads(path.read_text()), "base": base}
-    del values["base_on_hub"], values["hash_of_this_file"]
-    path.write_text(json.dumps(values))
-    return to
-
-
-@pytest.mark.parametrize("typed", ["models/wan", "../models/wan"])
-def test_an_older_checkpoints_folder_is_not_asked_of_the_hub(
-    run: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
-):
-    asked: list[str] = []
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: asked.append(name) or str(tiny_pipeline))
-    older = as_older(run, tmp_path / "older", typed)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(
-        ConfigError, match=r"--base is missing: the run's model\.path=\S*models/wan is not a folder, seen"
-    ):
-        export(older, tmp_path / "out")
-    assert (asked, sorted(os.listdir(tmp_path))) == ([], ["here", "older"])
-    assert export(older, tmp_path / "out", base=str(tiny_pipeline)).is_dir()
-    place = (tmp_path / "here" / typed).resolve()
-    place.parent.mkdir(parents=True)
-    place.symlink_to(tiny_pipeline)  # as it was where the run was started
-    record = json.loads((export(older, tmp_path / "out") / RECORD_FILE).read_text())
-    assert record["base"] == str(tiny_pipeline.resolve())
-    assert asked == []
-    official = as_older(run, tmp_path / "official", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
-    record = json.loads((export(official, tmp_path / "out") / RECORD_FILE).read_text())
-    assert [record["base"]] == asked == ["Wan-AI/Wan2.1-T2V-1.3B-Diffusers"]
+    assert state.base == "models/wan"
 
 
 def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):

@@ -138,9 +138,9 @@ def test_merged_loras_are_found_from_another_folder(
     assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
     check_resumable(state, build_state(training_run, 0, 0, []), "x")
     monkeypatch.chdir(tiny_pipeline)
-    older = replace(state, base_fingerprint=None)  # the path decides
+    unknown = replace(state, base_fingerprint=None)  # as of random weights: the path decides
     with pytest.raises(CheckpointError, match=r"model\.merge_loras=.* must equal the checkpoint's"):
-        check_resumable(older, build_state(training_run, 0, 0, []), "x")
+        check_resumable(unknown, build_state(training_run, 0, 0, []), "x")
 
 
 @pytest.mark.slow

@@ -261,11 +261,15 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
         transformer_config={**model.config, **config},
         data_fingerprint="",
         data_summary={},
-        recipe={},
+        recipe={"model": {"init": "pretrained", "experts": None, "merge_loras": []}, "lora": None},
         base="",
         loss=[],
         files={f"transformer/{weights.name}": weights.stat().st_size},
         hashes={f"transformer/{weights.name}": digest},
+        data_contents="",
+        base_fingerprint=None,
+        ds_config={},
+        data_start=(0, 0),
     )
     (folder / STATE_FILE).write_text(json.dumps(state.to_json()))
     (folder.parent / "latest").write_text(folder.name)

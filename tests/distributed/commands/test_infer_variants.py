@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.commands.test_infer import make_checkpoint, records, write_state
 from tests.support.sampling import infer, source_of
-from wands.checkpoint.checkpoint_files import state_file
+from wands.checkpoint.checkpoint_files import load_state, state_file
 from wands.cli import main
 from wands.commands import infer as infer_module
 from wands.commands.infer import check_ranks
@@ -258,18 +259,15 @@ def test_either_expert_is_replaced(tiny_variant: Callable[[str], Path], tmp_path
 
     # A run of the low-noise expert alone, and of both.
     trained = make_checkpoint(tmp_path / "run", own["transformer"], 1)
-    state = json.loads((trained / "wands_state.json").read_text())
-    del state["hash_of_this_file"]
+    state = load_state(trained)
     for parts in (["transformer_2"], ["transformer", "transformer_2"]):
-        files, hashes = {}, {}
+        hashes = {}
         for part in parts:
             name = f"{part}/{state_file(0)}"
             hashes[name] = write_state(
                 trained / name, {key: value + 1 for key, value in own[part].state_dict().items()}
             )
-            files[name] = (trained / name).stat().st_size
-        changes = {"parts": parts, "files": files, "hashes": hashes}
-        (trained / "wands_state.json").write_text(json.dumps(state | changes))
+        replace(state, parts=parts).write(trained, hashes)
         found = weights(checkpoint=tmp_path / "run")
         assert torch.equal(found["transformer"], high + ("transformer" in parts))
         assert torch.equal(found["transformer_2"], low + 1)

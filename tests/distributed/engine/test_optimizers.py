@@ -423,31 +423,6 @@ def test_resume_is_bitwise(
             _check_resume(find_checkpoint(tmp_path / "run")[1], tiny_pipeline, tmp_path)
 
 
-def train_with_bitsandbytes_alone(*args: Any) -> list[dict[str, Any]]:
-    """As earlier versions of wands: blocks run across the parameters of a flat tensor."""
-    import bitsandbytes
-
-    with mock.patch("wands.engine.adamw8bit.FragmentAdamW8bit", bitsandbytes.optim.AdamW8bit):
-        return run_training(*args)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_8_bit_states_of_an_earlier_version_resume(
-    stage: int, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
-):
-    settings = ("optim.name=adamw8bit", "train.max_steps=4", "checkpoint.every=2")
-    args = (tiny_pipeline, tmp_path / "run", settings, zero(stage))
-    straight = losses(worlds[2].run(train_with_bitsandbytes_alone, *args)[0])
-    (tmp_path / "run" / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
-    resumed = losses(worlds[2].run(run_training, *args, True)[0])
-    if stage == 0:  # the blocks were the same
-        assert resumed == straight
-    else:
-        assert resumed != straight
-        assert resumed == pytest.approx(straight, rel=1e-3)
-
-
 def _check_resume(state: Any, model: Path, out: Path) -> None:
     training_run = make_run(model, out, ("train.max_steps=4",), zero(1), world_size=2)
     check_resumable(state, build_state(training_run, 4, 0, []), "run")

@@ -152,7 +152,7 @@ def test_settings_that_exclude_each_other(tiny_pipeline: Path, tmp_path: Path):
 def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path, tmp_path: Path):
     """The base and the places of a LoRA are not in its checkpoint: the recipe must say the same.
 
-    A checkpoint of an older version has no fingerprint of the base; `test_changed_settings.py` tests those that have one.
+    Random base weights have no fingerprint; `test_changed_settings.py` tests those that have one.
     """
     from wands.checkpoint.save import build_state
 

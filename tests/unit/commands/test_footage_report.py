@@ -190,5 +190,5 @@ def test_preprocess_says_what_it_uses_and_which_videos_became_stills(
     def without_seconds(scan: SourceScan, entries: dict[str, IndexEntry]) -> dict[str, Footage]:
         return whole(scan, {key: replace(entry, clip_seconds=0.0) for key, entry in entries.items()})
 
-    monkeypatch.setattr(SourceScan, "footage", without_seconds)  # shards of an earlier version
+    monkeypatch.setattr(SourceScan, "footage", without_seconds)  # as in imported samples
     assert not {"uses", "still"} & set(str(run(folder, tmp_path / "cache", tiny_pipeline)).split())

@@ -325,6 +325,11 @@ def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub
         base="/somewhere/base",
         loss=[(1, 2.0), (2, 1.0)],
         files={},
+        hashes={},
+        data_contents="",
+        base_fingerprint=None,
+        ds_config={},
+        data_start=(0, 0),
     )
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
@@ -356,24 +361,16 @@ def test_a_prompt_may_hold_any_line_separator(small: Path, hub: FakeHub) -> None
     assert read_card(files["README.md"].decode())[0]["widget"][0]["text"] == "one two three four"
 
 
-@pytest.mark.parametrize(
-    ("settings", "linked"),
-    [({}, False), ({"base_on_hub": True}, True), ({"base": "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"}, True)],
-)
+@pytest.mark.parametrize(("base", "linked"), [("/models/wan", False), ("someone/wan", True)])
 def test_a_folder_is_not_credited_as_a_repository(
-    small: Path, hub: FakeHub, tmp_path: Path, settings: dict[str, Any], linked: bool
+    small: Path, hub: FakeHub, tmp_path: Path, base: str, linked: bool
 ) -> None:
-    """Older checkpoints have a relative `model.path` as it was typed, which looks like a Hub id."""
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
-    values = dict.fromkeys(inspect.signature(TrainState).parameters, 0) | {
-        "variant": "",
-        "files": {},
-        "hashes": {},
-    }
-    values |= {"parts": [], "recipe": {}, "data_summary": {}, "loss": [], "base": "models/wan"}
-    values = {key: value for key, value in values.items() if key != "base_on_hub"} | settings
-    (step / "wands_state.json").write_text(json.dumps(values))
+    values: dict[str, Any] = dict.fromkeys(inspect.signature(TrainState).parameters, 0)
+    values |= {"variant": "", "files": {}, "hashes": {}, "parts": [], "recipe": {}, "data_summary": {}}
+    state = TrainState(**(values | {"loss": [], "base": base}))
+    (step / "wands_state.json").write_text(json.dumps(state.to_json()))
     send(small, hub, training=tmp_path / "run")
     head, body = read_card(hub.files(NAME)["README.md"].decode())
     assert ("base_model" in head, "https://huggingface.co/" in body) == (linked, linked)

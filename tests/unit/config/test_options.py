@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 import re
 import shlex
-from typing import Annotated, get_type_hints
+from typing import get_type_hints
 
 import click
 import pytest
@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from wands.cli import COMMANDS, main
 from wands.config import options as options_module
-from wands.config.base import Options, Spelling
-from wands.config.click_options import build_command, command_name, help_line
+from wands.config.base import Options
+from wands.config.click_options import command_name, help_line
 
 BY_NAME = {
     command_name(kind): kind
@@ -97,27 +97,6 @@ def test_wrong_values_name_the_flag():
 def test_zero_frames_keep_whole_clips():
     assert BY_NAME["check"](source="x", max_frames=0).max_frames is None
     assert BY_NAME["check"](source="x").max_frames == 81
-
-
-def test_an_earlier_name_of_an_option_works_and_is_not_in_the_help():
-    args = ["model", "--to", "diffusers", "--out", "out"]
-    for name in ("--base", "--rest-of"):
-        context = main.commands["convert"].make_context("convert", [*args, name, "other"])
-        assert context.params["base"] == "other"
-    assert "--base" in help_of("convert")
-    assert "--rest-of" not in help_of("convert")
-
-
-class _Switches(Options):
-    off: Annotated[bool, Spelling(alias="--earlier-off")] = False
-    on: Annotated[bool, Spelling(alias="--earlier-on")] = True
-
-
-@pytest.mark.parametrize("names", [("--off", "--no-on"), ("--earlier-off", "--no-earlier-on")])
-def test_a_switch_may_have_an_earlier_name(names: tuple[str, str]):
-    command = build_command(_Switches, lambda options: options)
-    assert command.main(names, standalone_mode=False) == _Switches(off=True, on=False)
-    assert "earlier" not in CliRunner().invoke(command, ["--help"]).output
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

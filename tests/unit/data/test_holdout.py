@@ -207,7 +207,7 @@ def test_equal_and_nearly_equal_samples_never_straddle(data: st.DataObject, numb
         row[0] = sum(1 << int(bit) for bit in draw.choice(64, 3, replace=False))
         row[1] = 1 << int(draw.integers(64))
     signatures = np.where(draw.random((number, 1)) < 0.5, base ^ flips, base)
-    signatures[draw.random(number) < 0.2] = 0  # written by an earlier version
+    signatures[draw.random(number) < 0.2] = 0  # as of a black video
     before = sides.copy()
     drop_duplicates(sides, contents, signatures)
     assert ((sides == before) | ((before == TRAIN) & (sides == DUPLICATE))).all()

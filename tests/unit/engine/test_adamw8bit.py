@@ -132,42 +132,6 @@ def test_saved_and_loaded_states_continue_bitwise():
     assert all(torch.equal(value, joined(again)[name]) for name, value in joined(ranks).items())
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_blocks_of_an_earlier_version_are_converted(is_whole: bool):
-    """At ZeRO-0, a block never ran across parameters, and nothing changes."""
-    (optimizer,) = cut(())
-    if is_whole:
-        flat = flat_of(optimizer)
-        flat.data = flat.data[:7000]
-        optimizer.fragments = {flat: optimizer.fragments[flat][:1]}
-    flat = flat_of(optimizer)
-    old_flat = torch.nn.Parameter(flat.detach().clone())
-    old = bitsandbytes.optim.AdamW8bit([old_flat], **SETTINGS)
-    for gradient in gradients():
-        old_flat.grad = gradient[: len(flat)].clone()
-        old.step()
-    states = old.state_dict()
-    # `load_engine` passes the states without the dict in which bitsandbytes wraps them.
-    wrapped = states["state"][0].pop("__bnb_optimizer_quant_state__")
-    optimizer.load_state_dict({**states, "state": {0: states["state"][0] | wrapped}})
-    moments = dequantize(old.state[old_flat], 0)
-    state = optimizer.state[flat]
-    assert state["step"] == STEPS
-    assert state.keys() == {"step", *(fragment.name for fragment in optimizer.fragments[flat])}
-    for fragment in optimizer.fragments[flat]:
-        found = state[fragment.name]
-        assert ("absmax1" in found) == (math.prod(fragment.shape) >= 4096)
-        for key in ("state1", "state2"):
-            values = moments[key][fragment.offset :][: math.prod(fragment.shape)]
-            again = dequantize(found, 0)[key]
-            if is_whole or "absmax1" not in found:
-                assert torch.equal(again, values)
-            else:  # the distance of two codes is at most 1 / 64 of the largest value of a block
-                assert float((again - values).abs().max()) <= float(values.abs().max()) / 64
-    flat.grad = torch.ones_like(flat)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("start", [0, 300])
 def test_quantized_moments_are_read_back(start: int):
     """And a range of them is the same range of the moments."""
