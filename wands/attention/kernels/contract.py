@@ -31,10 +31,7 @@ How to add a kernel:
    `wands selftest` never run the kernel: `infer --attention-backend` accepts only auto and native, and `selftest` has no
    option for the attention kernel.
 2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
-   the docstring of `choose_backend` in registry.py. In tests/unit/test_size.py, raise the budgets of code lines that the
-   kernel exceeds (`attention` and `TOTAL`, perhaps `config`), and add a line to CHANGELOG.md. Do not raise `CORE`, the
-   budget of the core. The core is the code in `CORE_FILES`, which includes this folder. The core has about 490 lines left,
-   and only Python files count. Publish a larger Triton kernel as a package (step 3).
+   the docstring of `choose_backend` in registry.py, and add a line to CHANGELOG.md.
 3. For an optional package, import the package inside the two functions. Add an extra to pyproject.toml and to the table
    of extras in docs/quickstart.md. Add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
 4. Add tests and documentation:
