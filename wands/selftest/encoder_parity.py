@@ -271,20 +271,6 @@ def check_tied(part: TextPart) -> Result:
     return Result.of(same and error == 0, number, "the same tensor")
 
 
-def check_pads(part: TextPart) -> Result:
-    """Check that a text embedding of diffusers' stock pipeline has 512 rows and is zero after the caption's last token.
-
-    The row of the last token itself must not be zero.
-    """
-    lens = [len(part.encode(caption)) for caption in CAPTIONS]
-    stock = [part.encode_stock(caption) for caption in CAPTIONS]
-    pads = max(float(rows[length:].abs().max()) for rows, length in zip(stock, lens, strict=True))
-    ends = min(float(rows[length - 1].abs().max()) for rows, length in zip(stock, lens, strict=True))
-    number = f"captions of {', '.join(map(str, lens))} tokens, the largest value after a caption is {pads:g}"
-    whole = all(len(rows) == OFFICIAL_TEXT_LEN for rows in stock)
-    return Result.of(pads == 0 < ends and whole, number, "0 up to row 512")
-
-
 def check_length(part: TextPart) -> Result:
     """Check that `wands preprocess` cuts captions after 512 tokens.
 

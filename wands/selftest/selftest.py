@@ -50,7 +50,6 @@ CHECKS = (
     Check("first_frame.latents", encoders.VaePart, encoders.check_first_frame, "first_frame"),
     Check("text.tied", encoders.TextPart, encoders.check_tied),
     Check("text.embeds", encoders.TextPart, encoders.check_embeds),
-    Check("text.pads", encoders.TextPart, encoders.check_pads),
     Check("text.length", encoders.TextPart, encoders.check_length),
     Check("image.embeds", None, encoders.check_image_embeds, "clip"),
     Check("experts.boundary", None, experts.check_boundary),
