@@ -179,6 +179,17 @@ def test_an_incomplete_checkpoint_is_passed_over(finished: Path, tmp_path: Path)
         find_checkpoint(run)
 
 
+def test_a_state_file_without_its_hash_is_passed_over(finished: Path, tmp_path: Path):
+    run = copy_of(finished, tmp_path / "run")
+    path = run / "checkpoints" / "step_00000006" / STATE_FILE
+    values = json.loads(path.read_text())
+    del values["hash_of_this_file"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=r"hash_of_this_file=None .*; use another step_\* folder"):
+        load_state(path.parent)
+    assert find_checkpoint(run).state.step == 4
+
+
 def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeline: Path):
     _, state = find_checkpoint(finished)
     recipe = state.recipe
