@@ -90,7 +90,9 @@ def test_other_contents_under_the_same_keys_are_refused(tiny_pipeline: Path, cac
 
 def test_contents_are_those_of_the_used_samples(tiny_pipeline: Path, caches: Path, tmp_path: Path):
     def contents(*overrides: str) -> str:
-        return make_run(tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1).identity.contents
+        return make_run(
+            tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1
+        ).identity.contents
 
     found = [
         contents(f"data.cache={caches / 'a'}"),

@@ -270,6 +270,7 @@ def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config
         base_fingerprint=None,
         ds_config={},
         data_start=(0, 0),
+        objective={},
     )
     (folder / STATE_FILE).write_text(json.dumps(state.to_json()))
     (folder.parent / "latest").write_text(folder.name)

@@ -330,6 +330,7 @@ def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub
         base_fingerprint=None,
         ds_config={},
         data_start=(0, 0),
+        objective={},
     )
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
