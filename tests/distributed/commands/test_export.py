@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.support.commands import export
 from tests.support.run_folder import write_run
 from tests.support.runs import make_run, run_training, weights
 from wands.checkpoint.checkpoint_files import find_checkpoint
-from wands.checkpoint.save import build_state
 from wands.cli import main
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
@@ -278,11 +278,9 @@ def test_a_checkpoint_keeps_the_whole_path_of_its_base(
     (tmp_path / "models" / "wan").symlink_to(tiny_pipeline)
     monkeypatch.chdir(tmp_path)
     training_run = make_run(Path("models/wan"), tmp_path / "run", world_size=1)
-    state = build_state(training_run, 1, 0, [])
-    assert state.base == str(tiny_pipeline.resolve())
+    assert training_run.state.base == str(tiny_pipeline.resolve())
     monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no run
-    state = build_state(training_run, 1, 0, [])
-    assert state.base == "models/wan"
+    assert replace(training_run).state.base == "models/wan"
 
 
 def test_a_second_export_keeps_what_people_added(run: Path, tmp_path: Path):

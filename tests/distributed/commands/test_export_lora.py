@@ -19,7 +19,6 @@ from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
 from wands.checkpoint.checkpoint_files import load_full_weights
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import build_state
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE
 from wands.export.trained_weights import COMFYUI_FILE
@@ -134,13 +133,15 @@ def test_merged_loras_are_found_from_another_folder(
     training_run = make_run(
         tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2
     )
-    state = build_state(training_run, 3, 0, [])
+    state = training_run.state
     assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
-    check_resumable(state, build_state(training_run, 0, 0, []), "x")
-    monkeypatch.chdir(tiny_pipeline)
+    check_resumable(state, state, "x")
+    elsewhere = {**state.recipe["model"], "merge_loras": [{"path": "/elsewhere/lora", "scale": 1.0}]}
+    moved = replace(state, recipe={**state.recipe, "model": elsewhere})
+    check_resumable(state, moved, "x")
     unknown = replace(state, base_fingerprint=None)  # as of random weights: the path decides
     with pytest.raises(CheckpointError, match=r"model\.merge_loras=.* must equal the checkpoint's"):
-        check_resumable(unknown, build_state(training_run, 0, 0, []), "x")
+        check_resumable(unknown, moved, "x")
 
 
 @pytest.mark.slow

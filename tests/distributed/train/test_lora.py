@@ -154,10 +154,9 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
 
     Random base weights have no fingerprint; `test_changed_settings.py` tests those that have one.
     """
-    from wands.checkpoint.save import build_state
 
     training_run = make_run(tiny_pipeline, tmp_path, LORA, world_size=1)
-    state = replace(build_state(training_run, 2, 0, []), base_fingerprint=None)
+    state = replace(training_run.state, base_fingerprint=None)
     recipe = state.recipe
 
     def resume(**sections: dict[str, Any] | None) -> None:

@@ -19,7 +19,6 @@ from tests.support.stored_bytes import stored_bytes
 from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import build_state
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.engine.engine import build_model
@@ -344,7 +343,7 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
 
 
 def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Path):
-    state = build_state(make_run(tiny_pipeline, tmp_path, LORA, world_size=1), 2, 0, [])
+    state = make_run(tiny_pipeline, tmp_path, LORA, world_size=1).state
 
     def resume(**sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
