@@ -113,7 +113,9 @@ def test_recipes_and_keys_are_real(page: Path):
     keys = set(recipe_keys(Recipe))
     sections = {key for key in keys if any(other.startswith(f"{key}.") for other in keys)}
     written = set(re.findall(rf"\b((?:{'|'.join(sorted(sections))})\.[a-z_]+)\b(?!\.md|\.py|/)", text))
-    written -= {f"loss.{name}" for name in Loss._fields}  # in code of an objective, not keys of the section loss
+    written -= {
+        f"loss.{name}" for name in Loss._fields
+    }  # in code of an objective, not keys of the section loss
     assert {key for key in written if not key.endswith((".md", ".py", ".cache"))} <= keys, written - keys
 
 

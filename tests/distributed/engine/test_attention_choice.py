@@ -13,6 +13,7 @@ import torch
 from tests.support.runs import make_run, run_training
 from wands.attention.kernels.registry import get_backend
 from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.save import CheckpointSaver
 from wands.checkpoint.step_folders import STATE_FILE
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
@@ -23,8 +24,9 @@ from wands.engine.engine import build_model, release_engine
 from wands.plugin import Plugin
 from wands.train import summary
 from wands.train.loop import run_steps
-from wands.train.set_up import build_bad_steps, build_jobs, build_saver, build_training
+from wands.train.set_up import build_jobs, build_training
 from wands.variants import VARIANTS
+from wands.watch.bad_steps import BadSteps
 from wands.watch.watchdog import Watchdog
 
 CUDA = torch.device("cuda")
@@ -178,8 +180,23 @@ def train_with_choice(
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     training = build_training(run, groups, device, (get_backend("reference"), choice), print)
-    bad_steps = build_bad_steps(run, training)
-    saver = build_saver(run, training)
+    bad_steps = BadSteps(
+        config=run.recipe.train,
+        excluded=run.recipe.data.exclude,
+        experts=run.model.experts,
+        saved=None,
+        events=training.events,
+    )
+    saver = CheckpointSaver(
+        config=run.recipe.checkpoint,
+        output_dir=run.output_dir,
+        engines=training.engines,
+        averages=training.averages,
+        objective=run.objective,
+        data=run.data,
+        resumed=None,
+        log=print,
+    )
     with Watchdog() as watchdog:
         jobs = build_jobs(
             run,

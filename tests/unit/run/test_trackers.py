@@ -14,14 +14,19 @@ import pytest
 import torch
 
 from tests.support.fake_wandb import SOURCE
+from tests.support.runs import make_run
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey
 from wands.run import trackers
+from wands.run.step_result import StepResult
 from wands.run.trackers import Trackers, check_trackers
-from wands.train.metrics import StepLog, curves, sigma_sums
+from wands.train.jobs import FinishedStep
+from wands.train.metrics import NUM_SIGMAS, StepLog, curves, sigma_sums
+from wands.train.prepared_run import PreparedRun
+from wands.train.reduction import StepSums
 
 
 def build_recipe(out: Path, names: tuple[str, ...] = ("tensorboard",), **values: Any) -> Recipe:
@@ -37,18 +42,41 @@ def build_trackers(
     return Trackers(build_recipe(out, names, **values), 0, start_step + 1 if start_step else 0)
 
 
-def build_log(out: Path, board: Trackers, start_step: int = 0) -> StepLog:
+def build_log(run: PreparedRun, board: Trackers, start_step: int = 0) -> StepLog:
     training: Any = SimpleNamespace(
-        recipe=build_recipe(out),
-        output_dir=out,
+        recipe=run.recipe,
+        output_dir=run.output_dir,
         start_step=start_step,
-        total_steps=5,
+        total_steps=run.schedule.total_steps,
         rank=0,
-        groups=SimpleNamespace(dims=SimpleNamespace(cp_rank=0)),
+        device=torch.device("cpu"),
+        groups=SimpleNamespace(dims=run.grid(0)),
+        averages={},
         trackers=board,
         log=lambda text: None,
     )
-    return StepLog(training, (), [])
+    return StepLog(training, run.model, run.schedule, [])
+
+
+def finished(run: PreparedRun, number: int, loss: float) -> FinishedStep:
+    """Step `number` of a process without samples of its own."""
+    nothing = torch.zeros(0, dtype=torch.float64)
+    result = StepResult(loss=torch.tensor(loss), clips=[], errors=nothing, norm=1.0, skipped=False)
+    return FinishedStep(
+        plan=run.schedule.sampler.step_plan(number - 1),
+        results=[result],
+        sums=StepSums(
+            losses=[loss],
+            of_sigmas=[0.0] * 2 * NUM_SIGMAS,
+            largest={"data_wait": 0.0, "device_peak": 0.0, "host_peak": 1.0},
+            world_size=1,
+        ),
+        lr=1e-3,
+        seconds=1.0,
+        own_seconds=None,
+        is_first=False,
+        is_last=False,
+    )
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -73,30 +101,28 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     trackers.importlib.sys.modules.pop("wandb", None)
 
 
-def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    measured = {"seconds": 1.0, "mfu": None, "tokens_per_second": 2.0, "device_peak": None, "host_peak": 0}
+def test_curves_and_rows_of_a_resumed_run(tiny_pipeline: Path, tmp_path: Path):
+    run = make_run(tiny_pipeline, tmp_path, ("train.max_steps=5",), world_size=1)
     for start_step, end in ((0, 4), (3, 4)):
         board = build_trackers(tmp_path, start_step=start_step)
-        log = build_log(tmp_path, board, start_step)
-        monkeypatch.setattr("wands.train.metrics.describe_step", lambda row, total: "")
+        log = build_log(run, board, start_step)
         for step in range(start_step + 1, end + 1):
-            row = {"step": step, "loss": float(10 * start_step + step), **measured}
-            log.run(SimpleNamespace(metrics=row, results=[]))
+            log.run(finished(run, step, loss=float(10 * start_step + step)))
         board.log(0, {"eval/held_out": 1.0}) if not start_step else None
         log.close()
         board.close()
     series = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0)]
-    found = {
-        name: points for name, points in scalars(tmp_path / "tensorboard").items() if "speed" not in name
-    }
-    assert found == {"train/loss": series, "eval/held_out": [(0, 1.0)]}
+    found = scalars(tmp_path / "tensorboard")
+    assert found["train/loss"] == series
+    assert found["eval/held_out"] == [(0, 1.0)]
+    assert found["train/epoch"][-1] == (4, float(run.schedule.sampler.step_plan(3).epoch))
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
     assert log.history == series
 
 
-def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A first step of 100 s does not spoil the prediction. Saves between the steps count as they were so far."""
-    log = build_log(tmp_path, build_trackers(tmp_path, ()))
+    log = build_log(make_run(tiny_pipeline, tmp_path, world_size=1), build_trackers(tmp_path, ()))
     now = [1000.0]
     monkeypatch.setattr("wands.train.metrics.time.perf_counter", lambda: now[0])
     assert log._eta(100.0, 9) == 900.0
