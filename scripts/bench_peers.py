@@ -58,8 +58,7 @@ def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -
     """
     from wands.distributed.bootstrap import init_process_group
     from wands.distributed.dims import ProcessGroups
-    from wands.engine.engine import build_engine, build_model
-    from wands.train.batches import prefetched
+    from wands.engine.engine import attention_backend, build_engine, build_model
     from wands.train.prepare import load_run
     from wands.train.step import train_step
 
@@ -86,12 +85,27 @@ def wands_step(device: str, kind: str, config: Path, overrides: Sequence[str]) -
     options: dict[str, Any] = {"world_size": 1, "device_type": device, "encoders": lambda path: {}}
     run = load_run(None, None, [*settings, *overrides], ignore_output_dir=True, **options)
     groups = ProcessGroups.build(run.grid(0), rank_device)
-    engine = build_engine(build_model(run, groups, rank_device), run.ds_config, run.recipe, 1000)
-    batches = prefetched(run, groups.dims, 0, pins=device == "cuda")
+    model = build_model(
+        run.recipe,
+        run.ds_config,
+        run.model.experts[0],
+        groups=groups,
+        device=rank_device,
+        backend=attention_backend(run.recipe, run.model.shape.head_dim, rank_device),
+    )
+    engine = build_engine(model, run.ds_config, run.recipe, run.schedule.total_steps)
+    batches = run.reader(groups.dims).prefetched(0, run.recipe.data.prefetch, pins=device == "cuda")
 
     def step() -> float:
         plan, [batch] = next(batches)
-        result = train_step(engine, batch, run, groups, rank_device, run.schedule.denominator(plan))
+        result = train_step(
+            engine,
+            batch,
+            run.objective,
+            groups=groups,
+            device=rank_device,
+            denominator=run.schedule.denominator(plan),
+        )
         return result.loss.item() / run.schedule.count(plan)
 
     return step

@@ -298,14 +298,21 @@ def block_call(device: str, overrides: Sequence[str]) -> tuple[Callable[[], None
         bin, width of the model).
     """
     from wands.distributed.dims import ProcessGroups
-    from wands.engine.engine import build_model
+    from wands.engine.engine import attention_backend, build_model
     from wands.train.batches import read_rows_of_bin
     from wands.train.prepare import load_run
     from wands.transfer import to_device
 
     options: dict[str, Any] = {"world_size": 1, "device_type": device, "encoders": lambda path: {}}
     run = load_run(None, None, overrides, ignore_output_dir=True, **options)
-    model = build_model(run, ProcessGroups(run.grid(0)), torch.device(device)).to(device)
+    model = build_model(
+        run.recipe,
+        run.ds_config,
+        run.model.experts[0],
+        groups=ProcessGroups(run.grid(0)),
+        device=torch.device(device),
+        backend=attention_backend(run.recipe, run.model.shape.head_dim, torch.device(device)),
+    ).to(device)
     samples = [(run.data, i) for i in range(len(run.data.keys))]
     batch = read_rows_of_bin(run.collator, samples, [0] * len(samples), 0, run.grid(0))
     batch = to_device(batch, device)

@@ -4,7 +4,7 @@ The public names, such as `wands.Trainer`, are those of `wands.api`. They are im
 needs no PyTorch. Type checkers read them in `__init__.pyi`.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -14,7 +14,9 @@ from wands.version import __version__ as __version__
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used."""
-    if name.startswith("_"):  # Python and tools ask for names such as __path__
+    is_private = name.startswith("_")  # Python and tools ask for names such as __path__
+    # `from wands import lock` asks for an attribute before it imports the module.
+    if is_private or importlib.util.find_spec(f"{__name__}.{name}"):
         raise AttributeError(name)
     api = importlib.import_module("wands.api")
     if name not in api.__all__:

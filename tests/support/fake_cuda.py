@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,28 @@ def load(library: Path) -> None:
     torch.cuda._lazy_init = lambda: None
     torch.cuda.is_bf16_supported = lambda *_: True
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # else autocast for CUDA is off
+
+
+def fake_streams() -> None:
+    """Let torch make streams that do nothing: all work is done in the order in which it is submitted."""
+    import torch
+
+    class Stream:
+        def __init__(self, device: Any = None) -> None:
+            pass
+
+        def wait_stream(self, stream: Stream) -> None:
+            pass
+
+        def wait_event(self, event: None) -> None:
+            pass
+
+        def record_event(self) -> None:
+            pass
+
+    torch.cuda.Stream = Stream
+    torch.cuda.current_stream = Stream
+    torch.cuda.stream = nullcontext
 
 
 def fake_cuda(may_wait: bool = False) -> Any:

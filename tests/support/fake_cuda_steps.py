@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from tests.support.fake_cuda import fake_cuda, load, move
+from tests.support.fake_cuda import fake_cuda, fake_streams, load, move
 
 TEXT_DIM, IMAGE_DIM = 64, 32
 
 
 def main() -> None:
     load(Path(sys.argv[1]))
+    fake_streams()
     found = {}
     for name, case in json.load(sys.stdin).items():
         try:
@@ -122,7 +122,7 @@ def run_step(
         grids: tokens of each clip.
         cp: degrees of ring and Ulysses, once in a process; of the operators of both the functions are run then, which they
             otherwise only ask for shapes.
-        mistake: what the step does to its noise levels besides, see `MISTAKES`.
+        mistake: what the objective does to the errors of its tokens besides, see `MISTAKES`.
 
     Returns:
         Devices and dtypes of gradients, and dtypes of what the attention kernels were given.
@@ -134,13 +134,18 @@ def run_step(
     from wands.attention.ulysses import OPERATORS, context_attention
     from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
-    from wands.flow.noise import add_noise
-    from wands.flow.sigmas import sigma_weight
+    from wands.distributed.dims import ParallelDims, ProcessGroups
     from wands.model.files.loading import build_empty
     from wands.model.lora import add_lora
-    from wands.model.offload import ActivationOffloader, CopyStream
-    from wands.train import step
-    from wands.variants import VARIANTS, DiTShape
+    from wands.model.offload import ActivationOffloader
+    from wands.objectives.flow_matching import FlowMatching
+    from wands.train.step import train_step
+    from wands.variants import VARIANTS, DiTShape, Expert
+
+    class Mistaken(FlowMatching):
+        def token_errors(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            errors = super().token_errors(prediction, target)
+            return errors if mistake is None else MISTAKES[mistake](errors)
 
     row, recipe = VARIANTS[variant], load_recipe(None, settings)
     config = {key: value for key, value in row.dit.to_config().items() if key[0] != "_"}
@@ -158,7 +163,9 @@ def run_step(
         batch.seq_lens, ring_degree=ring_degree, ulysses_degree=ulysses_degree, cp_rank=0
     )
     shard = batch.rank_slice(layout)
-    noisy = add_noise(shard.tokens, layout, shard.keys, recipe.flow, 0, shard.num_cond_tokens)
+    objective = Mistaken()
+    objective.setup(recipe, row)
+    prepared = objective.prepare(shard, Expert(name="", subfolder="transformer", sigma_range=(0.0, 1.0)))
 
     model = build_empty(config)
     if recipe.lora:
@@ -171,24 +178,20 @@ def run_step(
         model.set_attention(context_attention(backend, **groups), backend)
         if recipe.uses_dropout:
             model.set_dropout(recipe.model.dropout, 0.0)
-        # Pages in place of pinned memory, copies without a stream.
-        store = ActivationOffloader(torch.device("cuda"), copy_stream=CopyStream())
+        store = ActivationOffloader(torch.device("cuda"))  # with pages in place of pinned memory
         store._new_page = lambda: torch.empty(store.page_bytes, dtype=torch.uint8, device="cuda")
         kept = recipe.model.kept_on_device, recipe.model.kept_on_host
         model.set_checkpointing(recipe.model.checkpointing, *kept, operators=OPERATORS, offloader=store)
         engine = Engine(model.train(), recipe.precision.compute)
-        run = SimpleNamespace(recipe=recipe, world_size=1, zero_stage=2)
-        if mistake is not None:
-            step.sigma_weight = lambda sigmas, flow: MISTAKES[mistake](sigma_weight(sigmas, flow))
-        step._copy_stream = lambda device: CopyStream()
-        try:
-            with look_inside(torch.ops.wands) if cp else nullcontext():
-                batches = [(shard, noisy)] * 2
-                result = step.train_step(
-                    engine, batches, run, SimpleNamespace(cp=None), torch.device("cuda"), 1.0
-                )
-        finally:
-            step.sigma_weight = sigma_weight
+        with look_inside(torch.ops.wands) if cp else nullcontext():
+            result = train_step(
+                engine,
+                [(shard, prepared)] * 2,
+                objective,
+                groups=ProcessGroups(ParallelDims(1, 0)),
+                device=torch.device("cuda"),
+                denominator=1.0,
+            )
         gpu.reads = 0
         losses = [result.grad_norm, *result.samples]
     grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -206,19 +209,19 @@ def run_step(
 
 
 MISTAKES: dict[str, Any] = {
-    "a tensor of the host": lambda weights: weights + on_host(weights),
-    "a number asked for": lambda weights: weights * weights.sum().item(),
-    "a choice by value": lambda weights: weights[weights > 0],
-    "a copy to the host": lambda weights: weights + weights.cpu().sum(),
-    "a copy that waits": lambda weights: weights + on_host(weights).to("cuda"),
-    "a pageable copy": lambda weights: weights + on_host(weights).to("cuda", non_blocking=True),
+    "a tensor of the host": lambda errors: errors + on_host(errors),
+    "a number asked for": lambda errors: errors * errors.sum().item(),
+    "a choice by value": lambda errors: errors[errors > 0],
+    "a copy to the host": lambda errors: errors + errors.cpu().sum(),
+    "a copy that waits": lambda errors: errors + on_host(errors).to("cuda"),
+    "a pageable copy": lambda errors: errors + on_host(errors).to("cuda", non_blocking=True),
 }
 
 
-def on_host(weights: Any) -> Any:
+def on_host(errors: Any) -> Any:
     import torch
 
-    return torch.zeros(len(weights))
+    return torch.zeros(len(errors))
 
 
 def watched(backend: Any, given: set[str]) -> Any:
@@ -323,11 +326,11 @@ class Engine:
     def __init__(self, module: Any, compute: str) -> None:
         self.module, self.compute, self.steps = module, compute, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, **inputs: Any) -> Any:
         import torch
 
         with torch.autocast("cuda", torch.bfloat16, enabled=self.compute == "bf16"):
-            return self.module(*args)
+            return self.module(**inputs)
 
     def set_gradient_accumulation_boundary(self, _: bool) -> None:
         pass
@@ -337,6 +340,9 @@ class Engine:
 
     def step(self) -> None:
         self.steps += 1
+
+    def zero_optimization_stage(self) -> int:
+        return 2
 
     def get_global_grad_norm(self) -> Any:
         import torch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -134,6 +136,12 @@ def test_layer_zero_and_cli_are_light():
             t for t, top in imports((ROOT / "wands" / name).read_text()) if top and t.split(".")[0] in HEAVY
         }
         assert heavy == set(), name
+
+
+def test_the_package_is_light_until_a_public_name_is_used():
+    """`from wands import lock` asks the package for the name first."""
+    code = "import sys, wands; from wands import lock; assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_print_only_where_people_look():

@@ -11,15 +11,13 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from tests.support.context import groups_of, make_inputs, meta_of, shard_rows
-from tests.support.runs import groups_of as groups_of_dims
-from tests.support.runs import make_run
+from tests.support.runs import make_run, model_of
 from wands.attention.layout import ContextLayout
 from wands.attention.ring import RingAttention
 from wands.attention.ulysses import UlyssesAttention, context_attention
 from wands.attention.varlen import choose_backend
 from wands.distributed.bootstrap import init_process_group
-from wands.distributed.dims import ParallelDims
-from wands.engine.engine import build_model
+from wands.distributed.dims import ParallelDims, ProcessGroups
 from wands.sampling.pipeline import find_pipeline, load_pipeline
 from wands.sampling.sharing import share_pipeline
 
@@ -65,7 +63,7 @@ def attention_classes(model: Path, output_dir: Path, ring: int, ulysses: int) ->
     degrees = (f"parallel.ring_degree={ring}", f"parallel.ulysses_degree={ulysses}")
     run = make_run(model, output_dir, degrees)
     rank, world_size, device = init_process_group()
-    trained = build_model(run, groups_of_dims(run.grid(rank), device), device)
+    trained = model_of(run, ProcessGroups.build(run.grid(rank), device), device)
     pipeline = load_pipeline(find_pipeline(model))
     share_pipeline(pipeline, ParallelDims(world_size, int(os.environ["RANK"]), ulysses, ring))
     models = {"training": trained, "sampling": pipeline.transformer}

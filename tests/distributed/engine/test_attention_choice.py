@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,29 +13,45 @@ import torch
 from tests.support.runs import make_run, run_training
 from wands.attention.kernels.registry import get_backend
 from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.save import CheckpointSaver
 from wands.checkpoint.step_folders import STATE_FILE
+from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
 from wands.engine import attention_choice
-from wands.engine.attention_choice import LENGTHS, agree_on_backend
-from wands.train import loop, summary
+from wands.engine.attention_choice import LENGTHS, Choice, agree_on_backend
+from wands.engine.engine import build_model, release_engine
+from wands.plugin import Plugin
+from wands.train import summary
+from wands.train.loop import run_steps
+from wands.train.set_up import build_jobs, build_training
+from wands.variants import VARIANTS
+from wands.watch.bad_steps import BadSteps
+from wands.watch.watchdog import Watchdog
 
 CUDA = torch.device("cuda")
 CHOICE = {"backend": "cudnn:4096:torch", "setup": f"H200, torch {torch.__version__}, cudnn, torch"}
 
 
-def run_with(saved: dict[str, str] | None = None, compute: str = "bf16") -> Any:
-    state = SimpleNamespace(state=SimpleNamespace(attention=saved))
-    recipe = SimpleNamespace(
-        attention=SimpleNamespace(backend="auto"), precision=SimpleNamespace(compute=compute)
+def agree_on(
+    saved: dict[str, str] | None, device: torch.device, compute: str, rank: int, lines: list[str]
+) -> Choice:
+    """Choose for a model of 12 heads of 128 in two halves; `saved` is the choice of a checkpoint."""
+    return agree_on_backend(
+        load_recipe(None, [f"precision.compute={compute}"]),
+        VARIANTS["wan2.1-t2v-1.3b"].dit,
+        2,
+        saved,
+        rank=rank,
+        device=device,
+        log=lines.append,
     )
-    shape, degrees = SimpleNamespace(num_heads=12, head_dim=64), SimpleNamespace(ulysses=2)
-    return SimpleNamespace(recipe=recipe, shape=shape, degrees=degrees, checkpoint=saved and state)
 
 
 def agree(
     saved: dict[str, str] | None, usable: list[list[str]], ratios: list[float], gpu: str = "H200"
 ) -> tuple[str, dict[str, str] | None, list[str], list[Any]]:
-    """Choose on a GPU that does nothing.
+    """Choose on a GPU that is not there: what it can run, and what it would take, are given.
 
     Args:
         saved: choice in the checkpoint.
@@ -59,7 +74,7 @@ def agree(
     attention_choice.measure_backends = measure
     before, torch.cuda.get_device_name = torch.cuda.get_device_name, lambda device: gpu
     try:
-        backend, choice = agree_on_backend(run_with(saved), rank, CUDA, lines.append)
+        backend, choice = agree_on(saved, CUDA, "bf16", rank, lines)
     finally:
         torch.cuda.get_device_name = before
     return backend.name, choice, lines, measured
@@ -70,7 +85,7 @@ def test_all_ranks_use_the_choice_of_rank_0(run_world):
     first, second = run_world(2, agree, None, usable, [0.5, 2.0])
     assert first[0] == second[0] == "cudnn:512:torch"
     assert first[1] == second[1] == {**CHOICE, "backend": "cudnn:512:torch"}
-    assert first[3] == [[["cudnn", "torch"], CUDA, 6, 64]]
+    assert first[3] == [[["cudnn", "torch"], CUDA, 6, 128]]
     assert second[2:] == ([], [])  # rank 1 measures nothing
     first, second = run_world(2, agree, None, usable, [2.0, 0.5])
     assert first[0] == second[0] == "torch"
@@ -109,12 +124,12 @@ def test_a_resumed_run_measures_only_if_something_changed(one_rank):
     )
 
 
-def test_nothing_is_measured_where_there_is_nothing_to_choose(one_rank, monkeypatch):
-    monkeypatch.setattr(attention_choice, "attention_backend", lambda run, device: get_backend("reference"))
+def test_nothing_is_measured_where_there_is_nothing_to_choose(one_rank, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # no flash kernel runs
     for usable in ([], ["cudnn"]):
         assert agree(None, [usable], [1.0]) == ("reference", None, [], [])
-    assert agree_on_backend(run_with(), 0, torch.device("cpu"), print)[1] is None
-    assert agree_on_backend(run_with(compute="fp32"), 0, CUDA, print)[1] is None
+    for device, compute in ((torch.device("cpu"), "bf16"), (CUDA, "fp32")):
+        assert agree_on(None, device, compute, 0, [])[1] is None
 
 
 def test_the_start_block_does_not_name_a_kernel_that_is_not_chosen_yet(
@@ -127,23 +142,72 @@ def test_the_start_block_does_not_name_a_kernel_that_is_not_chosen_yet(
 
 
 def test_a_checkpoint_contains_the_choice(tiny_pipeline: Path, tmp_path: Path, run_world):
-    assert run_world(1, train_with_choice, tiny_pipeline, tmp_path / "auto", CHOICE) == [(True, CHOICE)]
-    assert run_world(1, train_with_choice, tiny_pipeline, tmp_path / "cpu", None) == [(False, None)]
+    [used, saved] = run_world(1, train_with_choice, tiny_pipeline, tmp_path / "auto", CHOICE)[0]
+    assert (used, saved) == (["reference"], CHOICE)
+    [used, saved] = run_world(1, train_on_cpu, tiny_pipeline, tmp_path / "cpu")[0]
+    assert (used, saved) == (["cpu"], None)
 
 
-def train_with_choice(model: Path, out: Path, choice: dict[str, str] | None) -> tuple[bool, Any]:
-    """Train for a step. Return whether the kernel of the choice was used, and the choice in the checkpoint."""
-    used = []
-    real = loop.build_model
+def recorded(used: list[str]) -> Plugin:
+    """The model of wands; the name of its attention kernel is appended to `used`."""
 
-    def build(*args: Any) -> Any:
-        used.append(args[-1].name)
-        return real(*args)
+    def build(*args: Any, **options: Any) -> torch.nn.Module:
+        used.append(options["backend"].name)
+        return build_model(*args, **options)
 
-    loop.build_model = build
-    if choice:
-        loop.agree_on_backend = lambda *args: (get_backend("reference"), choice)
-    run_training(model, out, ("train.max_steps=1",))
+    return Plugin(model=build)
+
+
+def saved_choice(out: Path) -> dict[str, str] | None:
     checkpoint = find_checkpoint(out)
     assert json.loads((checkpoint.folder / STATE_FILE).read_text())["attention"] == checkpoint.state.attention
-    return used == ["reference"], checkpoint.state.attention
+    return checkpoint.state.attention
+
+
+def train_on_cpu(model: Path, out: Path) -> tuple[list[str], dict[str, str] | None]:
+    """Train for a step. Return the kernels of the models, and the choice in the checkpoint."""
+    used: list[str] = []
+    run_training(model, out, ("train.max_steps=1",), plugin=recorded(used))
+    return used, saved_choice(out)
+
+
+def train_with_choice(
+    model: Path, out: Path, choice: dict[str, str]
+) -> tuple[list[str], dict[str, str] | None]:
+    """As `train_on_cpu`, where the ranks have agreed on a choice, as they do on GPUs."""
+    used: list[str] = []
+    run = make_run(model, out, ("train.max_steps=1",), plugin=recorded(used))
+    rank, _, device = init_process_group()
+    groups = ProcessGroups.build(run.grid(rank), device)
+    training = build_training(run, groups, device, (get_backend("reference"), choice), print)
+    bad_steps = BadSteps(
+        config=run.recipe.train,
+        excluded=run.recipe.data.exclude,
+        experts=run.model.experts,
+        saved=None,
+        events=training.events,
+    )
+    saver = CheckpointSaver(
+        config=run.recipe.checkpoint,
+        output_dir=run.output_dir,
+        engines=training.engines,
+        averages=training.averages,
+        objective=run.objective,
+        data=run.data,
+        resumed=None,
+        log=print,
+    )
+    with Watchdog() as watchdog:
+        jobs = build_jobs(
+            run,
+            training,
+            saver=saver,
+            bad_steps=bad_steps,
+            attention=choice,
+            encoded_samples={},
+            watchdog=watchdog,
+        )
+        run_steps(run, training, jobs, bad_steps, saver, watchdog)
+    for engine in training.engines.values():
+        release_engine(engine)
+    return used, saved_choice(out)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.runs import losses, run_training, weights
-from wands.train import step as step_module
+from tests.support.runs import Spy, losses, run_training, weights
+from wands.plugin import Plugin
+from wands.train.jobs import FinishedStep
+from wands.train.training import Training
 
 BOTH = ("grad_norm_blocks", "update_ratio_blocks")
 STEPS = ("train.max_steps=2", "train.bins_per_step=4", "optim.grad_clip=0.01", "logging.blocks_every=1")
@@ -22,35 +23,42 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 def plain(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, dict[str, float]]]:
-    """One process at ZeRO-0: read `.grad` and the weights of each parameter around the update."""
+    """One process at ZeRO-0: read `.grad` of each parameter after the last backward pass, and the weights around the update."""
     found = []
-    update = step_module._step
+    grads: dict[torch.nn.Parameter, torch.Tensor] = {}
+    old: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def norm(values: list[torch.Tensor]) -> float:
         return math.sqrt(sum(float(value.double().square().sum()) for value in values))
 
-    def stepping(engine: Any, *args: Any) -> Any:
-        trained = {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
-        old = {name: p.detach().clone() for name, p in trained.items()}
-        grads = {name: p.grad.clone() for name, p in trained.items()}
-        result = update(engine, *args)
-        blocks: dict[str, list[str]] = {}
-        for name in trained:
-            key = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
-            blocks.setdefault(key, []).append(name)
-        found.append(
-            {
-                "grad_norm_blocks": {b: norm([grads[n] for n in names]) for b, names in blocks.items()},
-                "update_ratio_blocks": {
-                    b: norm([trained[n].detach() - old[n] for n in names]) / norm([old[n] for n in names])
-                    for b, names in blocks.items()
-                },
-            }
-        )
-        return result
+    def keep_gradient(parameter: torch.nn.Parameter) -> None:
+        grads[parameter] = parameter.grad.clone()
 
-    with mock.patch.object(step_module, "_step", stepping):
-        run_training(model, out, (*overrides, "logging.blocks_every=0"), zero(0))
+    def trained(engine: Any) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in engine.module.named_parameters() if p.requires_grad}
+
+    def started(training: Training) -> None:
+        for engine in training.engines.values():
+            for parameter in trained(engine).values():
+                parameter.register_post_accumulate_grad_hook(keep_gradient)
+                old[parameter] = parameter.detach().clone()
+
+    def stepped(training: Training, step: FinishedStep) -> None:
+        for engine in training.engines.values():
+            blocks: dict[str, list[torch.nn.Parameter]] = {}
+            for name, parameter in trained(engine).items():
+                key = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
+                blocks.setdefault(key, []).append(parameter)
+            norms = {block: norm([grads[p] for p in own]) for block, own in blocks.items()}
+            ratios = {
+                block: norm([p.detach() - old[p] for p in own]) / norm([old[p] for p in own])
+                for block, own in blocks.items()
+            }
+            found.append({"grad_norm_blocks": norms, "update_ratio_blocks": ratios})
+            old.update((parameter, parameter.detach().clone()) for parameter in trained(engine).values())
+
+    overrides = (*overrides, "logging.blocks_every=0")
+    run_training(model, out, overrides, zero(0), plugin=Plugin(jobs=(Spy(started, stepped),)))
     return found
 
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import groups_of, make_run
+from tests.support.runs import make_run, model_of
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.config.deepspeed import build_ds_config, learning_rate, load_ds_config
 from wands.config.deepspeed_rules import KNOWN_KEYS, UNUSED_KEYS
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
 from wands.engine import engine
-from wands.engine.engine import build_model, build_schedule, check_offload
+from wands.engine.engine import build_schedule, check_offload
 from wands.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -317,8 +318,8 @@ def test_zero_3s_weights_are_their_own_masters_where_they_are_the_same():
 def shards_of_two_experts(*args: Any) -> list[int]:
     run = make_run(*args)
     rank, _, device = init_process_group()
-    groups = groups_of(run.grid(rank), device)
-    models = [build_model(run, groups, device, expert) for expert in run.model.experts]
+    groups = ProcessGroups.build(run.grid(rank), device)
+    models = [model_of(run, groups, device, expert) for expert in run.model.experts]
     weights = [next(p for p in model.parameters() if not p.requires_grad) for model in models]
     torch.nn.functional.linear = _LINEAR  # ZeRO-3 puts its own in the place of torch's
     return [weight.ds_zero_param_process_group.size() for weight in weights]

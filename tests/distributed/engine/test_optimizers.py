@@ -9,29 +9,29 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
-from tests.support.runs import groups_of, losses, make_run, release, run_training, weights
+from tests.support.runs import Spy, engine_of, losses, make_run, model_of, run_training, weights
 from tests.support.steps import zero
 from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.engine_state import Fragment
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import CheckpointSaver, build_state
 from wands.config.optimizer_kinds import MIN_8BIT, is_hidden_matrix, state_bytes
 from wands.config.recipe import OptimConfig
 from wands.distributed.bootstrap import init_process_group
-from wands.engine.engine import build_engine, build_model, build_schedule
+from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import build_schedule, release_engine
 from wands.engine.optimizers import build_optimizer, muon_ratio
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty
-from wands.train import loop
-from wands.train.batches import noisy_batches
+from wands.plugin import Plugin
+from wands.train.jobs import FinishedStep
 from wands.train.step import train_step
 from wands.train.summary import start_block
+from wands.train.training import Training
 
 STEPS = 4
 MANY_STEPS = 16
@@ -70,20 +70,15 @@ def record(
 
     training_run = make_run(model, out, (*SETTINGS, *overrides, f"train.max_steps={steps}"), ds)
     rank, _, device = init_process_group()
-    groups = groups_of(training_run.grid(rank), device)
-    engine = build_engine(
-        build_model(training_run, groups, device),
-        training_run.ds_config,
-        training_run.recipe,
-        training_run.sampler.total_steps,
-    )
+    groups = ProcessGroups.build(training_run.grid(rank), device)
+    engine = engine_of(training_run, model_of(training_run, groups, device))
     start, gradients, update = _full(engine.module), [], engine.step
 
     def capture() -> None:
         named = engine.module.named_parameters()
         gradients.append(
             {
-                name: (p.grad if training_run.zero_stage == 0 else safe_get_full_grad(p)).clone()
+                name: (p.grad if engine.zero_optimization_stage() == 0 else safe_get_full_grad(p)).clone()
                 for name, p in named
             }
         )
@@ -91,14 +86,15 @@ def record(
 
     engine.step = capture
     for step in range(steps):
-        plan = training_run.sampler.step_plan(step)
+        plan = training_run.schedule.sampler.step_plan(step)
+        [batches] = training_run.reader(groups.dims).micro_batches(plan)
         train_step(
             engine,
-            *noisy_batches(training_run, plan, groups.dims),
-            training_run,
-            groups,
-            device,
-            training_run.denominator(plan),
+            batches,
+            training_run.objective,
+            groups=groups,
+            device=device,
+            denominator=training_run.schedule.denominator(plan),
         )
     flats = list(engine.basic_optimizer.state.values())  # 8-bit AdamW has a dict for each fragment
     nested = [value for state in flats for value in state.values() if isinstance(value, dict)]
@@ -108,7 +104,7 @@ def record(
     states += [entry[0] for entry in getattr(engine.optimizer, "_muon_pending_momentum", {}).values()]
     size = sum(value.nbytes for value in states)
     found = Recorded(start, gradients, _full(engine.module), size)
-    release(engine)
+    release_engine(engine)
     torch.compiler.set_stance("default")
     return found
 
@@ -357,16 +353,13 @@ def test_two_dtypes_and_no_decay_are_four_groups(stage: int, tiny_pipeline: Path
 def run_eagerly(*args: Any) -> list[dict[str, Any]]:
     """As `run_training`, in a process that compiles again afterwards. Writes the dtypes of the weights to a file."""
 
-    class SaveAndLook(CheckpointSaver):
-        def save(self, *more: Any, **options: Any) -> None:
-            engines = self._engines.values()
-            found = {str(weight.dtype) for engine in engines for weight in engine.module.parameters()}
-            (self._run.output_dir / "dtypes.json").write_text(json.dumps(sorted(found)))
-            super().save(*more, **options)
+    def write_dtypes(training: Training, step: FinishedStep) -> None:
+        engines = training.engines.values()
+        found = {str(weight.dtype) for engine in engines for weight in engine.module.parameters()}
+        (training.output_dir / "dtypes.json").write_text(json.dumps(sorted(found)))
 
     try:
-        with mock.patch.object(loop, "CheckpointSaver", SaveAndLook):
-            return run_training(*args)
+        return run_training(*args, plugin=Plugin(jobs=(Spy(stepped=write_dtypes),)))
     finally:
         torch.compiler.set_stance("default")
 
@@ -425,7 +418,7 @@ def test_resume_is_bitwise(
 
 def _check_resume(state: Any, model: Path, out: Path) -> None:
     training_run = make_run(model, out, ("train.max_steps=4",), zero(1), world_size=2)
-    check_resumable(state, build_state(training_run, 4, 0, []), "run")
+    check_resumable(state, training_run.state, "run")
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from peak_memory import PeakMemory
 
-from tests.support.runs import groups_of, make_run, release
+from tests.support.runs import engine_of, make_run, model_of
 from wands.config.deepspeed import load_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
-from wands.engine.engine import build_engine, build_model
+from wands.distributed.dims import ProcessGroups
+from wands.engine.engine import release_engine
 from wands.planning.hardware import Machine
 from wands.planning.memory import Memory, estimate_memory
 from wands.planning.search import SHIPPED, Task, search
 from wands.planning.weights import list_weights
 from wands.planning.workload import Workload
-from wands.train.batches import prefetched
 from wands.train.step import train_step
 from wands.variants import DiTShape
 
@@ -107,12 +107,10 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
         cp_size = 2 if any(key.startswith("parallel") for key in keys) else 1
         more = (f"train.bins_per_step={world_size // cp_size * accumulation}", *keys)
         run = make_run(model.parent, folder / str(number), (*DATA, *more), ds)
-        groups = groups_of(run.grid(rank), device)
+        groups = ProcessGroups.build(run.grid(rank), device)
         with PeakMemory(device) as peak:
-            engine = build_engine(
-                build_model(run, groups, device), run.ds_config, run.recipe, run.schedule.sampler.total_steps
-            )
-            batches = prefetched(run, groups.dims, 0)
+            engine = engine_of(run, model_of(run, groups, device))
+            batches = run.reader(groups.dims).prefetched(0, run.recipe.data.prefetch)
             average = None
             if run.recipe.ema:
                 from wands.checkpoint.ema import WeightAverage
@@ -122,12 +120,19 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                 plan, [mine] = next(batches)
                 if step > 1:
                     peak.mark()
-                train_step(engine, mine, run, groups, device, run.schedule.denominator(plan))
+                train_step(
+                    engine,
+                    mine,
+                    run.objective,
+                    groups=groups,
+                    device=device,
+                    denominator=run.schedule.denominator(plan),
+                )
                 if average:
                     average.update(step + 1)
         batches.close()
         found.append((peak.bytes, estimate_memory(run.workload("cpu"))))
-        release(engine)
+        release_engine(engine)
         del engine, batches, plan, mine, average
     return found
 

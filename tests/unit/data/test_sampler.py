@@ -39,7 +39,6 @@ def test_an_epoch_visits_every_sample_once_and_counts_it():
     first = steps[0]
     assert first.num_samples == sum(len(bin) for bin in first.bins)
     assert first.num_tokens == sum(LENS[i] for bin in first.bins for i in bin)
-    assert first.counts == {"sample": first.num_samples, "token": first.num_tokens}
 
 
 @examples(10)
@@ -98,22 +97,6 @@ def test_the_same_samples_form_the_step_at_any_dp_size():
     at = {dp: assign_bins(plan.bins, dp, cost) for dp in (1, 2, 4)}
     assert {len(micro_steps) * dp for dp, micro_steps in at.items()} == {4}
     assert len({frozenset(Counter(bin for ranks in at[dp] for bin in ranks).items()) for dp in at}) == 1
-
-
-@pytest.mark.parametrize("reduction", ["sample", "token"])
-def test_every_sample_counts_once_in_an_epoch_whatever_its_step(reduction: str):
-    """Steps of long clips have fewer samples: divided by their own number, these would count more."""
-    sampler = build([100] * 12 + [10] * 63, bins_per_step=2)
-    weight, own = np.zeros(75), np.zeros(75)
-    for plan in sampler.iterate():
-        samples = [i for bin in plan.bins for i in bin]
-        once = np.ones(len(samples)) if reduction == "sample" else sampler.seq_lens[samples]
-        weight[samples] += once / plan.denominators[reduction] / sampler.total_steps
-        own[samples] += once / plan.counts[reduction] / sampler.total_steps
-    expected = np.ones(75) if reduction == "sample" else sampler.seq_lens
-    assert weight == pytest.approx(expected / expected.sum())
-    if reduction == "sample":
-        assert own[:12].mean() > 3 * own[12:].mean()  # what it would be
 
 
 def test_the_bins_that_are_levelled_are_the_plan_s():
@@ -190,8 +173,7 @@ def test_an_epoch_is_what_is_to_be_visited(repeat: float, buffer_size: int | Non
         visited = sorted(i for plan in mine for bin in plan.bins for i in bin)
         assert visited == shares(repeat).rows(epoch).tolist()
         for plan in mine:  # each visit of the epoch counts alike
-            assert plan.denominators["sample"] == len(visited) / len(mine)
-            assert plan.denominators["token"] == sum(sampler.seq_lens[visited]) / len(mine)
+            assert plan.mean_samples == len(visited) / len(mine)
         named = [
             (sampler.keys[i], o)
             for plan in mine

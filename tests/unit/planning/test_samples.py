@@ -24,6 +24,7 @@ from wands.model.files.loading import build_empty
 from wands.planning.memory import Activations
 from wands.planning.sampling_load import sampling_load
 from wands.planning.workload import Workload
+from wands.run.sizes import step_flops
 from wands.sampling.requests import SampleRequest
 from wands.sampling.sharing import token_index
 from wands.train.summary import start_block
@@ -107,7 +108,7 @@ def test_the_start_block_has_the_share_of_the_flops(tiny_pipeline: Path, tmp_pat
     # Before the first step, after steps 5, 10 and 12: two videos of 24 tokens, two forward passes in each of 4 steps.
     sampling = 4 * 2 * 8 * run.model.shape.forward_flops([24])
     plans = run.schedule.sampler.epoch_plan(0).steps
-    training = 12 * sum(map(run.step_flops, plans)) / len(plans)
+    training = 12 * sum(step_flops(run.model, run.schedule, bins) for bins in plans) / len(plans)
     line = f"2 videos every 5 steps: {sampling / training:.1%} of the training's FLOPs"
     assert line in start_block(run)
     assert "videos" not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1))

@@ -14,35 +14,69 @@ import pytest
 import torch
 
 from tests.support.fake_wandb import SOURCE
+from tests.support.runs import make_run
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import Recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey
 from wands.run import trackers
+from wands.run.step_result import StepResult
 from wands.run.trackers import Trackers, check_trackers
-from wands.train.metrics import StepLog, curves, sigma_sums
+from wands.train.jobs import FinishedStep
+from wands.train.metrics import NUM_SIGMAS, StepLog, curves, sigma_sums
+from wands.train.prepared_run import PreparedRun
+from wands.train.reduction import StepSums
 
 
-def build_run(out: Path, names: tuple[str, ...] = ("tensorboard",), step: int = 0, **values: Any) -> Any:
+def build_recipe(out: Path, names: tuple[str, ...] = ("tensorboard",), **values: Any) -> Recipe:
     settings = {"output_dir": str(out), "logging": {"trackers": names, **values}}
     settings["model"] = {"path": "/data/somebody/wan"}
-    checkpoint = SimpleNamespace(state=SimpleNamespace(step=step, loss=[])) if step else None
-    recipe = Recipe.model_validate(settings)
-    return SimpleNamespace(
-        recipe=recipe,
-        output_dir=out,
-        checkpoint=checkpoint,
-        world_size=1,
-        experts=(),
-        sampler=SimpleNamespace(total_steps=5),
-        grid=lambda rank: SimpleNamespace(rank=rank, cp_rank=0),
+    return Recipe.model_validate(settings)
+
+
+def build_trackers(
+    out: Path, names: tuple[str, ...] = ("tensorboard",), start_step: int = 0, **values: Any
+) -> Trackers:
+    """The trackers of rank 0, in a new run or in one that resumes at `start_step`."""
+    return Trackers(build_recipe(out, names, **values), 0, start_step + 1 if start_step else 0)
+
+
+def build_log(run: PreparedRun, board: Trackers, start_step: int = 0) -> StepLog:
+    training: Any = SimpleNamespace(
+        recipe=run.recipe,
+        output_dir=run.output_dir,
+        start_step=start_step,
+        total_steps=run.schedule.total_steps,
+        rank=0,
+        device=torch.device("cpu"),
+        groups=SimpleNamespace(dims=run.grid(0)),
+        averages={},
+        trackers=board,
+        log=lambda text: None,
     )
+    return StepLog(training, run.model, run.schedule, [])
 
 
-def build_log(run: Any, board: Trackers) -> StepLog:
-    trainer: Any = SimpleNamespace(run=run, rank=0, log=lambda text: None, trackers=board)
-    return StepLog(trainer)
+def finished(run: PreparedRun, number: int, loss: float) -> FinishedStep:
+    """Step `number` of a process without samples of its own."""
+    nothing = torch.zeros(0, dtype=torch.float64)
+    result = StepResult(loss=torch.tensor(loss), clips=[], errors=nothing, norm=1.0, skipped=False)
+    return FinishedStep(
+        plan=run.schedule.sampler.step_plan(number - 1),
+        results=[result],
+        sums=StepSums(
+            losses=[loss],
+            of_sigmas=[0.0] * 2 * NUM_SIGMAS,
+            largest={"data_wait": 0.0, "device_peak": 0.0, "host_peak": 1.0},
+            world_size=1,
+        ),
+        lr=1e-3,
+        seconds=1.0,
+        own_seconds=None,
+        is_first=False,
+        is_last=False,
+    )
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -67,30 +101,28 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     trackers.importlib.sys.modules.pop("wandb", None)
 
 
-def test_curves_and_rows_of_a_resumed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    measured = {"seconds": 1.0, "mfu": None, "tokens_per_second": 2.0, "device_peak": None, "host_peak": 0}
+def test_curves_and_rows_of_a_resumed_run(tiny_pipeline: Path, tmp_path: Path):
+    run = make_run(tiny_pipeline, tmp_path, ("train.max_steps=5",), world_size=1)
     for start_step, end in ((0, 4), (3, 4)):
-        run = build_run(tmp_path, step=start_step)
-        board = Trackers(run, 0)
-        log = build_log(run, board)
-        monkeypatch.setattr("wands.train.metrics.describe_step", lambda row, total: "")
+        board = build_trackers(tmp_path, start_step=start_step)
+        log = build_log(run, board, start_step)
         for step in range(start_step + 1, end + 1):
-            log.write({"step": step, "loss": float(10 * start_step + step), **measured}, [])
+            log.run(finished(run, step, loss=float(10 * start_step + step)))
         board.log(0, {"eval/held_out": 1.0}) if not start_step else None
         log.close()
         board.close()
     series = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 34.0)]
-    found = {
-        name: points for name, points in scalars(tmp_path / "tensorboard").items() if "speed" not in name
-    }
-    assert found == {"train/loss": series, "eval/held_out": [(0, 1.0)]}
+    found = scalars(tmp_path / "tensorboard")
+    assert found["train/loss"] == series
+    assert found["eval/held_out"] == [(0, 1.0)]
+    assert found["train/epoch"][-1] == (4, float(run.schedule.sampler.step_plan(3).epoch))
     assert [(row["step"], row["loss"]) for row in read_rows(tmp_path / "metrics.jsonl")] == series
     assert log.history == series
 
 
-def test_time_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A first step of 100 s does not spoil the prediction. Saves between the steps count as they were so far."""
-    log = build_log(build_run(tmp_path), Trackers(build_run(tmp_path, ()), 0))
+    log = build_log(make_run(tiny_pipeline, tmp_path, world_size=1), build_trackers(tmp_path, ()))
     now = [1000.0]
     monkeypatch.setattr("wands.train.metrics.time.perf_counter", lambda: now[0])
     assert log._eta(100.0, 9) == 900.0
@@ -127,7 +159,7 @@ def test_names_of_curves():
 
 def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any):
     monkeypatch.setattr("threading.excepthook", lambda args: None)  # of TensorBoard's thread
-    board = Trackers(build_run(tmp_path), 0)
+    board = build_trackers(tmp_path)
     board.log(1, {"train/loss": 0.5})
     assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 0.5)]}
     shutil.rmtree(tmp_path / "tensorboard")
@@ -147,7 +179,7 @@ def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptur
 def test_pictures_in_tensorboard(tmp_path: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = Trackers(build_run(tmp_path), 0)
+    board = build_trackers(tmp_path)
     board.log_media(2, "Image", {"samples/0": np.full((8, 6, 3), 200, np.uint8)})
     board.log_media(2, "Video", {"samples/0": str(tmp_path / "0.mp4")})
     board.close()
@@ -166,12 +198,12 @@ def test_one_run_in_wandb(tmp_path: Path, wandb: Any, monkeypatch: pytest.Monkey
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     for step in (0, 4):
         monkeypatch.setenv("FAKE_WANDB_STEP", str(2 * step))
-        board = Trackers(build_run(out, ("wandb",), step, project="p-0123456789abcdef"), 0)
+        board = build_trackers(out, ("wandb",), step, project="p-0123456789abcdef")
         board.log(step + 1, {"train/loss": 0.5})
         board.log(9 + step, {"train/loss": 0.25})
         board.close()
     monkeypatch.setenv("FAKE_WANDB_STEP", "0")
-    board = Trackers(build_run(out, ("wandb",), run_name="other"), 0)
+    board = build_trackers(out, ("wandb",), run_name="other")
     board.log_media(1, "Image", {"samples/0": np.zeros((8, 6, 3), np.uint8)})
     board.log_media(1, "Video", {"samples/0": str(out / "0.mp4")})
 
@@ -193,7 +225,7 @@ def test_one_run_in_wandb(tmp_path: Path, wandb: Any, monkeypatch: pytest.Monkey
 
 def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, wandb: Any, caplog: pytest.LogCaptureFixture):
     (tmp_path / "calls.down").touch()
-    board = Trackers(build_run(tmp_path, ("wandb", "tensorboard")), 0)
+    board = build_trackers(tmp_path, ("wandb", "tensorboard"))
     for step in range(1, 4):
         board._retry_at = dict.fromkeys(board._retry_at, 0)
         board.log(step, {"train/loss": 0.5})

@@ -6,17 +6,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.support.runs import make_run
 from wands.data import collate
+from wands.data.collate import RankSlice
 from wands.flow.noise import NoisyBatch, add_noise
+from wands.objectives.flow_matching import FlowMatching
+from wands.plugin import Plugin
 from wands.train import batches
-from wands.train.batches import rank_slices
 from wands.train.prepared_run import PreparedRun
+from wands.variants import Expert
 
 
 @pytest.fixture
@@ -24,18 +26,16 @@ def run(tiny_pipeline: Path, tmp_path: Path) -> PreparedRun:
     return make_run(tiny_pipeline, tmp_path, ("train.bins_per_step=2",), world_size=2)
 
 
-def shards_of(run: PreparedRun) -> list[batches.RankSlice]:
-    plan = run.schedule.sampler.step_plan(0)
-    return [shard for rank in (0, 1) for shard in rank_slices(run, plan, run.grid(rank))]
+def shards_of(run: PreparedRun, step: int = 0) -> list[RankSlice]:
+    plan = run.schedule.sampler.step_plan(step)
+    return [shard for rank in (0, 1) for shard in run.reader(run.grid(rank)).rank_slices(plan)]
 
 
 def test_the_ranks_forward_the_plan(run: PreparedRun):
     for step in range(3):
         plan = run.schedule.sampler.step_plan(step)
         forwarded = [
-            tuple(run.data.keys.index(key.sample_id) for key in shard.keys)
-            for rank in (0, 1)
-            for shard in rank_slices(run, plan, run.grid(rank))
+            tuple(run.data.keys.index(key.sample_id) for key in shard.keys) for shard in shards_of(run, step)
         ]
         assert sorted(forwarded) == sorted(plan.bins)
 
@@ -103,31 +103,43 @@ def test_a_mistake_on_the_way_is_noticed(
     assert caught.traceback[-1].name == where
 
 
+class ThreadsOfNoise(FlowMatching):
+    """The default objective, which records the threads that draw its noise."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def prepare(self, part: RankSlice, expert: Expert) -> NoisyBatch:
+        self.threads.add(threading.current_thread().name)
+        return super().prepare(part, expert)
+
+
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_noise_is_drawn_and_pinned_ahead(
     prefetch: int, monkeypatch: pytest.MonkeyPatch, tiny_pipeline: Path, tmp_path: Path
 ):
+    objective = ThreadsOfNoise()
     run = make_run(
-        tiny_pipeline, tmp_path, ("train.bins_per_step=2", f"data.prefetch={prefetch}"), world_size=1
+        tiny_pipeline,
+        tmp_path,
+        ("train.bins_per_step=2",),
+        world_size=1,
+        plugin=Plugin(objective=objective),
     )
-    threads, pinned = set[str](), set[int]()
-
-    def draw(*args: Any) -> NoisyBatch:
-        threads.add(threading.current_thread().name)
-        return add_noise(*args)
+    pinned = set[int]()
 
     def pin(tensor: torch.Tensor) -> torch.Tensor:
         pinned.add(id(tensor))
         return tensor
 
-    monkeypatch.setattr(batches, "add_noise", draw)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    steps = batches.prefetched(run, run.grid(0), 1, pins=True)
+    reader = run.reader(run.grid(0))
+    steps = reader.prefetched(1, prefetch, pins=True)
     plan, [found] = next(steps)
     steps.close()
-    assert threads == {"wands-prefetch_0" if prefetch else "MainThread"}
+    assert objective.threads == {"wands-prefetch_0" if prefetch else "MainThread"}
     flow = run.recipe.flow
-    for (part, noisy), clean in zip(found, rank_slices(run, plan, run.grid(0)), strict=True):
+    for (part, noisy), clean in zip(found, reader.rank_slices(plan), strict=True):
         assert len(part.tokens) == 0
         wanted = add_noise(clean.tokens, clean.layout, clean.keys, flow, run.recipe.train.seed)
         for name in ("tokens", "target", "sigmas", "timesteps"):

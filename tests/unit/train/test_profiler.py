@@ -61,16 +61,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return made
 
 
-def trainer(out: Path, device: str, profile: ProfileConfig | None = None) -> Any:
-    run = SimpleNamespace(
-        output_dir=out, recipe=SimpleNamespace(profile=profile), sampler=SimpleNamespace(total_steps=5)
-    )
+def training_of(out: Path, device: str, profile: ProfileConfig | None = None) -> Any:
+    """What the profiler uses of a training process of 5 steps."""
     return SimpleNamespace(
+        recipe=SimpleNamespace(profile=profile),
+        output_dir=out,
+        total_steps=5,
         rank=0,
-        run=run,
-        engines={},
         device=torch.device(device),
         groups=SimpleNamespace(ring=None),
+        engines={},
         log=lambda text: None,
     )
 
@@ -82,7 +82,7 @@ def run_out_of_memory(found: Any) -> torch.OutOfMemoryError:
 
 
 def test_out_of_memory_leaves_a_snapshot(calls: list[tuple[str, Any]], tmp_path: Path):
-    error = run_out_of_memory(trainer(tmp_path, "cuda"))
+    error = run_out_of_memory(training_of(tmp_path, "cuda"))
     assert calls == [("dump", "rank0_out_of_memory.pickle")]
     path = tmp_path / "profile" / "rank0_out_of_memory.pickle"
     assert error.__notes__ == [
@@ -96,7 +96,7 @@ def test_the_memory_of_profiled_steps_is_recorded(calls: list[tuple[str, Any]], 
             calls.append(("step", step))
             yield step
 
-    found = trainer(tmp_path, "cuda", ProfileConfig(start=2, steps=2))
+    found = training_of(tmp_path, "cuda", ProfileConfig(start=2, steps=2))
     assert list(profiled_steps(found, batches(), 0)) == [1, 2, 3, 4, 5]
     steps = [("step", number) for number in range(1, 6)]
     window = [("record", "alloc"), *steps[1:3], ("synchronize", None), ("dump", "rank0_step_000002.pickle")]
@@ -104,7 +104,7 @@ def test_the_memory_of_profiled_steps_is_recorded(calls: list[tuple[str, Any]], 
 
 
 def test_a_cpu_has_no_snapshots(calls: list[tuple[str, Any]], tmp_path: Path):
-    found = trainer(tmp_path, "cpu", ProfileConfig(start=1, steps=1))
+    found = training_of(tmp_path, "cpu", ProfileConfig(start=1, steps=1))
     assert list(profiled_steps(found, range(1, 6), 0)) == [1, 2, 3, 4, 5]
     assert not hasattr(run_out_of_memory(found), "__notes__")
     assert calls == []
@@ -121,7 +121,7 @@ def test_a_cpu_has_no_snapshots(calls: list[tuple[str, Any]], tmp_path: Path):
 )
 def test_which_steps(section: Any, start_step: int, traces: list[str], tmp_path: Path):
     """A run that resumes later profiles its first steps; a window after the last step does nothing."""
-    found = trainer(tmp_path, "cpu", section and ProfileConfig(**section))
+    found = training_of(tmp_path, "cpu", section and ProfileConfig(**section))
     steps = list(range(start_step + 1, 6))
     assert list(profiled_steps(found, iter(steps), start_step)) == steps
     assert [path.name for path in tmp_path.glob("profile/*.txt")] == [

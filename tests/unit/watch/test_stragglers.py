@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.examples import examples
+from wands.run.append_log import EventLog
 from wands.watch.stragglers import SLOW, ComputeTimes, slow_ranks
 
 
@@ -63,15 +65,14 @@ class Clock:
         return end.time - self.time
 
 
-def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.MonkeyPatch):
+def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
     )
     block = torch.nn.ModuleDict({"ffn": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))})
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block]), "head": torch.nn.Linear(4, 4)})
-    engines, device = {"transformer": SimpleNamespace(module=model)}, torch.device("cuda")
-    times = ComputeTimes(SimpleNamespace(engines=engines, device=device, log=print, events=None))
+    times = ComputeTimes([model], torch.device("cuda"), EventLog(tmp_path, 0, 0, {}), print)
     for _ in range(3):
         model["head"](block["ffn"](torch.ones(5, 4)))
     model.eval()["head"](block["ffn"](torch.ones(50, 4)))  # samples and evaluations are not part of the step
