@@ -49,7 +49,7 @@ def test_the_gradient_of_a_lora_is_the_same_on_every_grid(
     """Every matrix of the LoRA gets a gradient, nothing else does."""
     settings = (*LORA, f"lora.init_from={start}", "train.bins_per_step=2")
     alone = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, settings, zero(2), torch.float64)[0]
-    linears = make_run(tiny_pipeline, tmp_path, settings, world_size=1).num_trained
+    linears = make_run(tiny_pipeline, tmp_path, settings, world_size=1).model.num_trained
     assert sum(grad.numel() for grad in alone.gradients.values()) == linears
     assert all(".lora_" in name for name in alone.gradients)
     assert all(float(grad.abs().max()) > 0 for grad in alone.gradients.values())
@@ -154,10 +154,8 @@ def test_a_resume_that_would_train_something_else_is_refused(tiny_pipeline: Path
 
     A checkpoint of an older version has no fingerprint of the base; `test_changed_settings.py` tests those that have one.
     """
-    from wands.checkpoint.save import build_state
-
     training_run = make_run(tiny_pipeline, tmp_path, LORA, world_size=1)
-    state = replace(build_state(training_run, 2, 0, []), base_fingerprint=None)
+    state = replace(training_run.state, step=2, base_fingerprint=None)
     recipe = state.recipe
 
     def resume(**sections: dict[str, Any] | None) -> None:

@@ -13,16 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.runs import groups_of, losses, make_run, run_training
+from tests.support.runs import losses, make_run, model_of, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.stored_bytes import stored_bytes
 from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import load_exported_state, load_full_weights, load_lora_of
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import build_state
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
-from wands.engine.engine import build_model
+from wands.distributed.dims import ProcessGroups
 from wands.engine.optimizers import split_by_dtype
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
@@ -159,9 +158,8 @@ def held_bytes(pipeline: Path, out: Path, overrides: tuple[str, ...], stage: int
     training_run = make_run(pipeline, out, overrides, zero(stage))
     rank, _, device = init_process_group()
     held: dict[torch.dtype, int] = {}
-    for name, parameter in build_model(
-        training_run, groups_of(training_run.grid(rank), device), device
-    ).named_parameters():
+    groups = ProcessGroups.build(training_run.grid(rank), device)
+    for name, parameter in model_of(training_run, groups, device).named_parameters():
         if ".lora_" not in name:
             mine = parameter.ds_tensor if stage == 3 else parameter
             held[mine.dtype] = held.get(mine.dtype, 0) + mine.nbytes
@@ -344,7 +342,7 @@ def test_zero_2_needs_an_fp32_parameter_beside_those_in_bf16():
 
 
 def test_a_resume_on_other_weights_is_refused(tiny_pipeline: Path, tmp_path: Path):
-    state = build_state(make_run(tiny_pipeline, tmp_path, LORA, world_size=1), 2, 0, [])
+    state = replace(make_run(tiny_pipeline, tmp_path, LORA, world_size=1).state, step=2)
 
     def resume(theirs: dict[str, Any], **sections: dict[str, Any]) -> None:
         ours = {name: {**state.recipe[name], **section} for name, section in sections.items()}
