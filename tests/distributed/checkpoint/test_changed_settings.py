@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.distributed.train.test_datasets import write_cache
 from tests.support.runs import make_run
-from wands.checkpoint.save import build_state
+from wands.checkpoint.epoch_files import EPOCH_FILE, epoch_values
 from wands.checkpoint.step_folders import STATE_FILE
 from wands.errors import CheckpointError
 from wands.files import write_text
@@ -26,9 +26,11 @@ LORA = ("lora.rank=4", "data.mock={num_samples: 4, shapes: [[1,4,4]]}")
 
 
 def save_state(run: PreparedRun, **old: None) -> Path:
-    """The state file of a checkpoint of the run: all that is read before the weights. `old`: fields that it lacks."""
+    """The files of a checkpoint of the run that are read before the weights. `old`: fields that its state lacks."""
     step = run.output_dir / "checkpoints" / "step_00000001"
-    values = build_state(run, 1, 0, [(1, 0.5)]).to_json()
+    plan = run.schedule.sampler.step_plan(0)
+    write_text(step / EPOCH_FILE, json.dumps(epoch_values(run.data.keys, run.data.checksums, plan)))
+    values = replace(run.state, step=1, loss=[(1, 0.5)]).to_json()
     left_out = {*old, "hash_of_this_file"} if old else set()
     write_text(step / STATE_FILE, json.dumps({key: values[key] for key in values.keys() - left_out}))
     return step
@@ -104,7 +106,9 @@ def test_other_contents_under_the_same_keys_are_refused(tiny_pipeline: Path, cac
 
 def test_contents_are_those_of_the_used_samples(tiny_pipeline: Path, caches: Path, tmp_path: Path):
     def contents(*overrides: str) -> str:
-        return make_run(tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1).data_contents
+        return make_run(
+            tiny_pipeline, tmp_path, ("data.mock=null", *overrides), world_size=1
+        ).identity.contents
 
     found = [
         contents(f"data.cache={caches / 'a'}"),
@@ -184,7 +188,7 @@ def test_a_merged_lora_is_known_by_its_weights(tiny_pipeline: Path, tmp_path: Pa
 def test_the_optimizer_of_the_json_may_not_change(tiny_pipeline: Path, tmp_path: Path):
     from wands.checkpoint.resume import check_resumable
 
-    state = build_state(first_run(tiny_pipeline, tmp_path / "run", *LORA), 1, 0, [])
+    state = replace(first_run(tiny_pipeline, tmp_path / "run", *LORA).state, step=1)
     config = json.loads(re.sub('"AdamW"', '"SGD"', json.dumps(state.ds_config)))
     check_resumable(replace(state, ds_config=None), replace(state, ds_config=config), "x")
     with pytest.raises(CheckpointError, match="the optimizer SGD of the DeepSpeed JSON must equal"):
