@@ -19,7 +19,6 @@ from safetensors import safe_open
 from tests.support.commands import export
 from tests.support.run_folder import write_run
 from tests.support.runs import make_run, run_training, weights
-from wands.checkpoint.save import build_state
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
 from wands.model.files import hub
@@ -253,10 +252,10 @@ def test_a_checkpoint_keeps_the_whole_path_of_its_base(
     (tmp_path / "models" / "wan").symlink_to(tiny_pipeline)
     monkeypatch.chdir(tmp_path)
     training_run = make_run(Path("models/wan"), tmp_path / "run", world_size=1)
-    state = build_state(training_run, 1, 0, [])
+    state = training_run.state
     assert (state.base, state.base_on_hub) == (str(tiny_pipeline.resolve()), False)
     monkeypatch.chdir(tiny_pipeline)  # no folder from here: an id, or there would be no run
-    state = build_state(training_run, 1, 0, [])
+    state = replace(training_run).state
     assert (state.base, state.base_on_hub) == ("models/wan", True)
     assert replace(state, step=2).base == "models/wan"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from tests.support.runs import make_run, run_training
 from tests.support.steps import zero
 from wands.checkpoint.checkpoint_files import load_full_weights
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import build_state
 from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE
 from wands.export.trained_weights import COMFYUI_FILE
@@ -134,13 +134,14 @@ def test_merged_loras_are_found_from_another_folder(
     training_run = make_run(
         tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2
     )
-    state = build_state(training_run, 3, 0, [])
+    state = replace(training_run.state, step=3)
     assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
-    check_resumable(state, build_state(training_run, 0, 0, []), "x")
-    monkeypatch.chdir(tiny_pipeline)
+    check_resumable(state, training_run.state, "x")
+    shutil.copytree(lora, tmp_path / "elsewhere" / "lora")
+    monkeypatch.chdir(tmp_path / "elsewhere")
     older = replace(state, base_fingerprint=None)  # the path decides
     with pytest.raises(CheckpointError, match=r"model\.merge_loras=.* must equal the checkpoint's"):
-        check_resumable(older, build_state(training_run, 0, 0, []), "x")
+        check_resumable(older, replace(training_run).state, "x")
 
 
 @pytest.mark.slow
