@@ -25,7 +25,6 @@ from wands.checkpoint.checkpoint_files import find_checkpoint, load_state
 from wands.checkpoint.resume import check_resumable, find_resume
 from wands.checkpoint.save import CheckpointSaver
 from wands.checkpoint.step_folders import STATE_FILE, list_steps, step_name
-from wands.commands.train import _claim
 from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
@@ -36,6 +35,7 @@ from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
 from wands.planning.workload import Weight, Workload
 from wands.plugin import Plugin
+from wands.train.trainer import _claim
 from wands.variants import VARIANTS
 
 ZERO2 = {"zero_optimization": {"stage": 2}}

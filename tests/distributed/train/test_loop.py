@@ -245,5 +245,5 @@ def sum_numbers() -> StepSums:
 
 
 def test_one_sum_has_the_losses_and_the_largest_numbers(worlds):
-    expected = StepSums([2.0], [2.0, 2.0], {"host_peak": 2**40 + 2, "save": 1})
+    expected = StepSums([2.0], [2.0, 2.0], {"host_peak": 2**40 + 2, "save": 1}, world_size=2)
     assert worlds[2].run(sum_numbers) == [expected] * 2

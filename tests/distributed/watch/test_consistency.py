@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.runs import Hooked, losses, make_run, run_training, weights
+from wands.checkpoint.checkpoint_files import Checkpoint
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
 from wands.distributed import consistency as ranks_module
@@ -33,7 +34,6 @@ from wands.watch.rank_checks import (
     bins_digest,
     check_step,
     check_weights_agree,
-    run_digests,
     weights_checksums,
 )
 
@@ -204,19 +204,9 @@ def write_cache(path: Path, run: PreparedRun, seed: int) -> None:
         writer.commit(torch.zeros(1, text_dim, dtype=torch.bfloat16))
 
 
-def digests(run: PreparedRun, step: int = 0) -> dict[str, str]:
-    """What a run compares at its start."""
-    return run_digests(
-        recipe=run.recipe,
-        ds_config=run.ds_config,
-        model_config=run.model.config,
-        degrees=run.degrees,
-        objective=run.objective,
-        identity=run.identity,
-        sampler=run.schedule.sampler,
-        samples=run.samples,
-        step=step,
-    )
+def resumed_at(run: PreparedRun, step: int) -> PreparedRun:
+    """The run as a checkpoint of a step goes on with it."""
+    return replace(run, checkpoint=Checkpoint(run.output_dir, replace(run.state, step=step)))
 
 
 def other_bins(run: PreparedRun) -> PreparedRun:
@@ -260,15 +250,15 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
     _, _, device = init_process_group()
     said, slowest = {}, 0.0
     for name, run in runs.items():
-        parts = digests(run)
+        parts = run.digests()
         started = time.perf_counter()
         said[name] = caught(lambda parts=parts: check_agreement(parts, device, FIXES))
         slowest = max(slowest, time.perf_counter() - started)
     start = 1 if is_odd else 0
-    said["start"] = caught(lambda: check_agreement(digests(mock, start), device, FIXES))
+    said["start"] = caught(lambda: check_agreement(resumed_at(mock, start).digests(), device, FIXES))
     if is_odd:
         rank_checks.__version__ = "0.0.9"
-    said["software"] = caught(lambda: check_agreement(digests(mock), device, FIXES))
+    said["software"] = caught(lambda: check_agreement(mock.digests(), device, FIXES))
     return said, slowest
 
 
@@ -310,7 +300,7 @@ def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     ]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
-        parts = digests(run, step)
+        parts = resumed_at(run, step).digests()
         assert bins_digest(run.schedule.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
     assert (
         bins_digest((((0, 1), (2,)),)) != bins_digest((((0,), (1, 2)),)) != bins_digest((((0,),), ((1, 2),)))
@@ -323,10 +313,10 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
     def data_of(keys: list[str], lengths: np.ndarray) -> str:
         other = SimpleNamespace(keys=keys, licenses=[""] * len(keys))
         identity = DataIdentity.of(run.recipe, other, lengths)
-        return digests(replace(run, identity=identity))["data"]
+        return replace(run, identity=identity).digests()["data"]
 
     keys, lengths = run.data.keys, run.schedule.num_tokens
-    assert data_of(list(keys), lengths.copy()) == digests(run)["data"]
+    assert data_of(list(keys), lengths.copy()) == run.digests()["data"]
     longer = lengths.copy()
     longer[3] += 1
     others = [
@@ -336,7 +326,7 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         data_of(keys, np.roll(lengths, 1)),
         data_of(["\udcff.mp4", *keys[1:]], lengths),  # a file name that is not Unicode
     ]
-    assert len({digests(run)["data"], *others}) == 6
+    assert len({run.digests()["data"], *others}) == 6
 
 
 # ---- weights
