@@ -8,7 +8,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
 from tests.support.runs import Spy, engine_of, losses, make_run, model_of, run_training, train_run
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_state
@@ -50,7 +49,7 @@ def run_with_a_resume_bug(
     )
     if bug == "data":
         plans = run.schedule.sampler.iterate
-        run.schedule.sampler.iterate = lambda start_step: plans(0)  # type: ignore[method-assign]
+        run.schedule.sampler.iterate = lambda start_step: plans(0)
     return train_run(run)
 
 
@@ -128,28 +127,18 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     module = model_of(run, groups, device)
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
     engine = engine_of(run, module)
-    if bug == "every micro step":  # the update comes from micro steps that were each cut to the limit
-        engine.set_gradient_accumulation_boundary = lambda last: type(
-            engine
-        ).set_gradient_accumulation_boundary(engine, True)
-        right = engine.backward
-
-        def backward_and_step(loss: torch.Tensor, **kwargs: Any) -> None:
-            right(loss, **kwargs)
-            type(engine).step(engine)
-
-        engine.backward, engine.step = backward_and_step, lambda: None
     plan = run.schedule.sampler.step_plan(0)
     assert all(plan.bins)
     [batches] = run.reader(groups.dims).micro_batches(plan)
-    train_step(
-        engine,
-        batches,
-        run.objective,
-        groups=groups,
-        device=device,
-        denominator=run.schedule.denominator(plan),
-    )
+    denominator = run.schedule.denominator(plan)
+    if bug == "every micro step":
+        for part, prepared in batches:
+            engine.set_gradient_accumulation_boundary(True)
+            loss, _ = run.objective.loss(engine, part, prepared)
+            engine.backward(loss / denominator, scale_wrt_gas=False)
+            engine.step()
+    else:
+        train_step(engine, batches, run.objective, groups=groups, device=device, denominator=denominator)
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()

@@ -187,7 +187,7 @@ class LowSpikes(FlowMatching):
     def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
         loss = super().loss(model, part, prepared)
         is_low = float(prepared.sigmas.max()) < 0.875
-        is_first = model.global_steps == 0  # type: ignore[attr-defined]
+        is_first = model.global_steps == 0
         return loss if is_first or not is_low else loss._replace(total=1e4 * loss.total)
 
 
