@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 
 from wands.checkpoint.checkpoint_files import Checkpoint, find_checkpoint
 from wands.config.recipe_loading import load_recipe
+from wands.data.collate import RankSlice
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.engine.engine import attention_backend, build_engine, build_model
 from wands.files import read_rows
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import Loss, Model, Prepared
 from wands.plugin import Plugin
 from wands.train.jobs import FinishedStep, Job
 from wands.train.loop import train
@@ -136,3 +139,30 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     from wands.checkpoint.checkpoint_files import load_exported_state
 
     return load_exported_state(run_dir)
+
+
+class Hooked(FlowMatching):
+    """The default objective, which calls functions of a test: before the first loss of each step, and after each update.
+
+    Both get the number of the step in this process, from 1.
+    """
+
+    def __init__(
+        self,
+        before: Callable[[int], object] = lambda step: None,
+        after: Callable[[int, Mapping[str, Any]], object] = lambda step, engines: None,
+    ) -> None:
+        self._before = before
+        self._after = after
+        self._begun = 0
+        self._ended = 0
+
+    def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
+        if self._begun == self._ended:
+            self._begun += 1
+            self._before(self._begun)
+        return super().loss(model, part, prepared)
+
+    def after_step(self, engines: Mapping[str, Any]) -> None:
+        self._ended += 1
+        self._after(self._ended, engines)

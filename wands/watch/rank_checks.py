@@ -78,7 +78,7 @@ def run_digests(
         "DeepSpeed config": ds_config,
         "software": {"wands": __version__} | {module.__name__: str(module.__version__) for module in modules},
         "model config": model_config,
-        "objective": f"{objective.name} {objective.version}",
+        "objective": {"name": objective.name, "version": objective.version},
         "context parallelism": {"ulysses_degree": degrees.ulysses, "ring_degree": degrees.ring},
         "data": {
             "num_samples": len(sampler.keys),

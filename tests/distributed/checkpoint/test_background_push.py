@@ -22,6 +22,8 @@ from wands.checkpoint import save as background_push
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.save import PUSH_MARK
 from wands.checkpoint.step_folders import list_steps, step_name
+from wands.config.recipe import HubConfig
+from wands.distributed.bootstrap import init_process_group
 
 TOKEN = "hf_SecretOfAlice0123456789"
 LORA = ("lora.rank=2", "train.max_steps=4", "checkpoint.every=1")
@@ -72,41 +74,42 @@ def test_a_slow_push_keeps_its_checkpoint_and_the_newest_comes_next(
     assert any("for the upload of the last checkpoint" in line for line in said)
 
 
-def test_an_older_checkpoint_is_never_pushed_after_a_newer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Threads that wait for a lock get it in any order. The process may end before the last of them has it."""
+def push_out_of_order(out: Path) -> list[list[str]]:
+    """Three pushes of which the last one runs first. Return what has been pushed after it, and in the end."""
     waiting: list[Callable[[], None]] = []
-    monkeypatch.setattr(
-        background_push,
-        "Thread",
-        lambda target=None, args=(), daemon=None: SimpleNamespace(
-            start=lambda: waiting.append(lambda: target(*args))
-        ),
-    )
-    monkeypatch.setattr(background_push, "_COMMAND", (sys.executable, "-c", SLOW))
-    hub = SimpleNamespace(every=1, repo="alice/lora", public=False)
-    run = SimpleNamespace(
-        output_dir=tmp_path, recipe=SimpleNamespace(hub=hub), sampler=SimpleNamespace(total_steps=3)
-    )
-    events: list[str] = []
-    trainer: Any = SimpleNamespace(
-        run=run,
-        rank=0,
-        log=print,
-        events=SimpleNamespace(write=lambda event, checkpoint, error: events.append(checkpoint)),
-    )
-    push = background_push.BackgroundPush(trainer)
-    for step in (1, 2, 3):
-        folder = tmp_path / "checkpoints" / step_name(step)
-        folder.mkdir(parents=True)
-        push.add(folder)
-    waiting[2]()
-    assert events == ["step_00000003"]
-    assert not list(tmp_path.rglob(PUSH_MARK))
-    waiting[1]()
-    waiting[0]()
-    assert events == ["step_00000003"]
+    pushed: list[str] = []
+
+    def thread(target: Any = None, args: Any = (), daemon: Any = None) -> SimpleNamespace:
+        return SimpleNamespace(start=lambda: waiting.append(lambda: target(*args)))
+
+    init_process_group()
+    command = (sys.executable, "-c", SLOW)
+    with (
+        mock.patch.object(background_push, "Thread", thread),
+        mock.patch.object(background_push, "_COMMAND", command),
+    ):
+        push = background_push.BackgroundPush(
+            config=HubConfig(repo="alice/lora", every=1),
+            output_dir=out,
+            total_steps=3,
+            events=SimpleNamespace(write=lambda event, checkpoint, error: pushed.append(checkpoint)),
+            log=print,
+        )
+        for step in (1, 2, 3):
+            folder = out / "checkpoints" / step_name(step)
+            folder.mkdir(parents=True)
+            push.add(folder)
+        waiting[2]()
+        after_the_newest = list(pushed)
+        assert not list(out.rglob(PUSH_MARK))
+        waiting[1]()
+        waiting[0]()
+    return [after_the_newest, pushed]
+
+
+def test_an_older_checkpoint_is_never_pushed_after_a_newer_one(tmp_path: Path, worlds: WorldPool):
+    """Threads that wait for a lock get it in any order. The process may end before the last of them has it."""
+    assert worlds[1].run(push_out_of_order, tmp_path)[0] == [["step_00000003"], ["step_00000003"]]
 
 
 def test_a_failed_push_is_a_warning_and_not_the_end(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):

@@ -18,14 +18,13 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.runs import make_run, run_training
+from tests.support.runs import Hooked, engine_of, make_run, model_of, run_training
 from wands.checkpoint import save as checkpoint
 from wands.checkpoint.buffers import TensorFile
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_state
 from wands.checkpoint.resume import check_resumable, find_resume
 from wands.checkpoint.save import CheckpointSaver
 from wands.checkpoint.step_folders import STATE_FILE, list_steps, step_name
-from wands.commands.train import _claim
 from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
@@ -35,9 +34,9 @@ from wands.files import read_rows
 from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
 from wands.planning.workload import Weight, Workload
-from wands.train import loop
+from wands.plugin import Plugin
+from wands.train.trainer import _claim
 from wands.variants import VARIANTS
-from wands.watch.watchdog import ControlRequest
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -248,7 +247,7 @@ def test_data_fingerprint_sees_order_and_lengths(tiny_pipeline: Path, tmp_path: 
     one = make_run(tiny_pipeline, tmp_path, world_size=1)
     same = make_run(tiny_pipeline, tmp_path, world_size=1)
     other = make_run(tiny_pipeline, tmp_path, ("data.mock.shapes=[[2,4,4],[1,2,2]]",), world_size=1)
-    assert one.data_fingerprint() == same.data_fingerprint() != other.data_fingerprint()
+    assert one.identity.fingerprint == same.identity.fingerprint != other.identity.fingerprint
 
 
 def test_a_kill_during_saving_leaves_the_previous_one(finished: Path, tmp_path: Path):
@@ -329,26 +328,23 @@ def save_without_space(model: Path, out: Path) -> str:
     """Save once more under a file size limit that the shards exceed."""
     import resource
 
-    from wands.checkpoint.save import build_state
-    from wands.engine.engine import build_engine, build_model
-
-    training_run = make_run(model, out, ("train.max_steps=1",), ZERO2)
+    run = make_run(model, out, ("train.max_steps=1",), ZERO2)
     _, _, device = init_process_group()
-    engine = build_engine(
-        build_model(training_run, ProcessGroups(training_run.grid(0)), device),
-        training_run.ds_config,
-        training_run.recipe,
-        1,
-    )
+    engine = engine_of(run, model_of(run, ProcessGroups(run.grid(0)), device))
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-    saver, plan = (
-        CheckpointSaver(
-            SimpleNamespace(run=training_run, engines={"transformer": engine}, averages={}, log=print)
-        ),
-        training_run.sampler.step_plan(0),
+    saver = CheckpointSaver(
+        config=run.recipe.checkpoint,
+        output_dir=run.output_dir,
+        engines={"transformer": engine},
+        averages={},
+        objective=run.objective,
+        data=run.data,
+        resumed=None,
+        log=print,
     )
+    plan = run.schedule.sampler.step_plan(0)
     with pytest.raises(CheckpointError) as caught:
-        saver.save(build_state(training_run, 1, 0, []), plan, required=True)
+        saver.save(replace(run.state, step=1), plan, required=True)
     assert caught.value.agreed
     return str(caught.value)
 
@@ -445,11 +441,14 @@ def run_with_little_room(model: Path, out: Path) -> list[dict[str, Any]]:
 
 
 def asked_to_quit(model: Path, out: Path, step: int) -> str:
-    said = []
-    with pytest.MonkeyPatch.context() as patch:
-        polls = iter([ControlRequest()] * (step - 1) + [ControlRequest(save=True, quit=True)])
-        patch.setattr(loop, "poll_requests", lambda output_dir, watchdog, rank: next(polls))
-        run_training(model, out, ("train.max_steps=2",), ZERO2, log=said.append)
+    said: list[str] = []
+
+    def ask(number: int) -> None:
+        if number == step:
+            (out / "save_quit").touch()
+
+    plugin = Plugin(objective=Hooked(before=ask))
+    run_training(model, out, ("train.max_steps=2",), ZERO2, log=said.append, plugin=plugin)
     return "\n".join(said)
 
 

@@ -168,7 +168,7 @@ def test_a_checkpoint_before_the_first_update(
     optimizer: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     """All clips of the first step are excluded, so at ZeRO-0 the optimizer has no states yet."""
-    sampler = make_run(tiny_pipeline, tmp_path, (*STEPS, data(40)), zero(0), world_size=1).sampler
+    sampler = make_run(tiny_pipeline, tmp_path, (*STEPS, data(40)), zero(0), world_size=1).schedule.sampler
     keys = sorted({sampler.keys[i] for bin in sampler.step_plan(0).bins for i in bin})
     more = (data(40), f"data.exclude={json.dumps(keys)}", f"optim.name={optimizer}", "ema=null")
     stayed = go_on(worlds, tiny_pipeline, tmp_path / "stayed", (1, 0, "dp"), 4, *more)

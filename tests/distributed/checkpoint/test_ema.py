@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.support.commands import export
-from tests.support.runs import make_run, run_training
+from tests.support.runs import Spy, make_run, run_training
 from tests.support.sampling import options_of, source_of
 from tests.support.steps import DS_CONFIGS, Grid, zero
 from tests.support.world import WorldPool
@@ -39,9 +38,11 @@ from wands.errors import CheckpointError, ConfigError
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
 from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.tensor_files import write_safetensors
+from wands.plugin import Plugin
 from wands.sampling.pipeline import load_pipeline
-from wands.train import loop
+from wands.train.jobs import FinishedStep
 from wands.train.summary import start_block
+from wands.train.training import Training
 
 Weights = dict[str, torch.Tensor]
 PLAIN = ("ema.decay=0.7", "ema.warmup=false")
@@ -76,20 +77,14 @@ def whole_weights(engine: Any) -> Weights:
 
 def watched_run(*args: Any) -> tuple[list[list[Weights]], list[str]]:
     """A run: of each engine the weights before it and after each of its steps, on rank 0, and what the run said."""
-    series: dict[int, list[Weights]] = {}
+    series: dict[str, list[Weights]] = {}
     said: list[str] = []
 
-    def step_and_look(engine: Any, *rest: Any) -> Any:
-        seen = series.setdefault(id(engine), [])
-        if not seen:
-            seen.append(whole_weights(engine))
-        result = step(engine, *rest)
-        seen.append(whole_weights(engine))
-        return result
+    def look(training: Training, *_: Any) -> None:
+        for part, engine in training.engines.items():
+            series.setdefault(part, []).append(whole_weights(engine))
 
-    step = loop.train_step
-    with mock.patch.object(loop, "train_step", step_and_look):
-        rows = run_training(*args, said.append)
+    rows = run_training(*args, said.append, Plugin(jobs=(Spy(look, look),)))
     return (list(series.values()), said) if rows else ([], [])
 
 
@@ -233,12 +228,7 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
     """A run that has its averages in the model before its third step: what differed then and what differs afterwards."""
     import deepspeed
 
-    trainers: list[Any] = []
     found: dict[str, list[str]] = {}
-
-    def build(*rest: Any) -> Any:
-        trainers.append(build_trainer(*rest))
-        return trainers[-1]
 
     def own(engine: Any) -> Weights:
         """This rank's values, and those of parameters that ZeRO-3 keeps whole between steps."""
@@ -247,10 +237,10 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
         parts |= {f"whole/{name}": value for name, value in parameters.items() if value.numel()}
         return {name: value.detach().clone() for name, value in parts.items()}
 
-    def everything(trainer: Any) -> Weights:
+    def everything(training: Training) -> Weights:
         state = {}
-        for part, engine in trainer.engines.items():
-            kept, averages = engine_tensors(engine)[0], trainer.averages[part].stored()[0]
+        for part, engine in training.engines.items():
+            kept, averages = engine_tensors(engine)[0], training.averages[part].stored()[0]
             state |= {f"{part}/state/{item.name}": item.read().clone() for item in kept}
             state |= {f"{part}/average/{item.name}": item.read().clone() for item in averages}
             state |= {f"{part}/{name}": value for name, value in own(engine).items()}
@@ -268,33 +258,30 @@ def exchanged_run(*args: Any) -> dict[str, list[str]]:
             whole = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
         return whole | {name: used[f"whole/{name}"] for name in whole if f"whole/{name}" in used}
 
-    def step_between(engine: Any, *rest: Any) -> Any:
-        if engine.global_steps == 2 and not found:
-            [trainer] = trainers
-            before, digest = everything(trainer), hashlib.sha256()
-            with trainer.inference("ema"):
-                for part, each in trainer.engines.items():
-                    inside = gathered(each, own(each))
-                    for fragment, _ in trainer.averages[part]._pairs:
-                        name, start = fragment.name, fragment.start
-                        average = before[f"{part}/average/{name}"]
-                        mine = inside[name].reshape(-1)[start : start + len(average)]
-                        judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
-                        found.setdefault(judged, []).append(name)
-                        master = (
-                            before[f"{part}/state/{name}/master"] if each.zero_optimization_stage() else mine
-                        )
-                        found.setdefault("moved", []).append(str(not torch.equal(master, average)))
-                    digest.update(b"".join(map(bits, inside.values())))
-            after = everything(trainer)
-            assert before.keys() == after.keys()
-            found["other"] = [name for name in before if bits(before[name]) != bits(after[name])]
-            found["digest"] = [digest.hexdigest()]
-        return step(engine, *rest)
+    def exchange(training: Training, step: FinishedStep) -> None:
+        if step.number != 2:
+            return
+        before = everything(training)
+        digest = hashlib.sha256()
+        with training.inference("ema"):
+            for part, engine in training.engines.items():
+                inside = gathered(engine, own(engine))
+                for fragment, _ in training.averages[part]._pairs:
+                    name, start = fragment.name, fragment.start
+                    average = before[f"{part}/average/{name}"]
+                    mine = inside[name].reshape(-1)[start : start + len(average)]
+                    judged = "right" if torch.equal(mine, average.to(mine.dtype)) else "wrong"
+                    found.setdefault(judged, []).append(name)
+                    has_masters = engine.zero_optimization_stage() > 0
+                    master = before[f"{part}/state/{name}/master"] if has_masters else mine
+                    found.setdefault("moved", []).append(str(not torch.equal(master, average)))
+                digest.update(b"".join(map(bits, inside.values())))
+        after = everything(training)
+        assert before.keys() == after.keys()
+        found["other"] = [name for name in before if bits(before[name]) != bits(after[name])]
+        found["digest"] = [digest.hexdigest()]
 
-    step, build_trainer = loop.train_step, loop._build_trainer
-    with mock.patch.multiple(loop, train_step=step_between, _build_trainer=build):
-        run_training(*args)
+    run_training(*args, plugin=Plugin(jobs=(Spy(stepped=exchange),)))
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from tests.support.commands import pack
 from tests.support.runs import BASE, make_run, run_training
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.resume import check_resumable
-from wands.checkpoint.save import build_state
 from wands.cli import main
 from wands.commands.pack import FORMAT
 from wands.errors import CheckpointError, ConfigError, DataError, WandsError
@@ -118,7 +118,7 @@ def test_training_follows_the_file(tiny_pipeline: Path, tmp_path: Path, run_worl
     assert _forwarded(tmp_path / "run", 6) == forwarded
     saved = find_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000003")[1]
     with pytest.raises(CheckpointError, match=r"packing\.plan=None must equal the checkpoint's value"):
-        check_resumable(saved, build_state(make_run(tiny_pipeline, tmp_path), 3, 0, []), "run")
+        check_resumable(saved, replace(make_run(tiny_pipeline, tmp_path).state, step=3), "run")
 
 
 def _forwarded(run: Path, num_steps: int) -> dict[int, Counter[tuple[str, ...]]]:

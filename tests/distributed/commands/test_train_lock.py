@@ -10,11 +10,11 @@ import pytest
 
 from tests.support.runs import BASE
 from tests.support.world import WorldPool
-from wands.commands import train as module
 from wands.commands.train import run_train
 from wands.config.options import TrainOptions
 from wands.errors import WandsError
 from wands.lock import LOCK_NAME, WriterLock
+from wands.train import trainer as module
 
 
 class Started(Exception):

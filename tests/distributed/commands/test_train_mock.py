@@ -8,12 +8,11 @@ from unittest import mock
 
 import pytest
 
-from tests.support.runs import groups_of, losses
+from tests.support.runs import losses
 from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.commands.train import run_train
 from wands.config.options import TrainOptions
-from wands.distributed.dims import ProcessGroups
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.variants import VARIANTS
@@ -30,7 +29,7 @@ def train_shrunken(name: str, out: Path, deepspeed: str, overrides: tuple[str, .
     options = TrainOptions(
         mock=name, overrides=settings, deepspeed=deepspeed, resume="auto" if resume else None
     )
-    with mock.patch.dict(VARIANTS, {name: small}), mock.patch.object(ProcessGroups, "build", groups_of):
+    with mock.patch.dict(VARIANTS, {name: small}):
         run_train(options, lambda text: None)
 
 

@@ -448,8 +448,8 @@ def test_an_official_repository_of_two_experts_is_one_to_training(pipelines: dic
     source = pipelines["wan2.2-i2v-a14b"]
     official = convert(str(source), tmp_path / "official", to="official", forward=False).out
     ours, stock = (make_run(model, tmp_path / "run", ("model.experts=both",)) for model in (official, source))
-    assert ours.variant == stock.variant
-    assert [(e.name, e.subfolder) for e in ours.experts] == [
+    assert ours.model.variant == stock.model.variant
+    assert [(e.name, e.subfolder) for e in ours.model.experts] == [
         ("high", "transformer"),
         ("low", "transformer_2"),
     ]

@@ -538,6 +538,6 @@ def test_a_step_on_a_cache_of_given_frames(
     done = made(name)
     overrides = ("data.mock=null", f"data.cache={done.cache}", "packing.max_tokens=128", "train.max_steps=1")
     training_run = make_run(done.model, tmp_path / "run", overrides, world_size=1)
-    assert training_run.variant.conditions == VARIANTS[name].conditions
+    assert training_run.model.variant.conditions == VARIANTS[name].conditions
     ((row,),) = run_world(1, run_training, done.model, tmp_path / "run", overrides)
     assert row["loss"] > 0

@@ -42,7 +42,7 @@ from wands.distributed import dims
 from wands.distributed.dims import ParallelDims
 from wands.flow import noise as noise_module
 from wands.flow.rng import SampleKey, rng
-from wands.train import step
+from wands.objectives import flow_matching
 
 # Of every parameter, on the scale of `steps.errors`, in float32 and in float64 (whose blocks round to float32 inside).
 TOLERANCE = 1e-5
@@ -101,7 +101,7 @@ def test_the_step_has_what_is_hard(tiny_pipeline: Path, tmp_path: Path):
     lens = run.schedule.num_tokens.tolist()
     assert sorted(lens) == [1, 7, 9, 15, 25]
     assert sorted(run.schedule.sampler.step_plan(0).bins[0]) == list(range(5))
-    assert [len(bins) for bins in job_of(6).sampler.step_plan(0).bins].count(0) == 1
+    assert [len(bins) for bins in job_of(6).schedule.sampler.step_plan(0).bins].count(0) == 1
     order = [lens[i] for i in run.schedule.sampler.step_plan(0).bins[0]]
     ranks = [ContextLayout.build(order, ulysses_degree=2, ring_degree=2, cp_rank=rank) for rank in range(4)]
     assert any(rank.num_valid < rank.num_tokens for rank in ranks)
@@ -239,7 +239,7 @@ def scaled_loss(*args: Any) -> torch.Tensor:
     return TWO_BY_TWO.world_size * loss_weights(*args)
 
 
-loss_weights = step.loss_weights
+loss_weights = flow_matching.loss_weights
 
 
 def noise_of_a_shard(
@@ -292,7 +292,7 @@ def kernel_with_local_lse(name: str) -> Any:
 get_backend = ring.get_backend
 
 MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "loss counted on every rank": lambda: mock.patch.object(step, "loss_weights", scaled_loss),
+    "loss counted on every rank": lambda: mock.patch.object(flow_matching, "loss_weights", scaled_loss),
     "noise drawn per shard": lambda: mock.patch.object(noise_module, "draw_noise", noise_of_a_shard),
     "ring rows swapped": lambda: mock.patch.object(dims, "ContextLayout", in_place_of(2)),
     "order of a row lost": lambda: mock.patch.object(dims, "ContextLayout", in_place_of(1)),

@@ -67,7 +67,7 @@ def test_a_run_on_two_sources_resumed_is_the_run(tiny_pipeline: Path, overrides,
     assert losses(resumed) == losses(whole)
     for name, value in weights(once).items():
         assert torch.equal(value, weights(twice)[name]), name
-    alone = make_run(tiny_pipeline, tmp_path / "alone", overrides, world_size=1).sampler
+    alone = make_run(tiny_pipeline, tmp_path / "alone", overrides, world_size=1).schedule.sampler
     for plan in alone.iterate():  # the same samples at another dp size
         planned = {
             (alone.keys[i], o)
@@ -99,9 +99,9 @@ def test_other_visits_are_other_data(tiny_pipeline: Path, overrides, tmp_path: P
     found = set()
     for old, new in (("1.5", "1.5"), ("1.5", "1.25"), ("0.5", "0.75"), ("1.5", "2")):
         changed = tuple(item.replace(f"repeat: {old}", f"repeat: {new}") for item in overrides)
-        found.add(make_run(tiny_pipeline, tmp_path, changed, world_size=1).data_fingerprint())
+        found.add(make_run(tiny_pipeline, tmp_path, changed, world_size=1).identity.fingerprint)
     found.add(
-        make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1).data_fingerprint()
+        make_run(tiny_pipeline, tmp_path, (*overrides, "data.holdout=0.4"), world_size=1).identity.fingerprint
     )
     assert len(found) == 5
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.commands import plan
 from tests.support.runs import losses, make_run, run_training, weights
@@ -23,15 +26,18 @@ from tests.support.world import WorldPool
 from wands.checkpoint import save as checkpoint
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_exported_state
 from wands.config.recipe import MockConfig
+from wands.data.collate import RankSlice
 from wands.data.datasets import MockDataset
 from wands.data.patchify import unpatchify
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import Prepared
+from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
-from wands.train import evaluation, loop
-from wands.train.evaluation import measure, own_bins, paired_change
+from wands.train.evaluation import own_bins, paired_change
 from wands.train.evaluation_plan import (
     HELD_OUT,
     TRAIN,
@@ -254,19 +260,19 @@ def said_by(*args: Any) -> list[str]:
     return said
 
 
+class StopsWhileEvaluating(FlowMatching):
+    """The default objective. The first bin of the evaluation of step 2 sends a signal to the process, and waits for it."""
+
+    def evaluate(self, model: Any, part: RankSlice, prepared: Prepared) -> torch.Tensor:
+        if model.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return super().evaluate(model, part, prepared)
+
+
 def stopped_run(*args: Any) -> list[dict[str, Any]]:
     """A run that gets a signal while it evaluates for the second time."""
-    calls: list[int] = []
-
-    def proceed(self: Any, step: int) -> bool:
-        calls.append(step)
-        if step == 2:
-            self._watchdog.stop_requested = True
-        return note(self, step)
-
-    note = evaluation.Evaluator._proceed
-    with mock.patch.object(evaluation.Evaluator, "_proceed", proceed):
-        run_training(*args)
+    run_training(*args, plugin=Plugin(objective=StopsWhileEvaluating()))
     return read_rows(args[1] / "evaluations.jsonl")
 
 
@@ -305,17 +311,24 @@ def test_an_overfitted_run_parts(tiny_pipeline: Path, tmp_path: Path, worlds: Wo
 LEVELS = {0: 1.0, 1: 0.9, 2: 0.8, 3: 0.85, 4: 0.795, 5: 0.83}
 
 
+class Scripted(FlowMatching):
+    """Has the held-out losses LEVELS. At step 4, the clips disagree whether the loss is lower than at step 2."""
+
+    def __init__(self, plan_file: Path) -> None:
+        self._plan_file = plan_file
+
+    def evaluate(self, model: Any, part: RankSlice, prepared: Prepared) -> torch.Tensor:
+        step = model.global_steps
+        clips = [clip["key"] for clip in json.loads(self._plan_file.read_text())["clips"]]
+        noise = dict(zip(clips, [0.1, -0.1] * 2, strict=True)) if step == 4 else {}
+        losses = [LEVELS[step] + noise.get(key.sample_id, 0.0) for key in part.keys]
+        return torch.tensor(losses, dtype=torch.float64) * torch.tensor(part.trained_lens)
+
+
 def scripted_run(*args: Any) -> list[str]:
-    """A run whose held-out losses are LEVELS. At step 4, the clips disagree whether that is less than at step 2."""
-
-    def scripted(models: Any, run: Any, samples: Any, *rest: Any) -> list[float]:
-        step = next(iter(models.values())).global_steps
-        noise = [0.1, -0.1] if step == 4 else [0.0, 0.0]
-        return [LEVELS[step] + (noise * 2)[sample.clip] for sample in samples]
-
+    """A run whose held-out losses are LEVELS."""
     said: list[str] = []
-    with mock.patch.object(evaluation, "measure", scripted):
-        run_training(*args, said.append)
+    run_training(*args, said.append, Plugin(objective=Scripted(args[1] / "evaluation.json")))
     return said
 
 
@@ -412,11 +425,11 @@ def test_enough_clips_come_before_noise_levels(num_clips: int, budget: float, pl
 
 def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, tmp_path: Path):
     run = make_run(tiny_pipeline, tmp_path, (*EVAL, *STEPS), world_size=2)
-    samples = plan_evaluation(run).samples(run)[:13]
+    model = run.model
+    samples = plan_evaluation(run).samples(model.experts, model.variant, run.data, run.held_out)[:13]
     for packs in (True, False):
-        packing = run.recipe.packing.model_copy(update={"enabled": packs})
-        one = replace(run, recipe=run.recipe.model_copy(update={"packing": packing}))
-        ranks = [own_bins(one, samples, ParallelDims(2, rank, 1, 1)) for rank in range(2)]
+        max_tokens = 24 if packs else 0
+        ranks = [own_bins(samples, model.shape, max_tokens, ParallelDims(2, rank, 1, 1)) for rank in range(2)]
         assert len(ranks[0]) == len(ranks[1])
         assert sorted(i for own in ranks for _, bin in own for i in bin) == list(range(13))
         bins = [bin for own in ranks for _, bin in own]
@@ -424,27 +437,26 @@ def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, t
         assert (max(map(len, bins)) > 1) == packs
 
 
+class CountsEvaluations(FlowMatching):
+    """The default objective, which adds up the FLOPs of its evaluations."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self._counter = counter
+        self.flops = 0
+
+    def evaluate(self, model: Any, part: RankSlice, prepared: Prepared) -> torch.Tensor:
+        before = self._counter.get_total_flops()
+        errors = super().evaluate(model, part, prepared)
+        self.flops += self._counter.get_total_flops() - before
+        return errors
+
+
 def measured_share(*args: Any) -> float:
     """FLOPs of all evaluations / FLOPs of all steps, counted by torch."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counted = {"measure": 0, "train_step": 0}
-
-    def count(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counting(*inputs: Any) -> Any:
-            with FlopCounterMode(display=False) as counter:
-                result = function(*inputs)
-            counted[name] += counter.get_total_flops()
-            return result
-
-        return counting
-
-    with (
-        mock.patch.object(evaluation, "measure", count("measure", measure)),
-        mock.patch.object(loop, "train_step", count("train_step", loop.train_step)),
-    ):
-        run_training(*args)
-    return counted["measure"] / counted["train_step"]
+    with FlopCounterMode(display=False) as counter:
+        objective = CountsEvaluations(counter)
+        run_training(*args, plugin=Plugin(objective=objective))
+    return objective.flops / (counter.get_total_flops() - objective.flops)
 
 
 def test_the_planned_share_is_measured(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):

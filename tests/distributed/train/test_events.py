@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests.distributed.watch.test_bad_steps import SKIP, damaged_clip
 from tests.support.run_folder import write_rows
-from tests.support.runs import run_training
+from tests.support.runs import Hooked, run_training
 from wands.commands.export import export
 from wands.config.options import ExportOptions
 from wands.export.model_card import RECORD_FILE, FolderContents, build_card
 from wands.files import read_rows
-from wands.train import loop
+from wands.plugin import Plugin
 
 SETTINGS = ("checkpoint.every=2", "checkpoint.keep=9")
-TRAIN_STEP = loop.train_step
 
 
 def train_until_a_crash(
     model: Path, out: Path, step: int, overrides: tuple[str, ...], resume: bool = False
 ) -> None:
-    count = 0
-
-    def failing(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == step:
+    def fail(number: int) -> None:
+        if number == step:
             raise OSError(5, "the disk burns")
-        return TRAIN_STEP(*args)
 
-    with mock.patch.object(loop, "train_step", failing), pytest.raises(OSError, match="burns"):
-        run_training(model, out, overrides, resume=resume)
+    with pytest.raises(OSError, match="burns"):
+        run_training(model, out, overrides, resume=resume, plugin=Plugin(objective=Hooked(before=fail)))
 
 
 def train_with_a_stop(model: Path, out: Path, overrides: tuple[str, ...]) -> None:

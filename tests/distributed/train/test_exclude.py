@@ -13,7 +13,6 @@ from tests.distributed.train.test_datasets import write_cache
 from tests.distributed.watch.test_bad_steps import events, watch, zero
 from tests.support.runs import losses, make_run, run_training, weights
 from wands.checkpoint.checkpoint_files import find_checkpoint
-from wands.checkpoint.save import build_state
 from wands.data.sampler import PlanSampler
 from wands.errors import ConfigError
 from wands.train.summary import start_block
@@ -70,14 +69,14 @@ def test_a_step_without_clips_changes_nothing(enabled: str, tiny_pipeline: Path,
 def test_the_plan_without_samples_is_the_plan_with_gaps(tiny_pipeline: Path, tmp_path: Path):
     """The reference takes the samples out of the steps of a sampler that knows nothing of them."""
     settings = ("train.max_steps=12", "data.mock.num_samples=40", "train.bins_per_step=4")
-    every = make_run(tiny_pipeline, tmp_path, settings, world_size=1).sampler
+    every = make_run(tiny_pipeline, tmp_path, settings, world_size=1).schedule.sampler
     excluded = {every.keys[i] for i in range(0, 40, 3)}
     run = make_run(tiny_pipeline, tmp_path, (*settings, f"data.exclude={sorted(excluded)}"), world_size=1)
     sampler: PlanSampler = run.schedule.sampler
     assert (sampler.total_steps, sampler.steps_per_epoch) == (every.total_steps, every.steps_per_epoch)
     for ours, theirs in zip(sampler.iterate(), every.iterate(), strict=True):
         assert ours.bins == tuple(tuple(i for i in bin if i % 3) for bin in theirs.bins)
-        assert ours.denominators == theirs.denominators
+        assert ours.mean_samples == theirs.mean_samples
         assert ours.num_samples == sum(map(len, ours.bins))
     assert "data.exclude leaves out 14 samples" in start_block(run)
 
@@ -100,7 +99,7 @@ def test_wrong_keys_are_refused(tiny_pipeline: Path, tmp_path: Path):
     keys.write_text("mock-000001\n\nmock-000004\n")
     of_file, of_list = run(f"data.exclude={keys}"), run(OUT)
     assert of_file.recipe == of_list.recipe  # every rank and the checkpoint know the keys, not the path
-    assert build_state(of_file, 0, 0, []).data_fingerprint == build_state(run(), 0, 0, []).data_fingerprint
+    assert of_file.state.data_fingerprint == run().state.data_fingerprint
 
 
 def test_keys_of_the_other_side_of_a_split_are_known(tiny_pipeline: Path, tmp_path: Path):
@@ -137,7 +136,7 @@ def test_the_state_counts_the_licences_of_the_trained_clips(tiny_pipeline: Path,
         paths = ", ".join(f"{{path: {tmp_path / name}, repeat: 2}}" for name in names)
         settings = ("data.mock=null", f"data.sources=[{paths}]", "data.exclude=[b, c]")
         run = make_run(tiny_pipeline, tmp_path / "run", settings, world_size=1)
-        summary = json.loads(json.dumps(build_state(run, 0, 0, []).to_json()))["data_summary"]
+        summary = json.loads(json.dumps(run.state.to_json()))["data_summary"]
         total = sum(number for _, number in summary["licenses"])
         assert total in (0, summary["num_samples"])
         return summary["licenses"]
@@ -145,9 +144,4 @@ def test_the_state_counts_the_licences_of_the_trained_clips(tiny_pipeline: Path,
     assert licenses("one", "two") == [["CC-BY-4.0", 2], ["MIT", 2], ["not stated", 4]]
     assert licenses("bare") == []
     assert licenses("many")[20:] == [["others", 1], ["not stated", 3]]
-    assert (
-        build_state(make_run(tiny_pipeline, tmp_path / "run", world_size=1), 0, 0, []).data_summary[
-            "licenses"
-        ]
-        == []
-    )
+    assert make_run(tiny_pipeline, tmp_path / "run", world_size=1).state.data_summary["licenses"] == []

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,8 +16,9 @@ import torch.distributed as dist
 
 from tests.support.fake_wandb import SOURCE
 from tests.support.runs import losses, run_training, weights
+from wands.distributed.bootstrap import init_process_group
 from wands.files import read_rows
-from wands.train import loop
+from wands.train.reduction import StepSums, sum_over_ranks
 
 # ZeRO changes the order in which fp32 gradients are added; five AdamW steps amplify it to a few units in the last place.
 SERIES_TOLERANCE = 2e-5
@@ -213,21 +213,37 @@ def test_rows_of_a_step(tiny_pipeline: Path, tmp_path: Path, run_world):
 
 
 def count_reductions(model: Path, out: Path) -> tuple[int, list[dict[str, Any]]]:
-    reductions: list[int] = []
+    """Train. Return how often a module of wands has summed over the ranks, and the rows of the metrics."""
+    callers: list[str] = []
+    right = dist.all_reduce
 
-    def all_reduce(tensor: torch.Tensor) -> None:
-        reductions.append(len(tensor))
-        dist.all_reduce(tensor)
+    def all_reduce(*args: Any, **settings: Any) -> Any:
+        callers.append(sys._getframe(1).f_globals["__name__"])
+        return right(*args, **settings)
 
-    counted = mock.patch.object(loop, "dist", SimpleNamespace(all_reduce=all_reduce))
-    # A number that fp32 does not represent, and another number on each rank.
-    peaks = mock.patch.object(loop, "memory_peaks", return_value=(0, 2**40 + 1 + int(os.environ["RANK"])))
-    with counted, peaks:
+    with mock.patch.object(dist, "all_reduce", all_reduce):
         rows = run_training(model, out, ("train.max_steps=3",), zero(2))
-    return len(reductions), rows
+    assert any(name.startswith("deepspeed.") for name in callers)  # the gradients
+    return sum(name.startswith("wands.") for name in callers), rows
 
 
 def test_the_loop_sums_over_the_ranks_once_a_step(tiny_pipeline: Path, tmp_path: Path, worlds):
     number, rows = worlds[2].run(count_reductions, tiny_pipeline, tmp_path)[0]
     assert number == len(rows) == 3
-    assert {row["host_peak"] for row in rows} == {2**40 + 2}
+
+
+def sum_numbers() -> StepSums:
+    """Sum a loss, and numbers of which the largest is wanted: one that fp32 does not represent, and one on rank 0 alone."""
+    rank, _, device = init_process_group()
+    return sum_over_ranks(
+        [torch.tensor(0.5 + rank, device=device)],
+        torch.tensor([1.0, 2.0 * rank], dtype=torch.float64, device=device),
+        {"host_peak": 2**40 + 1 + rank, "save": rank == 0},
+        rank=rank,
+        world_size=dist.get_world_size(),
+    )
+
+
+def test_one_sum_has_the_losses_and_the_largest_numbers(worlds):
+    expected = StepSums([2.0], [2.0, 2.0], {"host_peak": 2**40 + 2, "save": 1}, world_size=2)
+    assert worlds[2].run(sum_numbers) == [expected] * 2

@@ -49,7 +49,7 @@ def test_the_gradient_of_a_lora_is_the_same_on_every_grid(
     """Every matrix of the LoRA gets a gradient, nothing else does."""
     settings = (*LORA, f"lora.init_from={start}", "train.bins_per_step=2")
     alone = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path, settings, zero(2), torch.float64)[0]
-    linears = make_run(tiny_pipeline, tmp_path, settings, world_size=1).num_trained
+    linears = make_run(tiny_pipeline, tmp_path, settings, world_size=1).model.num_trained
     assert sum(grad.numel() for grad in alone.gradients.values()) == linears
     assert all(".lora_" in name for name in alone.gradients)
     assert all(float(grad.abs().max()) > 0 for grad in alone.gradients.values())

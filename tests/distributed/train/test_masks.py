@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from tests.distributed.train.test_context import TOLERANCE, check_step
-from tests.support.runs import groups_of, make_run
+from tests.support.runs import make_run
 from tests.support.steps import GRIDS, Grid, Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.data.cache.reader import CacheWriter
 from wands.data.collate import PackedBatch
 from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group
+from wands.distributed.dims import ProcessGroups
 from wands.flow.rng import SampleKey, rng
+from wands.run import schedule
 from wands.train.evaluation import measure
 from wands.train.evaluation_plan import plan_evaluation
-from wands.train.prepared_run import PreparedRun
 
 SHAPES = ((1, 2, 2), (1, 10, 10), (1, 6, 6), (7, 2, 2), (5, 2, 6), (3, 2, 4))
 MASKED = (1, 3, 4)
@@ -164,10 +165,16 @@ def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
     """(key, kind, quantile, loss, expected loss) of each sample of an evaluation, of a model whose velocity is 0."""
     run = make_run(*args)
     rank, _, device = init_process_group()
-    samples = plan_evaluation(run).samples(run)
+    model = run.model
+    samples = plan_evaluation(run).samples(model.experts, model.variant, run.data, run.held_out)
     losses = measure(
-        {"transformer": lambda tokens, *_: torch.zeros_like(tokens)},
-        *(run, samples, groups_of(run.grid(rank), device), device),
+        {"transformer": lambda tokens, **_: torch.zeros_like(tokens)},
+        samples,
+        run.objective,
+        run.collator,
+        max_tokens=run.recipe.packing.max_tokens,
+        groups=ProcessGroups.build(run.grid(rank), device),
+        device=device,
     )
     found = []
     for sample, loss in zip(samples, losses or (), strict=True):
@@ -222,7 +229,7 @@ MISTAKES = {
         PackedBatch, "trained_lens", property(lambda self: self.seq_lens)
     ),
     "denominator not weighted": lambda: mock.patch.object(
-        PreparedRun, "_masked_tokens", property(lambda self: 0.0 * self.seq_lens)
+        schedule, "unmasked_tokens", lambda data, grids: grids.prod(axis=1).astype(float)
     ),
 }
 

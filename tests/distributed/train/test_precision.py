@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.runs import groups_of, losses, make_run, run_training
+from tests.support.runs import losses, make_run, model_of, run_training
 from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, worst, zero
 from tests.support.stored_bytes import stored_bytes
 from tests.support.world import WorldPool
@@ -21,7 +21,7 @@ from wands.checkpoint.checkpoint_files import load_exported_state, load_full_wei
 from wands.checkpoint.resume import check_resumable
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
-from wands.engine.engine import build_model
+from wands.distributed.dims import ProcessGroups
 from wands.engine.optimizers import split_by_dtype
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
@@ -158,9 +158,8 @@ def held_bytes(pipeline: Path, out: Path, overrides: tuple[str, ...], stage: int
     training_run = make_run(pipeline, out, overrides, zero(stage))
     rank, _, device = init_process_group()
     held: dict[torch.dtype, int] = {}
-    for name, parameter in build_model(
-        training_run, groups_of(training_run.grid(rank), device), device
-    ).named_parameters():
+    groups = ProcessGroups.build(training_run.grid(rank), device)
+    for name, parameter in model_of(training_run, groups, device).named_parameters():
         if ".lora_" not in name:
             mine = parameter.ds_tensor if stage == 3 else parameter
             held[mine.dtype] = held.get(mine.dtype, 0) + mine.nbytes

@@ -14,6 +14,7 @@ import torch
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.steps import zero
 from wands.config.options import ProfileOptions
+from wands.run.sizes import step_flops
 from wands.train import profiler
 from wands.variants import TEXT_LEN
 

@@ -152,7 +152,7 @@ def train_checked(
         state = torch.get_rng_state()
         write(self, step)
         assert torch.equal(torch.get_rng_state(), state)
-        for engine in self._trainer.engines.values():
+        for engine in self._training.engines.values():
             assert all(module.training for module in engine.module.modules())
 
     def decode(*_: Any) -> None:

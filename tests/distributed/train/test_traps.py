@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 
-from tests.support.runs import losses, make_run, release, run_training
-from wands.checkpoint.checkpoint_files import FragmentFiles, find_checkpoint, load_state
+from tests.support.runs import Spy, engine_of, losses, make_run, model_of, run_training, train_run
+from wands.checkpoint.checkpoint_files import find_checkpoint, load_state
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
-from wands.engine.engine import build_engine, build_model
+from wands.engine.engine import release_engine
 from wands.errors import CheckpointError
 from wands.flow import rng as keys
-from wands.train.batches import noisy_batches
+from wands.plugin import Plugin
 from wands.train.step import train_step
+from wands.train.training import Training
 
 ZERO2: dict[str, Any] = {"zero_optimization": {"stage": 2}}
 
@@ -31,30 +30,27 @@ def run_with_a_resume_bug(
     model: Path, out: Path, overrides: tuple[str, ...], bug: str
 ) -> list[dict[str, Any]]:
     """Resume with one thing forgotten."""
-    from wands.checkpoint import resume
-    from wands.checkpoint.engine_state import load_engine
-    from wands.train import loop
 
+    def forget(training: Training) -> None:
+        for engine in training.engines.values():
+            if bug == "optimizer":
+                for state in engine.optimizer.optimizer.state.values():
+                    state["exp_avg"].zero_()
+            elif bug == "schedule":
+                engine.lr_scheduler.last_epoch = 0
+
+    run = make_run(
+        model,
+        out,
+        overrides,
+        ZERO2,
+        checkpoint=find_checkpoint(out),
+        plugin=Plugin(jobs=(Spy(started=forget),)),
+    )
     if bug == "data":
-        right = loop.prefetched
-        loop.prefetched = lambda run, grid, step, pins: right(run, grid, 0, pins)
-    elif bug == "optimizer":
-
-        def weights_only(engine: Any, files: FragmentFiles) -> None:
-            load_engine(engine, files)
-            for state in engine.optimizer.optimizer.state.values():
-                state["exp_avg"].zero_()
-
-        resume.load_engine = weights_only
-    elif bug == "schedule":
-
-        def no_schedule(engine: Any, files: FragmentFiles) -> None:
-            fresh = copy.deepcopy(engine.lr_scheduler.state_dict())
-            load_engine(engine, files)
-            engine.lr_scheduler.load_state_dict(fresh)
-
-        resume.load_engine = no_schedule
-    return run_training(model, out, overrides, ZERO2, resume=True)
+        plans = run.schedule.sampler.iterate
+        run.schedule.sampler.iterate = lambda start_step: plans(0)
+    return train_run(run)
 
 
 @pytest.mark.parametrize(
@@ -127,32 +123,28 @@ def clipped_update(model: Path, out: Path, bug: str) -> tuple[float, float]:
     ds = {**ZERO2, "optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True}
     run = make_run(model, out, overrides, ds)
     _, _, device = init_process_group()
-    module = build_model(run, ProcessGroups(run.grid(0)), device)
+    groups = ProcessGroups(run.grid(0))
+    module = model_of(run, groups, device)
     before = {name: value.detach().clone() for name, value in module.named_parameters()}
-    engine = build_engine(module, run.ds_config, run.recipe, 1)
-    if bug == "every micro step":  # the update comes from micro steps that were each cut to the limit
-        engine.set_gradient_accumulation_boundary = lambda last: type(
-            engine
-        ).set_gradient_accumulation_boundary(engine, True)
-        right = engine.backward
-
-        def backward_and_step(loss: torch.Tensor, **kwargs: Any) -> None:
-            right(loss, **kwargs)
-            type(engine).step(engine)
-
-        engine.backward, engine.step = backward_and_step, lambda: None
+    engine = engine_of(run, module)
     plan = run.schedule.sampler.step_plan(0)
     assert all(plan.bins)
-    groups = ProcessGroups(run.grid(0))
-    train_step(
-        engine, *noisy_batches(run, plan, groups.dims), run, groups, device, plan.denominators["sample"]
-    )
+    [batches] = run.reader(groups.dims).micro_batches(plan)
+    denominator = run.schedule.denominator(plan)
+    if bug == "every micro step":
+        for part, prepared in batches:
+            engine.set_gradient_accumulation_boundary(True)
+            loss, _ = run.objective.loss(engine, part, prepared)
+            engine.backward(loss / denominator, scale_wrt_gas=False)
+            engine.step()
+    else:
+        train_step(engine, batches, run.objective, groups=groups, device=device, denominator=denominator)
     moved = sum(
         float((value.detach() - before[name]).square().sum())
         for name, value in engine.module.named_parameters()
     )
     norm = float(engine.get_global_grad_norm())
-    release(engine)
+    release_engine(engine)
     return moved**0.5 / clip, norm / clip
 
 
@@ -179,7 +171,7 @@ def generators_of_a_step(model: Path, out: Path) -> list[tuple[Any, ...]]:
         run = make_run(model, out, ("flow.cfg_dropout=0.5", "model.dropout=0.1"), world_size=1)
         asked.clear()  # those of the plan
         plan = run.schedule.sampler.step_plan(0)
-        noisy_batches(run, plan, run.grid(0))
+        run.reader(run.grid(0)).micro_batches(plan)
     return asked
 
 

@@ -22,7 +22,7 @@ from wands.data.collate import PackedBatch, RankSlice
 from wands.flow import sigmas as sigmas_module
 from wands.flow.noise import NoisyBatch, add_noise
 from wands.flow.rng import philox
-from wands.train import batches
+from wands.objectives import flow_matching
 from wands.variants import Variant
 
 # ---- experts: the range in another space, the wrong one, the boundary on the wrong side
@@ -129,10 +129,10 @@ def first_frame_noised() -> Any:
 
 
 def _with_noisy(change: Callable[[NoisyBatch, ContextLayout], NoisyBatch]) -> Any:
-    def bent(tokens: Any, layout: ContextLayout, *args: Any) -> NoisyBatch:
-        return change(add_noise(tokens, layout, *args), layout)
+    def bent(tokens: Any, layout: ContextLayout, *args: Any, **settings: Any) -> NoisyBatch:
+        return change(add_noise(tokens, layout, *args, **settings), layout)
 
-    return mock.patch.object(batches, "add_noise", bent)
+    return mock.patch.object(flow_matching, "add_noise", bent)
 
 
 def loss_on_the_first_frame() -> Any:

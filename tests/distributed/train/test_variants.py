@@ -60,21 +60,17 @@ def test_tokens_of_given_frames_are_neither_trained_nor_counted(
     model = pipelines["wan2.2-ti2v-5b"]
     settings = ("flow.i2v_ratio=1.0", "loss.reduction=token", "train.bins_per_step=2")
     training_run = make_run(model, tmp_path, settings, world_size=1)
-    plan = training_run.sampler.step_plan(0)
+    schedule = training_run.schedule
+    plan = schedule.sampler.step_plan(0)
+    lens = schedule.num_tokens.tolist()
     samples = [i for bin_ in plan.bins for i in bin_]
-    firsts = {i: int(training_run.seq_lens[i]) // training_run.data.latent_shape(i)[0] for i in samples}
-    trained = {
-        i: int(training_run.seq_lens[i]) - firsts[i]
-        for i in samples
-        if training_run.data.latent_shape(i)[0] > 1
-    }
-    pictures = {
-        i: int(training_run.seq_lens[i]) for i in samples if training_run.data.latent_shape(i)[0] == 1
-    }
-    assert training_run.count(plan) == sum(trained.values()) + sum(pictures.values())
-    steps = range(training_run.sampler.steps_per_epoch)
-    counts = [training_run.count(training_run.sampler.step_plan(step)) for step in steps]
-    assert training_run.denominator(plan) == pytest.approx(sum(counts) / len(counts))
+    firsts = {i: lens[i] // training_run.data.latent_shape(i)[0] for i in samples}
+    trained = {i: lens[i] - firsts[i] for i in samples if training_run.data.latent_shape(i)[0] > 1}
+    pictures = {i: lens[i] for i in samples if training_run.data.latent_shape(i)[0] == 1}
+    assert schedule.count(plan) == sum(trained.values()) + sum(pictures.values())
+    steps = range(schedule.sampler.steps_per_epoch)
+    counts = [schedule.count(schedule.sampler.step_plan(step)) for step in steps]
+    assert schedule.denominator(plan) == pytest.approx(sum(counts) / len(counts))
     ranks = worlds[2].run(
         optimizer_step, model, tmp_path, (*settings, *GRIDS[0].overrides), zero(2), torch.float64
     )
@@ -94,12 +90,12 @@ def test_of_sources_visited_in_part_the_rows_visited_count(pipelines: dict[str, 
         "loss.reduction=token",
         "flow.i2v_ratio=1.0",
     )
-    training_run = make_run(model, tmp_path, settings, world_size=1)
+    schedule = make_run(model, tmp_path, settings, world_size=1).schedule
     for epoch in (0, 3):
-        first, end = (training_run.sampler.first_step(number) for number in (epoch, epoch + 1))
-        plans = [training_run.sampler.step_plan(step) for step in range(first, end)]
-        mean = sum(training_run.count(plan) for plan in plans) / len(plans)
-        assert [training_run.denominator(plan) for plan in plans] == pytest.approx([mean] * len(plans))
+        first, end = (schedule.sampler.first_step(number) for number in (epoch, epoch + 1))
+        plans = [schedule.sampler.step_plan(step) for step in range(first, end)]
+        mean = sum(schedule.count(plan) for plan in plans) / len(plans)
+        assert [schedule.denominator(plan) for plan in plans] == pytest.approx([mean] * len(plans))
 
 
 def test_first_frames_are_for_models_that_take_them(tiny_pipeline: Path, tmp_path: Path):
@@ -167,7 +163,7 @@ def test_an_expert_sees_only_its_own_timesteps(
     training_run = make_run(
         pipelines["wan2.2-i2v-a14b"], tmp_path, (f"model.experts={experts}", flow), world_size=1
     )
-    [expert] = training_run.experts
+    [expert] = training_run.model.experts
     assert expert.subfolder == {"high": "transformer", "low": "transformer_2"}[experts]
     batch = training_run.collator([training_run.data.read(0)], [0], 0)
     layout = ContextLayout.build(batch.seq_lens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -20,13 +19,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.runs import losses, run_training, weights
+from tests.support.runs import Spy, losses, run_training, weights
 from wands.checkpoint.checkpoint_files import find_checkpoint
-from wands.data.collate import Sample
+from wands.data.collate import RankSlice, Sample
 from wands.data.datasets import MockDataset
 from wands.errors import DataError
 from wands.files import read_rows
-from wands.train import loop
+from wands.objectives.flow_matching import FlowMatching
+from wands.objectives.objective import Loss, Model, Prepared
+from wands.plugin import Plugin
+from wands.train.jobs import FinishedStep
+from wands.train.training import Training
 from wands.watch import bad_steps
 from wands.watch.bad_steps import robust_z_scores
 
@@ -71,42 +74,42 @@ def equal(ours: dict[Any, torch.Tensor], theirs: dict[Any, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+Snapshot = tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]]
+"""Tensors of an engine, and its moving average."""
+
+
 def watch(
-    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], factor: float = torch.nan
+    model: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    ds: dict[str, Any],
+    factor: float = torch.nan,
+    objective: FlowMatching | None = None,
 ) -> list[tuple[bool, bool, bool]]:
     """Train with the damaged clip. For each update: was it skipped, and are the states and the moving average unchanged?"""
-    found: list[tuple[bool, bool]] = []
-    averages: dict[str, Any] = {}
-    snapshots: dict[str, list[dict[Any, torch.Tensor]]] = {}
-    train_step, build = loop.train_step, loop.build_averages
+    found: list[tuple[bool, bool, bool]] = []
+    before: dict[str, Snapshot] = {}
+    objective = objective or FlowMatching()
 
-    def averaged() -> None:
-        for part, average in averages.items():
-            copies = {fragment.name: value.clone() for fragment, value in average._pairs}
-            snapshots.setdefault(part, []).append(copies)
+    def look(training: Training, part: str) -> Snapshot:
+        average = {fragment.name: value.clone() for fragment, value in training.averages[part]._pairs}
+        return tensors_of(training.engines[part]), average
 
-    def stepping(engine: Any, *args: Any) -> Any:
-        if not len(found) % len(averages):
-            averaged()
-        before = tensors_of(engine)
-        result = train_step(engine, *args)
-        found.append((result.skipped, equal(before, tensors_of(engine))))
-        return result
+    def started(training: Training) -> None:
+        before.update({part: look(training, part) for part in training.engines})
 
-    def building(*args: Any) -> Any:
-        averages.update(build(*args))
-        return averages
+    def stepped(training: Training, step: FinishedStep) -> None:
+        for part, result in zip(training.engines, step.results, strict=True):
+            states, average = now = look(training, part)
+            same_states = equal(before[part][0], states)
+            same_average = equal(before[part][1], average)
+            found.append((result.skipped, same_states, same_average))
+            before[part] = now
 
-    with (
-        damaged_clip(factor),
-        mock.patch.object(loop, "train_step", stepping),
-        mock.patch.object(loop, "build_averages", building),
-    ):
-        run_training(model, out, overrides, ds)
-    averaged()
-    series = [[equal(*pair) for pair in itertools.pairwise(of_part)] for of_part in snapshots.values()]
-    kept = itertools.chain(*zip(*series, strict=True))
-    return [(*states, average) for states, average in zip(found, kept, strict=True)]
+    plugin = Plugin(objective=objective, jobs=(Spy(started, stepped),))
+    with damaged_clip(factor):
+        run_training(model, out, overrides, ds, plugin=plugin)
+    return found
 
 
 def events(out: Path, event: str = "bad update") -> list[dict[str, Any]]:
@@ -178,19 +181,24 @@ def test_each_expert_is_judged_alone(
     }
 
 
+class LowSpikes(FlowMatching):
+    """The default objective, whose loss of the low-noise expert is much too large in every step but the first."""
+
+    def loss(self, model: Model, part: RankSlice, prepared: Prepared) -> Loss:
+        loss = super().loss(model, part, prepared)
+        is_low = float(prepared.sigmas.max()) < 0.875
+        is_first = model.global_steps == 0
+        return loss if is_first or not is_low else loss._replace(total=1e4 * loss.total)
+
+
 def watch_experts(
     model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], case: float | str
 ) -> Any:
-    """As `watch`, with spikes from the second update on. "low": only the updates of the low-noise expert are bad."""
+    """As `watch`, with spikes from the second update on. "low": only the updates of the low-noise expert are spikes."""
     bad_steps.MIN_UPDATES = 1
     if case != "low":
         return watch(model, out, overrides, ds, case)
-
-    def judges(self: Any, plan: Any) -> Any:
-        return [lambda loss, norm: False, lambda loss, norm: plan.step + 1 in (2, 3)]
-
-    with mock.patch.object(bad_steps.BadSteps, "judges", judges):
-        return watch(model, out, overrides, ds, 1.0)
+    return watch(model, out, overrides, ds, 1.0, LowSpikes())
 
 
 # ---- spikes

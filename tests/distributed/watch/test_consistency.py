@@ -5,22 +5,28 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.runs import losses, make_run, run_training, weights
+from tests.support.runs import Hooked, losses, make_run, run_training, weights
+from wands.checkpoint.checkpoint_files import Checkpoint
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
 from wands.distributed import consistency as ranks_module
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.consistency import check_agreement, tensor_checksum
+from wands.distributed.dims import ContextDegrees
 from wands.errors import WandsError
+from wands.objectives.flow_matching import FlowMatching
+from wands.plugin import Plugin
+from wands.run.data_identity import DataIdentity
 from wands.train.prepared_run import PreparedRun
 from wands.watch import rank_checks
 from wands.watch.rank_checks import (
@@ -28,7 +34,6 @@ from wands.watch.rank_checks import (
     bins_digest,
     check_step,
     check_weights_agree,
-    run_digests,
     weights_checksums,
 )
 
@@ -199,6 +204,11 @@ def write_cache(path: Path, run: PreparedRun, seed: int) -> None:
         writer.commit(torch.zeros(1, text_dim, dtype=torch.bfloat16))
 
 
+def resumed_at(run: PreparedRun, step: int) -> PreparedRun:
+    """The run as a checkpoint of a step goes on with it."""
+    return replace(run, checkpoint=Checkpoint(run.output_dir, replace(run.state, step=step)))
+
+
 def other_bins(run: PreparedRun) -> PreparedRun:
     """The same run, whose planner went another way."""
     plan = run.schedule.sampler.epoch_plan(0)
@@ -224,28 +234,31 @@ def compare_runs(model: Path, out: Path, odd: int) -> tuple[dict[str, Said], flo
 
     mock = run_with()
     write_cache(Path("cache"), mock, seed=int(is_odd))
-    other_config = {**mock.transformer_config, "num_layers": 7}
+    other_config = {**mock.model.config, "num_layers": 7}
+    other_objective = FlowMatching()
+    other_objective.version = 2
     runs = {
         "agree": run_with(),
         "recipe": run_with("optim.lr=2e-3") if is_odd else mock,
         "ds": run_with(stage=3) if is_odd else mock,
-        "model": replace(mock, transformer_config=other_config) if is_odd else mock,
-        "degrees": replace(mock, degrees=(2, 1)) if is_odd else mock,
+        "model": replace(mock, model=replace(mock.model, config=other_config)) if is_odd else mock,
+        "degrees": replace(mock, degrees=ContextDegrees(2, 1)) if is_odd else mock,
+        "objective": replace(mock, objective=other_objective) if is_odd else mock,
         "data": run_with(*CACHE),
         "plan": other_bins(run_with()) if is_odd else mock,
     }
     _, _, device = init_process_group()
     said, slowest = {}, 0.0
     for name, run in runs.items():
-        parts = run_digests(run)
+        parts = run.digests()
         started = time.perf_counter()
         said[name] = caught(lambda parts=parts: check_agreement(parts, device, FIXES))
         slowest = max(slowest, time.perf_counter() - started)
     start = 1 if is_odd else 0
-    said["start"] = caught(lambda: check_agreement(run_digests(mock, start), device, FIXES))
+    said["start"] = caught(lambda: check_agreement(resumed_at(mock, start).digests(), device, FIXES))
     if is_odd:
         rank_checks.__version__ = "0.0.9"
-    said["software"] = caught(lambda: check_agreement(run_digests(mock), device, FIXES))
+    said["software"] = caught(lambda: check_agreement(mock.digests(), device, FIXES))
     return said, slowest
 
 
@@ -268,6 +281,7 @@ def test_a_job_that_is_not_the_same_everywhere(
     assert "ConfigError: the model config of rank" in found["model"]
     assert "(num_layers=7, not" in found["model"]
     assert differs("context parallelism", "ulysses_degree=2, not 1") in found["degrees"]
+    assert differs("objective", "version=2, not 1") in found["objective"]
     assert found["data"].startswith(f"ConfigError: the data of rank {odd} (contents=")
     assert f"differs from the data of {others}; use the same cache" in found["data"]
     assert found["plan"].startswith(f"ConfigError: the plan of rank {odd} (bins=")
@@ -286,7 +300,7 @@ def test_the_plan_is_that_of_the_epoch(tiny_pipeline: Path, tmp_path: Path):
     ]  # seven clips: some epochs are alike
     assert 1 < len({bins_digest(steps) for steps in plans}) == len(set(plans))
     for step in (0, 1, per_epoch - 1, per_epoch, 2 * per_epoch):
-        parts = run_digests(run, step)
+        parts = resumed_at(run, step).digests()
         assert bins_digest(run.schedule.sampler.epoch_plan(step // per_epoch).steps) in parts["plan"]
     assert (
         bins_digest((((0, 1), (2,)),)) != bins_digest((((0,), (1, 2)),)) != bins_digest((((0,),), ((1, 2),)))
@@ -297,18 +311,12 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
     run = make_run(tiny_pipeline, tmp_path, world_size=1)
 
     def data_of(keys: list[str], lengths: np.ndarray) -> str:
-        class Other:
-            null_text_embeds = run.data.null_text_embeds
-
-            def num_tokens(self, patch_size: tuple[int, int, int]) -> np.ndarray:
-                return lengths
-
-        other = Other()
-        other.keys = keys
-        return run_digests(replace(run, data=other))["data"]
+        other = SimpleNamespace(keys=keys, licenses=[""] * len(keys))
+        identity = DataIdentity.of(run.recipe, other, lengths)
+        return replace(run, identity=identity).digests()["data"]
 
     keys, lengths = run.data.keys, run.schedule.num_tokens
-    assert data_of(list(keys), lengths.copy()) == run_digests(run)["data"]
+    assert data_of(list(keys), lengths.copy()) == run.digests()["data"]
     longer = lengths.copy()
     longer[3] += 1
     others = [
@@ -318,27 +326,21 @@ def test_the_digest_of_the_data_sees_names_lengths_and_order(tiny_pipeline: Path
         data_of(keys, np.roll(lengths, 1)),
         data_of(["\udcff.mp4", *keys[1:]], lengths),  # a file name that is not Unicode
     ]
-    assert len({run_digests(run)["data"], *others}) == 6
+    assert len({run.digests()["data"], *others}) == 6
 
 
 # ---- weights
 
 
-def after_step(number: int, look: Callable[[Any], Any], found: list[Any]) -> None:
-    """Make the loop call `look(engine)` after optimizer step `number` (0: after each); no other consistency check runs."""
-    from wands.train import loop
+def after_step(number: int, look: Callable[[Any], Any], found: list[Any]) -> Plugin:
+    """A plugin that calls `look(engine)` right after the update of step `number` (0: after each)."""
 
-    right, steps = loop.train_step, []
-
-    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        result = right(engine, *args, **kwargs)
-        steps.append(result)
-        if number in (0, len(steps)):
+    def after(step: int, engines: Mapping[str, Any]) -> None:
+        if number in (0, step):
+            [engine] = engines.values()
             found.append(look(engine))
-        return result
 
-    loop.train_step = train_step
-    loop.check_step = lambda *args: 0
+    return Plugin(objective=Hooked(after=after))
 
 
 def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
@@ -376,8 +378,8 @@ def drift(model: Path, out: Path, ds: dict[str, Any], odd: int) -> list[Said]:
         ]
 
     found: list[Any] = []
-    after_step(2, look, found)
-    run_training(model, out, ("train.max_steps=2", *FOUR_BINS), ds)
+    plugin = after_step(2, look, found)
+    run_training(model, out, ("train.max_steps=2", *FOUR_BINS), ds, plugin=plugin)
     return found[0]
 
 
@@ -414,11 +416,14 @@ def two_drifts(model: Path, out: Path) -> tuple[Said, list[str]]:
         rank = torch.distributed.get_rank()
         if rank < 2:
             nudge(named[rank][1].data, 0)
-        return caught(lambda: check_weights_agree(engine, engine.device)), [name for name, _ in named]
+        said = caught(lambda: check_weights_agree(engine, engine.device))
+        if rank < 2:
+            nudge(named[rank][1].data, 0, -1)
+        return said, [name for name, _ in named]
 
     found: list[Any] = []
-    after_step(1, look, found)
-    run_training(model, out, ("train.max_steps=1", "train.bins_per_step=3"), zero(0))
+    overrides = ("train.max_steps=1", "train.bins_per_step=3")
+    run_training(model, out, overrides, zero(0), plugin=after_step(1, look, found))
     return found[0]
 
 
@@ -460,8 +465,7 @@ def read_shards(model: Path, out: Path) -> list[Any]:
         return before == held(engine), len(shards), name, [names[i] for i in with_bits], said
 
     found: list[Any] = []
-    after_step(2, look, found)
-    run_training(model, out, ("train.max_steps=2",), zero(3))
+    run_training(model, out, ("train.max_steps=2",), zero(3), plugin=after_step(2, look, found))
     return found
 
 
@@ -480,8 +484,8 @@ def checked_run(model: Path, out: Path, ds: dict[str, Any], check: bool) -> tupl
     def look(engine: Any) -> Any:
         return check_weights_agree(engine, engine.device) if check else None
 
-    after_step(0, look, found)
-    return run_training(model, out, ("train.max_steps=4",), ds), found
+    overrides = ("train.max_steps=4", "train.check_every=0")
+    return run_training(model, out, overrides, ds, plugin=after_step(0, look, found)), found
 
 
 @pytest.mark.parametrize(
@@ -538,7 +542,7 @@ def compare_steps(cases: list[tuple[list[StepPlan], int]]) -> list[Said]:
 
 
 def test_a_step_compares_its_plan_and_the_weights(tiny_pipeline: Path, tmp_path: Path, run_world):
-    plan = make_run(tiny_pipeline, tmp_path, world_size=1).sampler.step_plan(1)
+    plan = make_run(tiny_pipeline, tmp_path, world_size=1).schedule.sampler.step_plan(1)
     other, later = replace(plan, bins=plan.bins[::-1]), replace(plan, step=2)
     cases = [([plan, plan], 0), ([plan, other], 0), ([plan, later], 0), ([plan, plan], 1)]
     same, bins, step, weight = zip(*run_world(2, compare_steps, cases), strict=True)
@@ -582,21 +586,14 @@ def test_training_refuses_ranks_that_were_started_differently(
 
 def train_with_drift(model: Path, out: Path, resume: bool) -> Said:
     """A run whose rank 1 loses a bit in its first step."""
-    from wands.train import loop
 
-    right, steps = loop.train_step, []
-
-    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        result = right(engine, *args, **kwargs)
-        steps.append(result)
-        if len(steps) == 1 and torch.distributed.get_rank() == 1:
+    def lose_a_bit(engine: Any) -> None:
+        if torch.distributed.get_rank() == 1:
             nudge(next(engine.module.parameters()).data, 0)
-        return result
 
-    loop.train_step = train_step
-    return caught(
-        lambda: run_training(model, out, ("train.max_steps=4", "checkpoint.every=1"), zero(0), resume)
-    )
+    overrides = ("train.max_steps=4", "checkpoint.every=1")
+    plugin = after_step(1, lose_a_bit, [])
+    return caught(lambda: run_training(model, out, overrides, zero(0), resume, plugin=plugin))
 
 
 def test_training_stops_when_weights_drift_in_its_first_step(tiny_pipeline: Path, tmp_path: Path, run_world):
@@ -620,25 +617,25 @@ def train_with_flips(
     in_moment: bool = False,
 ) -> tuple[Said, int, str]:
     """A run in which a bit of a parameter of rank `odd` flips right after a step: (error, steps made, the parameter)."""
-    from wands.train import loop
+    num_steps = 0
+    flipped: list[str] = []
 
-    right, steps, flipped = loop.train_step, [], []
-
-    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        result = right(engine, *args, **kwargs)
-        steps.append(result)
-        if len(steps) == step:
+    def flip(number: int, engines: Mapping[str, Any]) -> None:
+        nonlocal num_steps
+        num_steps = number
+        if number == step:
+            [engine] = engines.values()
             named = engine.module.named_parameters()
             name, parameter = next(item for item in named if re.search(pattern, item[0]))
             flipped.append(name)
             changed = engine.optimizer.state[parameter]["exp_avg"] if in_moment else parameter.data
             if torch.distributed.get_rank() == odd:
                 changed.view(torch.int32).view(-1)[-1] ^= 1 << 12
-        return result
 
-    loop.train_step = train_step
     overrides = ("train.max_steps=12", "train.check_every=5", *FOUR_BINS, *overrides)
-    return caught(lambda: run_training(model, out, overrides, ds)), len(steps), "".join(flipped)
+    plugin = Plugin(objective=Hooked(after=flip))
+    said = caught(lambda: run_training(model, out, overrides, ds, plugin=plugin))
+    return said, num_steps, "".join(flipped)
 
 
 FREEZE = ("model.freeze=[patch_embedding.*]",)
@@ -711,22 +708,18 @@ def test_sound_ranks_never_differ(stage: int, tiny_pipeline: Path, tmp_path: Pat
 
 def check_on_demand(model: Path, out: Path, drift: bool) -> tuple[Said, list[str], bool]:
     """Someone puts a file `check` into the run folder during step 2."""
-    from wands.train import loop
+    lines: list[str] = []
 
-    right, steps, lines = loop.train_step, [], []
-
-    def train_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
-        result = right(engine, *args, **kwargs)
-        steps.append(result)
+    def request(engine: Any) -> None:
         rank = torch.distributed.get_rank()
-        if len(steps) == 2 and rank == 0:
+        if rank == 0:
             (out / "check").touch()
-        if len(steps) == 2 and rank == 1 and drift:
+        if rank == 1 and drift:
             nudge(next(engine.module.parameters()).data, 0)
-        return result
 
-    loop.train_step = train_step
-    said = caught(lambda: run_training(model, out, ("train.max_steps=3",), zero(0), log=lines.append))
+    plugin = after_step(2, request, [])
+    overrides = ("train.max_steps=3",)
+    said = caught(lambda: run_training(model, out, overrides, zero(0), log=lines.append, plugin=plugin))
     return said, lines, (out / "check").exists()
 
 

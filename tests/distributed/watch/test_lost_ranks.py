@@ -10,12 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.runs import run_training
-from wands.train import loop
+from tests.support.runs import Hooked, run_training
+from wands.plugin import Plugin
 from wands.watch import watchdog
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -27,27 +26,23 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 def train_until(fault: str, model: Path, out: Path, overrides: tuple[str, ...]) -> str:
     """Train on this rank. Rank 1 has the fault in step 3."""
-    rank, steps = int(os.environ["RANK"]), 0
+    rank = int(os.environ["RANK"])
     sys.stderr.flush()
     os.dup2(os.open(out / f"stderr-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     watchdog._HANG_WAIT, watchdog._LOSS_WAIT, watchdog._TICK = 1.0, 0.2, 0.1
-    train_step = loop.train_step
 
-    def step_with_fault(*args: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3 and rank == 1:
+    def fail(step: int) -> None:
+        if step == 3 and rank == 1:
             FAULTS[fault]()
-        return train_step(*args)
 
     def dump_late(folder: Path) -> None:  # when rank 1 has ended, and the connection to it has broken
         time.sleep(rank == 0)
         dump(folder)
 
     dump, watchdog.dump_collectives = watchdog.dump_collectives, dump_late
-    loop.train_step = step_with_fault
+    plugin = Plugin(objective=Hooked(before=fail))
     try:
-        run_training(model, out, ("train.max_steps=50", *overrides))
+        run_training(model, out, ("train.max_steps=50", *overrides), plugin=plugin)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"

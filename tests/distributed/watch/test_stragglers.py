@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runs import run_training
+from tests.support.runs import Hooked, Spy, run_training
 from wands.files import read_rows
+from wands.plugin import Plugin
 from wands.run.append_log import marked_steps
-from wands.train import loop
-from wands.train.trainer import Trainer
+from wands.train.training import Training
 from wands.watch import stragglers
 
 STEPS = ("train.max_steps=10", "model.checkpointing=none")
@@ -35,7 +35,6 @@ def train_with_delays(
     """
     delay, lines = delays[int(os.environ["RANK"])], []
     stragglers.WINDOW = 5
-    times, train_step = loop.ComputeTimes, loop.train_step
 
     def wait(num_tokens: int) -> None:
         if kind == "work":
@@ -54,19 +53,17 @@ def train_with_delays(
 
         linear.forward = slow_forward
 
-    def build(trainer: Trainer) -> Any:
-        for name, module in trainer.engines["transformer"].module.named_modules():
+    def slow_down_all(training: Training) -> None:
+        for name, module in training.engines["transformer"].module.named_modules():
             if ".ffn." in name and isinstance(module, torch.nn.Linear):
                 slow_down(module)
-        return times(trainer)
 
-    def step_after_wait(*args: Any) -> Any:
+    def wait_for_data(step: int) -> None:
         if kind == "data":
             time.sleep(delay)
-        return train_step(*args)
 
-    loop.ComputeTimes, loop.train_step = build, step_after_wait
-    run_training(model, out, (*STEPS, *overrides), ds, log=lines.append)
+    plugin = Plugin(objective=Hooked(before=wait_for_data), jobs=(Spy(started=slow_down_all),))
+    run_training(model, out, (*STEPS, *overrides), ds, log=lines.append, plugin=plugin)
     return [line for line in lines if "slow ranks" in line], read_rows(out / "metrics.jsonl")
 
 
