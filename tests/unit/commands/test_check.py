@@ -29,6 +29,7 @@ from wands.data.cache.reader import LatentCache
 from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
+from wands.texts import safe_lines
 from wands.variants import VARIANTS
 
 SMALL: dict[str, Any] = {"max_pixels": 64 * 96, "max_frames": 9}
@@ -376,7 +377,7 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
     assert "<script>alert('a caption')</script>" in page.words
     for clip in report.clips:
         assert clip.key in page.words
-        assert clip.reason in page.words
+        assert safe_lines(clip.reason) in page.words
         assert all(warning in page.words for warning in clip.warnings)
 
 
@@ -413,7 +414,9 @@ def test_clips_that_do_not_meet_a_condition_are_counted_together(clips_dir: Path
     assert found.problems() == [("--where requires score > 2.5", 2)]
 
 
-def test_a_film_without_a_used_clip_is_named(clips_dir: Path, tmp_path: Path) -> None:
+def test_a_film_without_a_used_clip_is_named(
+    clips_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bikes, city = clips_dir / "bikes.mp4", clips_dir / "cityCC0.mpg"
     rows = [f"{bikes},0,1,a", f"{bikes},1,2,b", f"{city},0,1,c", f"{city},1,2,d"]
     (tmp_path / "shots.csv").write_text("\n".join(["video,start,end,caption", *rows, ""]))
@@ -421,9 +424,13 @@ def test_a_film_without_a_used_clip_is_named(clips_dir: Path, tmp_path: Path) ->
         str(tmp_path / "shots.csv"), where='"bikes" not in path or caption == "b"', max_frames=5
     ).render()
     assert "none of its" not in text
-    text = check(str(tmp_path / "shots.csv"), where='"city" in path', max_frames=5).render()
-    assert f"{bikes}: none of its 2 clips is used" in text.splitlines()
-    assert f"{city}: none of its" not in text
+    report = check(str(tmp_path / "shots.csv"), where='"city" in path', max_frames=5)
+    for home in (tmp_path, clips_dir.parent):
+        monkeypatch.setenv("HOME", str(home))
+        text = report.render()
+        assert safe_lines(f"{bikes}: none of its 2 clips is used") in text.splitlines()
+        assert "cityCC0.mpg: none of its" not in text
+    assert f"$HOME/{clips_dir.name}/bikes.mp4: none" in text
 
 
 # ---- the command line
