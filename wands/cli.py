@@ -195,7 +195,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.InitOptions: "wands.commands.init.init:init",
     opts.SplitOptions: "data_tools.footage.shots:split",
     opts.CaptionOptions: "data_tools.footage.write_captions:caption",
-    opts.MeasureOptions: "data_tools.footage.measures:measure",
+    opts.MeasureOptions: "data_tools.footage.measures:measure_clips",
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.preprocess.preprocess:preprocess",
     opts.PackOptions: "wands.commands.pack:pack",

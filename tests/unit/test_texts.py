@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from wands.commands.check.check_report import CheckedClip, CheckReport, render_page
+from wands.commands.check.check_report import CheckedClip, CheckReport, render_check_page
 from wands.data.clips.clip import ClipSpec
 from wands.texts import hide_secrets, printable, redact, safe_lines, without_paths
 
@@ -97,7 +97,7 @@ def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     report = CheckReport(
         "/home/carol/clips", "wan2.1-t2v-1.3b", ClipSpec(fps=16), (clip,), True, 0, None, 0.0
     )
-    page = render_page(report)
+    page = render_check_page(report)
     text = report.render()
     assert "owned" in page
     assert "owned" in text

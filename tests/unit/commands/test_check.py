@@ -24,7 +24,7 @@ from tests.support.corpus import build_corpus
 from tests.unit.data.clips.test_video import numbered, write_clip
 from wands.cli import main
 from wands.commands.check import check as module
-from wands.commands.check.check_report import CheckReport, render_page, save_report
+from wands.commands.check.check_report import CheckReport, render_check_page, save_report
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
@@ -309,7 +309,7 @@ def test_packing_is_that_of_training(report: CheckReport, clips: Path) -> None:
     assert short.packing is not None
     assert "max_tokens=50 is less than sample" in short.packing.problem
     assert short.packing.problem in short.render()
-    assert short.packing.problem.replace("'", "&#x27;") in render_page(short)
+    assert short.packing.problem.replace("'", "&#x27;") in render_check_page(short)
 
 
 def test_captions_beyond_512_tokens(clips_dir: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
 def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wands.commands.check.check_report.MAX_ROWS", 2)
     monkeypatch.setattr("wands.commands.check.check_report.SHOWN_CLIPS", 2)
-    page = Page(render_page(report))
+    page = Page(render_check_page(report))
     assert page.opened.count("tr") == 1 + 2
     assert "3 more clips" in page.words
     assert "... and 3 more clips" in report.render()
