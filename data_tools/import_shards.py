@@ -88,7 +88,7 @@ def import_shards(
     variant, std = read_variant_and_std(model)
     shards = find_shards(Path(source))
     rejected: list[Rejection] = []
-    first = next(_checked(read_samples(shards, Path(source)), variant, std, rejected), None)
+    first = next(_fitting_samples(read_samples(shards, Path(source)), variant, std, rejected), None)
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
         raise DataError(
@@ -99,7 +99,7 @@ def import_shards(
     encoder = TextEncoder.load(model, device)
     accepted, num_reused = set(), 0
     with CacheWriter(Path(out), variant, fingerprint) as writer:
-        for sample in _checked(read_samples(shards, Path(source)), variant, std, rejected):
+        for sample in _fitting_samples(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
                 reason = (
                     f"sample was encoded with {sample.encoding}, but the first sample with {first.encoding}; "
@@ -181,7 +181,7 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 # ---- checks
 
 
-def _checked(
+def _fitting_samples(
     samples: Iterator[EncodedSample | Rejection], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
     """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`.
