@@ -44,7 +44,7 @@ NAME_LENGTH = 150
 name."""
 
 
-def export(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
+def export_cache(path: str | Path, out: str | Path, format: str, max_bytes: int = 1 << 30) -> int:
     """Write every sample of a cache to a new folder, and verify the checksum of each sample.
 
     The samples are written to a temporary folder, which gets the name `out` when it is complete. The next run removes the
@@ -166,7 +166,7 @@ class ExportArguments(Options):
 
 
 def _run(options: ExportArguments) -> int:
-    count = export(options.cache, options.out, options.format)
+    count = export_cache(options.cache, options.out, options.format)
     print(f"{options.out}: {count:,} samples")
     return 0
 

@@ -26,7 +26,12 @@ from safetensors.torch import load
 from torch import Tensor
 
 from data_tools.export import EXPORT_FORMAT, EXPORT_NAME, FORMATS, NULL_NAME
-from data_tools.import_shards import check_latents, check_text_embeds, imported_fingerprint, read_model
+from data_tools.import_shards import (
+    check_imported_latents,
+    check_text_embeds,
+    imported_fingerprint,
+    read_variant_and_std,
+)
 from data_tools.program import program
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import MASK_ARRAY, array_names, checksum, digest, reason, to_bits
@@ -169,7 +174,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         DataError: if the file is damaged.
     """
     try:
-        header, stored = _header(content), load(content)
+        header, stored = _read_metadata(content), load(content)
         tensors = {name: stored[name] for name in (*names, *stored.keys() & {MASK_ARRAY})}
         if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
             raise ValueError(
@@ -186,7 +191,7 @@ def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
         raise DataError(f"{place} is damaged ({reason(error)}); run data_tools.export again.") from None
 
 
-def _header(content: bytes) -> dict[str, str]:
+def _read_metadata(content: bytes) -> dict[str, str]:
     """Return the metadata of a safetensors file, read from the header at the start of `content`.
 
     The result is empty if the header contains no metadata.
@@ -201,13 +206,13 @@ def _header(content: bytes) -> dict[str, str]:
 def _import_musubi(source: Path, out: Path, model: str) -> int:
     from wands.encoders.text import TextEncoder
 
-    variant, std = read_model(model)
+    variant, std = read_variant_and_std(model)
     keys = set()
     with CacheWriter(out, variant, imported_fingerprint(model, "musubi-tuner")) as writer:
         for path in sorted(source.glob("*_wan.safetensors")):
             sample, meta = _musubi_item(path)
             try:
-                check_latents(sample.latents, variant, std)
+                check_imported_latents(sample.latents, variant, std)
                 check_text_embeds(sample.text_embeds, variant)
             except DataError as error:
                 raise DataError(f"{path}: {error}.") from None
@@ -240,7 +245,7 @@ def _musubi_item(path: Path) -> EncodedClip:
         latent_bytes, text_bytes = path.read_bytes(), text_path.read_bytes()
         latents = _tensor(latent_bytes, r"latents_\d+x\d+x\d+_\w+")
         text = _tensor(text_bytes, r"varlen_t5_(?!preservation)\w+")
-        caption = _header(text_bytes).get("caption1")
+        caption = _read_metadata(text_bytes).get("caption1")
     except OSError as error:
         raise DataError(
             f"{error.filename} cannot be read ({reason(error)}); cache the clip again with musubi-tuner."

@@ -85,10 +85,10 @@ def import_shards(
         CacheError: if the cache has other settings, or the disk is full.
     """
     pick_device("--device", device)
-    variant, std = read_model(model)
+    variant, std = read_variant_and_std(model)
     shards = find_shards(Path(source))
     rejected: list[Rejection] = []
-    first = next(_checked(read_samples(shards, Path(source)), variant, std, rejected), None)
+    first = next(_fitting_samples(read_samples(shards, Path(source)), variant, std, rejected), None)
     if first is None:
         reason = f" (first: {rejected[0].reason})" if rejected else ""
         raise DataError(
@@ -99,7 +99,7 @@ def import_shards(
     encoder = TextEncoder.load(model, device)
     accepted, num_reused = set(), 0
     with CacheWriter(Path(out), variant, fingerprint) as writer:
-        for sample in _checked(read_samples(shards, Path(source)), variant, std, rejected):
+        for sample in _fitting_samples(read_samples(shards, Path(source)), variant, std, rejected):
             if sample.encoding != first.encoding:
                 reason = (
                     f"sample was encoded with {sample.encoding}, but the first sample with {first.encoding}; "
@@ -121,7 +121,7 @@ def import_shards(
     return ImportReport(len(accepted), num_reused, tuple(rejected))
 
 
-def read_model(model: str | Path) -> tuple[Variant, Tensor]:
+def read_variant_and_std(model: str | Path) -> tuple[Variant, Tensor]:
     """Return the variant (kind of Wan model) of a model, and the standard deviation of each latent channel.
 
     The standard deviations are `latents_std` of the model's VAE, as a tensor with the shape [latent channels].
@@ -181,7 +181,7 @@ def _metadata(sample: EncodedSample, variant: Variant, fps: float) -> dict[str, 
 # ---- checks
 
 
-def _checked(
+def _fitting_samples(
     samples: Iterator[EncodedSample | Rejection], variant: Variant, std: Tensor, rejected: list[Rejection]
 ) -> Iterator[EncodedSample]:
     """Yield the samples that fit a cache of `variant`, and append a rejection for every other sample to `rejected`.
@@ -197,7 +197,7 @@ def _checked(
             rejected.append(sample)
             continue
         try:
-            check_latents(sample.latents, variant, std)
+            check_imported_latents(sample.latents, variant, std)
             if sample.text_embeds is not None:
                 check_text_embeds(sample.text_embeds, variant)
             elif not clean_caption(sample.caption or ""):
@@ -226,7 +226,7 @@ def check_text_embeds(text: Tensor, variant: Variant) -> None:
         raise DataError("text embedding contains numbers that are not finite; encode the clip again")
 
 
-def check_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
+def check_imported_latents(latents: Tensor, variant: Variant, std: Tensor) -> None:
     """Check that latents have a shape that a variant can train on, are finite, and are normalized.
 
     The standard deviation of each channel is near 1 for normalized latents, and near the VAE's `std` for latents that are

@@ -23,7 +23,7 @@ from wands.texts import safe_lines
 STRIP_FRAMES = 8
 
 
-def describe(cache: LatentCache, num_rows: int) -> str:
+def describe_cache(cache: LatentCache, num_rows: int) -> str:
     """Return a text that describes a cache and lists its first samples. No latents are decoded to images.
 
     Args:
@@ -153,7 +153,7 @@ class InspectArguments(Options):
 
 def _run(options: InspectArguments) -> int:
     if options.decode is None:
-        print(safe_lines(describe(LatentCache(options.cache, verify=True), options.rows)))
+        print(safe_lines(describe_cache(LatentCache(options.cache, verify=True), options.rows)))
         return 0
     if not (options.model and options.out):
         raise ConfigError("--decode needs --model and --out; add both options.")

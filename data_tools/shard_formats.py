@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_tools.tfrecord import parse_example, parse_tensor, read_records
+from data_tools.tfrecord import parse_example, parse_tensor, read_tfrecords
 from wands.data.clips.archives import MAX_LATENT_BYTES, TAR_EXTENSIONS, TarReader, is_tar
 from wands.data.clips.records import Rejection
 from wands.errors import DataError, one_line
@@ -164,7 +164,7 @@ def _read_tfrecord(path: Path, name: str) -> Iterator[EncodedSample | Rejection]
         path: the TFRecord file.
         name: path of the file relative to the source. The keys of the samples start with this path, without the extension.
     """
-    for number, record in enumerate(read_records(path)):
+    for number, record in enumerate(read_tfrecords(path)):
         key = f"{name.rpartition('.')[0]}/{number:06d}"
         try:
             if isinstance(record, DataError):

@@ -25,7 +25,7 @@ from wands.data.holdout import clip_name
 from wands.errors import ConfigError
 
 
-def split(
+def split_cache(
     path: str | Path,
     out_a: str | Path,
     out_b: str | Path,
@@ -126,7 +126,7 @@ def _run(options: SplitArguments) -> int:
                 f"--keys-file={options.keys_file} cannot be read ({error.strerror}); correct the path."
             ) from None
         keys = [line.removesuffix("\r") for line in lines if line.strip()]
-    a, b = split(options.cache, options.out_a, options.out_b, options.fraction, keys)
+    a, b = split_cache(options.cache, options.out_a, options.out_b, options.fraction, keys)
     print(f"{options.out_a}: {a:,} samples\n{options.out_b}: {b:,} samples")
     return 0
 

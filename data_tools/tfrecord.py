@@ -76,7 +76,7 @@ def masked_crc32c(data: bytes) -> int:
 # ---- records
 
 
-def read_records(path: Path) -> Iterator[bytes | DataError]:
+def read_tfrecords(path: Path) -> Iterator[bytes | DataError]:
     """Yield the data of each record of a file, or an error in place of a damaged record.
 
     The iteration ends after a record with a damaged or too large length, because the start of the next record is then unknown.
@@ -110,7 +110,7 @@ def read_records(path: Path) -> Iterator[bytes | DataError]:
 # ---- messages
 
 
-def _fields(data: bytes) -> list[tuple[int, Any]]:
+def _message_fields(data: bytes) -> list[tuple[int, Any]]:
     """Return (number, value) of each field of a protobuf message. The value is an int or bytes.
 
     Raises:
@@ -130,7 +130,7 @@ def _last(data: bytes, number: int) -> bytes | None:
 
     If the message contains several values of the field, return the last value.
     """
-    values = [value for found, value in _fields(data) if found == number and isinstance(value, bytes)]
+    values = [value for found, value in _message_fields(data) if found == number and isinstance(value, bytes)]
     return values[-1] if values else None
 
 
@@ -145,12 +145,12 @@ def parse_example(data: bytes) -> dict[str, bytes]:
     """
     features: dict[str, bytes] = {}
     try:
-        for number, entry in _fields(_last(data, 1) or b""):  # Example.features.feature, a map
+        for number, entry in _message_fields(_last(data, 1) or b""):  # Example.features.feature, a map
             if number != 1 or not isinstance(entry, bytes):
                 continue
             name, feature = _last(entry, 1), _last(entry, 2)
             listed = _last(feature, 1) if feature else None  # Feature.bytes_list
-            value = next((v for n, v in _fields(listed) if n == 1), None) if listed else None
+            value = next((v for n, v in _message_fields(listed) if n == 1), None) if listed else None
             if name is not None and isinstance(value, bytes):
                 features[name.decode()] = value
     except ValueError as error:

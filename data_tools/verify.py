@@ -72,7 +72,7 @@ class VerifyResult:
         self.problems.append(Problem(place, what, fix))
 
 
-def verify(
+def verify_cache(
     path: str | Path, workers: int | None = None, advance: Callable[[], object] = lambda: None
 ) -> VerifyResult:
     """Read a whole cache and compare the data with its checksums and with the index.
@@ -308,7 +308,7 @@ class VerifyArguments(Options):
 def _run(options: VerifyArguments) -> int:
     """Run the program, and return the exit code: 0 for an intact cache, or 1 for a cache with problems."""
     with progress("shards", len(list(options.cache.glob("shard-*.h5")))) as advance:
-        report = verify(options.cache, options.workers, advance)
+        report = verify_cache(options.cache, options.workers, advance)
     for problem in report.problems:
         print(safe_lines(str(problem)))
     print(

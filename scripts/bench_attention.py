@@ -62,7 +62,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from wands.attention.kernels.flash import FLASH_BACKENDS
 from wands.attention.kernels.registry import Backend, choose_backend
-from wands.cli import GPU_SETTINGS
+from wands.distributed.gpu_settings import set_gpu_settings
 from wands.errors import ConfigError
 
 # Latent frames x tokens of a frame. On a CPU: an 81-frame clip at 480p with a fifteenth of the tokens per frame.
@@ -275,9 +275,7 @@ def main() -> None:
     world = args.world or (4 if args.device == "cpu" else min(torch.cuda.device_count(), 8))
     if args.heads % world:
         raise SystemExit(f"--heads {args.heads} must be a multiple of the {world} processes")
-    # As in training. Without NCCL_LAUNCH_ORDER_IMPLICIT, ranks that start NCCL's kernels in different orders hang.
-    for name, value in GPU_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    set_gpu_settings()  # as in training; one process alone makes no process group
     os.environ["DS_ACCELERATOR"] = args.device
     where = f"{os.cpu_count()} cores" if args.device == "cpu" else torch.cuda.get_device_name()
     talk = {"cpu": f"{world} processes over gloo, one thread each", "cuda": f"{world} GPUs over nccl"}[

@@ -24,24 +24,11 @@ import click
 from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
+from wands.distributed.gpu_settings import GPU_SETTINGS, set_gpu_settings
 from wands.errors import WandsError
 from wands.texts import log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
 from wands.version import __version__
-
-GPU_SETTINGS = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-}
-"""Environment variables of PyTorch, CUDA and NCCL that `wands` sets if the user has not set them.
-
-PYTORCH_ALLOC_CONF lets the segments of PyTorch's allocator grow. Packed sequences of different lengths then leave fewer gaps in
-GPU memory. CUDA_DEVICE_MAX_CONNECTIONS is the number of CUDA's hardware queues, by default 8. ZeRO, Ulysses, the ring and
-the ring's gradients use separate CUDA streams, and streams that share a queue wait for each other.
-NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL start the kernels of different communicators in the order of the program. If two ranks
-started these kernels in different orders, both would hang.
-"""
 
 
 class _CommandGroup(click.Group):
@@ -154,10 +141,8 @@ def _set_environment(local_rank: int | None) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"
     if local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(local_rank))
-    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # the earlier name; PyTorch reads the later name first
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"])
-    for name, value in GPU_SETTINGS.items():
-        os.environ.setdefault(name, value)
+    set_gpu_settings()  # before PyTorch is imported, and for the processes that a command starts
+    for name in GPU_SETTINGS:
         logging.getLogger(__name__).debug("%s=%s", name, os.environ[name])
 
 
@@ -210,7 +195,7 @@ COMMANDS: dict[type[Options], str | Callable[[Any], None]] = {
     opts.InitOptions: "wands.commands.init.init:init",
     opts.SplitOptions: "data_tools.footage.shots:split",
     opts.CaptionOptions: "data_tools.footage.write_captions:caption",
-    opts.MeasureOptions: "data_tools.footage.measures:measure",
+    opts.MeasureOptions: "data_tools.footage.measures:measure_clips",
     opts.CheckOptions: _check,
     opts.PreprocessOptions: "wands.preprocess.preprocess:preprocess",
     opts.PackOptions: "wands.commands.pack:pack",

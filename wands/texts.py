@@ -1,4 +1,7 @@
-"""Make texts safe to print and to publish: escape control characters, and hide secrets and user names."""
+"""Make texts safe to print and to publish: escape control characters, and hide secrets and user names.
+
+In a printed path, ``$HOME`` and ``$USER`` stand for the folder and the name of the user, so that the path still works in a shell.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 Log = Callable[[str], None]
@@ -19,9 +23,13 @@ _SECRET = re.compile(
     r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
 )
 
-_LOCAL = re.compile(r"(?:[/~\\]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
+_NO_USER_NAMES = {"", "root", "home"}
+"""Names that tell nothing about the user, and names of folders that every machine has."""
+
+_LOCAL = re.compile(r"(?:[/~\\]|\$HOME\b|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
 _INNER_PATH = re.compile(
-    r"(?<![\w/.~-])(?<!:(?=//))(?:file://|~|[A-Za-z]:(?!//))?(?:[/\\][\w.@+$-]+)+[/\\][\w.@+$-]+"
+    r"(?<![\w/.~-])(?<!:(?=//))(?:"
+    r"\$HOME\b(?:[/\\][\w.@+$-]+)*|(?:file://|~|[A-Za-z]:(?!//))?(?:[/\\][\w.@+$-]+)+[/\\][\w.@+$-]+)"
 )
 
 
@@ -52,13 +60,37 @@ def hide_secrets(text: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Replace the secrets in a text by the word REDACTED, and the name of the user in paths by the shell variable ``$USER``."""
-    names = {os.path.basename(os.path.expanduser("~")), os.environ.get("USER"), os.environ.get("LOGNAME")}
-    # A container may have the home folder /home, which names no user.
-    name = "|".join(re.escape(name) for name in names if name and name not in ("root", "~", "home"))
-    # In a URL, the name is the public name of an account.
-    pattern = rf"(https?://\S+)|(?<=[/\\])(?:{name})(?![\w-]|\.\w)" if name else r"(?!)"
-    return re.sub(pattern, lambda match: match[1] or "$USER", hide_secrets(text))
+    """Replace the secrets in a text by the word REDACTED, and hide the user's name in paths.
+
+    A path in the home folder starts with ``$HOME``. Elsewhere in a path, ``$USER`` stands for the user's name.
+    """
+    home = os.path.normpath(os.path.expanduser("~"))
+    pattern = _personal_parts(home, os.environ.get("USER", ""), os.environ.get("LOGNAME", ""))
+    return pattern.sub(_hide_part, hide_secrets(text))
+
+
+@cache
+def _personal_parts(home: str, *names: str) -> re.Pattern[str]:
+    """Pattern of the groups `url`, `home` (the home folder at the start of a path) and `user` (a name within a path)."""
+    parent, name = os.path.split(home)
+    homes = {home, os.path.realpath(home)} - {"/"} if os.path.isabs(home) and name != "root" else set()
+    # The home folder of a service or a container, such as /workspace, does not have the name of a user.
+    users = {*names, name if os.path.basename(parent) in ("home", "Users") else ""} - _NO_USER_NAMES
+    end = r"(?![\w-]|\.\w)"
+    parts = [
+        r"(?P<url>https?://\S+)",  # a name in it is the public name of an account
+        rf"(?<![\w.~/\\$}}-])(?P<home>{_any_of(homes)}){end}",
+        rf"(?<=[/\\])(?P<user>{_any_of(users)}){end}",
+    ]
+    return re.compile("|".join(parts))
+
+
+def _any_of(texts: set[str]) -> str:
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or "(?!)"
+
+
+def _hide_part(match: re.Match[str]) -> str:
+    return match["url"] or ("$HOME" if match["home"] else "$USER")
 
 
 def without_paths(value: Any) -> Any:
@@ -87,7 +119,7 @@ def is_local(text: str) -> bool:
 def last_part(path: str) -> str:
     """Return the last component of a path. Return "~" for a home folder, because its name is the name of the user."""
     *folders, name = re.split(r"[/\\]", redact(path).rstrip("/\\"))
-    return "~" if folders[-1:] in (["home"], ["Users"]) else name  # the name of a user
+    return "~" if name == "$HOME" or folders[-1:] in (["home"], ["Users"]) else name
 
 
 def safe_lines(text: str) -> str:

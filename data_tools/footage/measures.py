@@ -97,7 +97,7 @@ def find_duplicates(hashes: Mapping[str, Sequence[int]], max_bits: int) -> dict[
     return found
 
 
-def measure(options: MeasureOptions) -> str:
+def measure_clips(options: MeasureOptions) -> str:
     """Run `wands measure`: write the table, and return a summary with the reason of each clip that cannot be measured.
 
     Raises:

@@ -100,7 +100,7 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
     except DataError as error:
         yield {"reason": str(error)}
         return
-    labels = _label(np.stack(small), [*times, end], bad)
+    labels = _label_frames(np.stack(small), [*times, end], bad)
     if info.duration > end + reader.tolerance(info.duration):  # the file is truncated
         labels, times, end = [*labels, "unreadable"], [*times, end], info.duration
     times.append(end)
@@ -126,7 +126,7 @@ def find_parts(film: ClipRecord) -> Iterator[Part]:
     yield {"parts": parts}
 
 
-def _label(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:
+def _label_frames(small: np.ndarray, times: Sequence[float], bad: Sequence[bool]) -> list[str]:
     """Return the kind of each frame: "shot", "transition", "black", "static" or "unreadable".
 
     Args:

@@ -161,7 +161,9 @@ def caption_clips(
     def run() -> Iterator[list[dict[str, Any]]]:
         for batch in batches:  # shared by the threads: next() of a sequence's iterator is atomic
             items = [(record, options.frames, options.max_side) for record in batch]
-            results = map_isolated(_read_frames, items, limit_seconds=LIMIT_SECONDS, preload=[__name__])
+            results = map_isolated(
+                _read_spaced_frames, items, limit_seconds=LIMIT_SECONDS, preload=[__name__]
+            )
             frames: dict[int, Any] = dict(results)
             rows: list[Any] = [{"clip": _identity(record), "captions": [], "problem": ""} for record in batch]
             for index, value in frames.items():
@@ -172,7 +174,7 @@ def caption_clips(
             for number in range(options.captions if usable else 0):
                 name = f"{rows[usable[0]]['clip']} {number}"
                 seed = zlib.crc32(name.encode()) if number >= len(prompts) else None
-                texts = [_fill(prompts[number % len(prompts)], batch[index].row) for index in usable]
+                texts = [_fill_prompt(prompts[number % len(prompts)], batch[index].row) for index in usable]
                 answers = ask([frames[index] for index in usable], texts, seed)
                 for index, answer in zip(usable, answers, strict=True):
                     row = rows[index]
@@ -189,7 +191,7 @@ def caption_clips(
             yield from (row["clip"] for row in rows)
 
 
-def _fill(prompt: str, row: Mapping[str, object]) -> str:
+def _fill_prompt(prompt: str, row: Mapping[str, object]) -> str:
     """Return the prompt with each column name in braces replaced by the value of `row` in this column.
 
     A column without a value in `row` is replaced by an empty text.
@@ -197,7 +199,7 @@ def _fill(prompt: str, row: Mapping[str, object]) -> str:
     return _COLUMN.sub(lambda match: "" if (value := row.get(match[1])) is None else str(value), prompt)
 
 
-def _read_frames(item: tuple[ClipRecord, int, int]) -> np.ndarray | str:
+def _read_spaced_frames(item: tuple[ClipRecord, int, int]) -> np.ndarray | str:
     """Return evenly spaced frames of a clip, [F, H, W, 3], or the reason why the clip cannot be decoded.
 
     Args:

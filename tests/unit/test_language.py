@@ -28,6 +28,10 @@ SAME_FILE_NAME = {
     "__init__.py": "Python",
 }
 """File names that may be in several folders, each with the reason."""
+SAME_FUNCTION_NAME = {
+    "main": "the entry point of a program",
+}
+"""Names of public functions that may be in several modules, each with the reason."""
 
 
 @cache
@@ -83,6 +87,20 @@ def test_a_class_name_is_in_one_module():
         f"{name}: {', '.join(sorted(paths))}" for name, paths in sorted(modules.items()) if len(paths) > 1
     ]
     assert not offenders, "\n".join(["Class names with two meanings:", *offenders])
+
+
+def test_a_function_name_is_in_one_module():
+    modules = defaultdict(list)
+    for path in (path for folder in ("wands", "data_tools") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                modules[node.name].append(path.relative_to(ROOT).as_posix())
+    offenders = [
+        f"{name}: {', '.join(sorted(paths))}"
+        for name, paths in sorted(modules.items())
+        if len(paths) > 1 and name not in SAME_FUNCTION_NAME
+    ]
+    assert not offenders, "\n".join(["Function names with two meanings:", *offenders])
 
 
 def test_a_file_name_is_in_one_folder():

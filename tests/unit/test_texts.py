@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wands.commands.check.check_report import CheckedClip, CheckReport, render_page
+from wands.commands.check.check_report import CheckedClip, CheckReport, render_check_page
 from wands.data.clips.clip import ClipSpec
-from wands.texts import hide_secrets, printable, redact, safe_lines
+from wands.texts import hide_secrets, printable, redact, safe_lines, without_paths
 
 CLEAR = "a\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202egpj"
 """Name of a clip that clears the screen, sets the title of the window, returns to the start of the line and turns the text."""
@@ -42,17 +42,51 @@ def test_secrets_are_hidden(text: str, shown: str, monkeypatch: pytest.MonkeyPat
     assert hide_secrets(text) == redact(text) == shown
 
 
-def test_the_user_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("home", "user", "text", "shown"),
+    [
+        ("/home/carol", "carol", "/home/carol/x and /data/carol.", "$HOME/x and /data/$USER."),
+        ("/home/carol/", "carol", "--out=/home/carol, '/home/carol'", "--out=$HOME, '$HOME'"),
+        ("/home/carol", "carol", "/data/carol-2/x carol carol/x", "/data/carol-2/x carol carol/x"),
+        ("/home/carol", "carol", "/home/carol-2/x /home/carol.bak/x", "/home/carol-2/x /home/carol.bak/x"),
+        ("/home/carol", "carol", "/mnt/home/carol/x", "/mnt/home/$USER/x"),
+        ("/home/carol", "carol", "file:///home/carol/x", "file:///home/$USER/x"),
+        ("/home/carol", "carol", "https://hf.example/carol/model", "https://hf.example/carol/model"),
+        ("/home/carol", "", "/home/carol/x and /data/carol.", "$HOME/x and /data/$USER."),
+        ("/home/caroline", "carol", "/home/caroline/x, /x/caroline, /x/carol", "$HOME/x, /x/$USER, /x/$USER"),
+        ("/workspace", "", "/workspace/x and /mnt/workspace/x", "$HOME/x and /mnt/workspace/x"),
+        ("/data/home", "carol", "/home/dave/x and /data/carol.", "/home/dave/x and /data/$USER."),
+        ("/root", "root", "/root/x /x/carol /x/root", "/root/x /x/carol /x/root"),
+        ("/", "", "/x /home/carol", "/x /home/carol"),
+    ],
+)
+def test_the_user_has_no_name(
+    home: str, user: str, text: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.setenv("USER", user)
+    monkeypatch.delenv("LOGNAME", raising=False)
+    assert redact(text) == shown
+
+
+def test_a_shell_still_finds_a_printed_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the home folder is a link, or if its name is not the name of the user."""
+    (tmp_path / "disk" / "carol").mkdir(parents=True)
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
     monkeypatch.setenv("USER", "carol")
-    monkeypatch.setenv("HOME", "/home/caroline")
-    assert redact("/home/caroline/x and /data/carol.") == "/home/$USER/x and /data/$USER."
-    assert redact("/data/carol-2/x carol carol/x") == "/data/carol-2/x carol carol/x"
-    assert redact("https://huggingface.co/carol/model") == "https://huggingface.co/carol/model"
-    monkeypatch.setenv("HOME", "/data/home")
-    assert redact("/home/dave/x and /data/carol.") == "/home/dave/x and /data/$USER."
-    for name in ("HOME", "USER", "LOGNAME"):
-        monkeypatch.setenv(name, "/root" if name == "HOME" else "root")
-    assert redact("/root/x /x/carol") == "/root/x /x/carol"
+    for home in (tmp_path / "disk" / "carol", tmp_path / "home" / "carol", tmp_path):
+        monkeypatch.setenv("HOME", str(home))
+        for path in (tmp_path / "disk" / "carol" / "a.h5", home / "a.h5"):
+            path.touch()
+            assert "carol" not in redact(f"of {path}")
+            found = subprocess.run(["sh", "-c", f"ls {redact(str(path))}"], capture_output=True, text=True)
+            assert os.path.samefile(found.stdout.strip(), path)
+
+
+def test_a_published_path_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/srv/carol")
+    texts = ["/srv/carol", "/srv/carol/x", "in /srv/carol.", "of /srv/carol/x: no", "of /srv/carol/x/y: no"]
+    assert without_paths(texts) == ["~", "x", "in ~.", "of x: no", "of y: no"]
 
 
 def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +97,7 @@ def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
     report = CheckReport(
         "/home/carol/clips", "wan2.1-t2v-1.3b", ClipSpec(fps=16), (clip,), True, 0, None, 0.0
     )
-    page = render_page(report)
+    page = render_check_page(report)
     text = report.render()
     assert "owned" in page
     assert "owned" in text

@@ -44,19 +44,19 @@ def calibrate(options: CalibrateOptions) -> str:
         forward = partial(backend.forward, q, k, v, segments, scale)
         backward = partial(backend.backward, dout, q, k, v, *forward(), segments, scale)
         works = (flops, forward), (ATTENTION_BACKWARD * flops, backward)
-        attention[backend_name] = [work / _seconds(function) for work, function in works]
+        attention[backend_name] = [work / _median_seconds(function) for work, function in works]
     speeds = {
-        "copy_bandwidth": 2 * x.nbytes / _seconds(partial(torch.empty_like(x).copy_, x)),
-        "linear_flops": 2 * rows * width * width / _seconds(partial(torch.mm, x, weight)),
+        "copy_bandwidth": 2 * x.nbytes / _median_seconds(partial(torch.empty_like(x).copy_, x)),
+        "linear_flops": 2 * rows * width * width / _median_seconds(partial(torch.mm, x, weight)),
         "attention_flops": attention,
-        "launch_seconds": _seconds(partial(one.add_, 1)),
+        "launch_seconds": _median_seconds(partial(one.add_, 1)),
     }
     file, text = options.out or measurement_file(name), json.dumps({"device": name, **speeds}, indent=2)
     write_text(file, text + "\n")
     return f"{text}\nspeeds of {name} in bytes/s, FLOP/s and seconds, written to {file}"
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _median_seconds(function: Callable[[], Any]) -> float:
     """Call a function repeatedly, and return the median time of a call in seconds. A warm-up call, which may load kernels, is
     not timed.
     """

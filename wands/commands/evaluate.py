@@ -78,7 +78,7 @@ def evaluate(options: EvaluateOptions) -> str | None:
         step = checkpoint.state.step if checkpoint else None
         facts = {"step": step, "weights": "ema" if options.ema else "raw", **row}
         write_text(options.json_path, json.dumps(facts | plan.model_dump(include={"clips"})))
-    return _table(row, len(plan.clips))
+    return _loss_table(row, len(plan.clips))
 
 
 def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
@@ -108,7 +108,7 @@ def _recipe(options: EvaluateOptions, checkpoint: Checkpoint | None) -> Recipe:
     return Recipe.model_validate(values)
 
 
-def _table(row: Row, num_clips: int) -> str:
+def _loss_table(row: Row, num_clips: int) -> str:
     lines = [f"loss {row[HELD_OUT]:.5f} of {num_clips} clips"]
     for field, buckets in row["by"].items():
         for bucket in buckets:

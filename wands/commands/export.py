@@ -87,7 +87,7 @@ def export(options: ExportOptions) -> Path:
                 )
         write_hashes(partial)
         run, kind = read_run(step_dir.parent.parent), "ema" if options.ema else "raw"
-        record = _record(step_dir, state, base, options)
+        record = _export_record(step_dir, state, base, options)
         past = (row for row in run["evaluations"][kind] if row["step"] <= state.step and "held_out" in row)
         record["held_out"] = [(row["step"], row["held_out"]) for row in past]
         if strips := sample_strips(run, kind, state.step):
@@ -106,7 +106,7 @@ def _check_size(size: str) -> None:
         )
 
 
-def _record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
+def _export_record(step_dir: Path, state: TrainState, base: str, options: ExportOptions) -> dict[str, Any]:
     """Return the contents of the file `wands_export.json`: facts about the run. `wands push` writes these facts into
     the model card.
     """

@@ -105,7 +105,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     with start_together():
-        source, requests, images, dims, device = _check(options, more_requests)
+        source, requests, images, dims, device = _check_requests(options, more_requests)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
@@ -146,7 +146,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
             fps=options.fps or source.variant.fps,
             seconds=times[-1] - times[0],
         )
-        _write(result, frames, latents, origin)
+        _write_result(result, frames, latents, origin)
         values = i + 1, len(requests), result.seconds, *np.diff(times), result.video
         log.info("sample %d of %d in %.1f s (text %.1f s, denoising %.1f s, decoding %.1f s): %s", *values)
         results.append(result)
@@ -156,7 +156,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
     return results
 
 
-def _check(
+def _check_requests(
     options: InferOptions, more_requests: Sequence[SampleRequest]
 ) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], ParallelDims, str]:
     """Check the options and all requests before any weight is read.
@@ -303,7 +303,9 @@ def check_ranks(
     check_agreement({name: json.dumps(part, sort_keys=True) for name, part in parts.items()}, device)
 
 
-def _write(result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]) -> None:
+def _write_result(
+    result: InferResult, frames: np.ndarray, latents: torch.Tensor, origin: Mapping[str, Any]
+) -> None:
     if result.latents:
         with atomic_path(result.latents) as temporary:
             # save_file would make the file readable by its owner only.

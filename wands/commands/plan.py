@@ -96,7 +96,7 @@ def plan(options: PlanOptions) -> str:
     if options.clips or not _has_data(recipe.data):
         head += f"\nassumed: {len(task.seq_lens)} clips (--clips) of {options.frames} frames (--frames), {options.size} (--size)"
     details = _describe_best(best, variant), f"start the training with\n  {start_command(best, options)}"
-    return "\n\n".join([head, _table(candidates[:_NUM_ROWS]), *details])
+    return "\n\n".join([head, _candidate_table(candidates[:_NUM_ROWS]), *details])
 
 
 def what_fits(
@@ -228,7 +228,7 @@ def _clips(recipe: Recipe, variant: Variant, options: PlanOptions) -> ClipFacts:
     return ClipFacts(grids=grids, trained_tokens=grids.prod(axis=1).astype(np.float64))
 
 
-def _table(candidates: Sequence[Candidate]) -> str:
+def _candidate_table(candidates: Sequence[Candidate]) -> str:
     columns = []
     for i, (heading, describe) in enumerate(_COLUMNS.items()):
         cells = [heading, *map(describe, candidates)]
@@ -242,7 +242,7 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
     parts = ", ".join(f"{name} {to_gib(size)}" for name, size in best.memory.device.items())
     tokens, bins = int(task.seq_lens.sum()), recipe.train.bins_per_step
     steps = max(round(tokens / (bins * sum(best.prediction.plan.seq_lens))), 1)
-    cache, checkpoint = _cache_bytes(task, variant) / 1e9, checkpoint_bytes(best.workload) / 1e9
+    cache, checkpoint = _planned_cache_bytes(task, variant) / 1e9, checkpoint_bytes(best.workload) / 1e9
     total = recipe.train.max_steps or recipe.train.epochs * steps
     lines = [
         "details of the first line of the table",
@@ -321,7 +321,7 @@ def describe_smallest(task: Task, fix: str) -> str:
     )
 
 
-def _cache_bytes(task: Task, variant: Variant) -> float:
+def _planned_cache_bytes(task: Task, variant: Variant) -> float:
     shape = variant.dit
     per_token = shape.out_channels * math.prod(shape.patch_size) * (1 + (variant.num_images > 0))
     per_clip = _TEXT_TOKENS * shape.text_dim + shape.image_len * (shape.image_dim or 0)

@@ -124,7 +124,7 @@ def _check_contents(directory: Path) -> FolderContents:
     """
     index_path = directory / "model_index.json"
     if not index_path.is_file():
-        loras = tuple(_find_loras(directory))
+        loras = tuple(_loras_to_push(directory))
         if not loras:
             raise WandsError(
                 f"DIRECTORY {directory} is not a diffusers pipeline (no model_index.json) and has no LoRA; set DIRECTORY to a "
@@ -141,7 +141,7 @@ def _check_contents(directory: Path) -> FolderContents:
     return FolderContents(str(index.get("_class_name", "DiffusionPipeline")), folders=(*parts, "samples"))
 
 
-def _find_loras(directory: Path) -> Iterator[LoraFile]:
+def _loras_to_push(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
     Files without LoRA keys in diffusers' format are ignored. The start of a key names the DiT that the LoRA changes:
@@ -327,7 +327,7 @@ def _uploaded_content(path: Path) -> Path | bytes:
     elif path.name == model_card.SAMPLES_FILE:
         rows = [
             {key: value if "prompt" in key else without_paths(value) for key, value in row.items()}
-            for row in model_card.read_rows(path)
+            for row in model_card.read_sample_rows(path)
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     elif path.name == "model_index.json" or path.name.endswith("config.json"):

@@ -42,7 +42,7 @@ def score(options: ScoreOptions) -> str:
     videos = [path for path in sorted(options.samples.rglob("*")) if path.suffix.lower() in VIDEO_EXTENSIONS]
     encoder = WanVideoEncoder.load(options.model, accelerator_type()) if options.model else None
     pairs = [(video, clips.get(video.stem) or clips.get(_prompt(video))) for video in videos]
-    rows = [_compare(video, clip, encoder) for video, clip in pairs if clip]
+    rows = [_score_video(video, clip, encoder) for video, clip in pairs if clip]
     if not rows:
         raise ConfigError(
             f"SAMPLES={options.samples} contains no video that has a reference clip in --reference={options.reference}. "
@@ -85,7 +85,7 @@ def _prompt(video: Path) -> str | None:
     return None
 
 
-def _compare(path: Path, clip: Any, encoder: WanVideoEncoder | None) -> dict[str, Any]:
+def _score_video(path: Path, clip: Any, encoder: WanVideoEncoder | None) -> dict[str, Any]:
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
     info, part = probe(path), (getattr(clip, name, None) for name in ("start", "end", "crop"))

@@ -76,7 +76,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
     with atomic_folder(result.out) as unfinished:
         is_file = Path(source).is_file()
         root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
-        loras = _find_loras(root)
+        loras = _find_source_loras(root)
         if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"
             raise ConfigError(
@@ -98,7 +98,7 @@ def convert(options: ConvertOptions) -> ConvertResult:
 # ---- LoRAs
 
 
-def _find_loras(root: Path) -> dict[str | None, Path]:
+def _find_source_loras(root: Path) -> dict[str | None, Path]:
     """Find the LoRA files in the source of a conversion.
 
     Args:

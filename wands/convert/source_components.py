@@ -123,7 +123,7 @@ def find_components(source: Path) -> list[SourceComponent]:
         return [_component_of_file(source)]
     stems = {name: WEIGHT_STEMS.get(name, official.DIT_STEM) for name in KINDS}
     components = [
-        SourceComponent(name, find_weights(source / name, stem), _read_config(source / name))
+        SourceComponent(name, find_weights(source / name, stem), _read_source_config(source / name))
         for name, stem in stems.items()
         if (source / name / "config.json").is_file()
     ]
@@ -153,7 +153,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
     for expert in EXPERTS:
         if (folder := official.find_expert(source, expert)) is None:
             continue
-        config = _read_config(folder)
+        config = _read_source_config(folder)
         class_name = config.get("_class_name", official.OFFICIAL_CLASS)
         if class_name not in (official.OFFICIAL_CLASS, official.DIFFUSERS_CLASS):
             raise ConfigError(
@@ -165,7 +165,7 @@ def _find_dits(source: Path) -> list[SourceComponent]:
 
 
 def _component_of_file(path: Path) -> SourceComponent:
-    config = _read_config(path.parent) if (path.parent / "config.json").is_file() else None
+    config = _read_source_config(path.parent) if (path.parent / "config.json").is_file() else None
     names = set(name_maps.strip_prefix(TensorFiles([path], f"SOURCE {path}").tensors))
     for name, kind in KINDS.items():
         if names.intersection(kind.signs):
@@ -176,7 +176,7 @@ def _component_of_file(path: Path) -> SourceComponent:
     )
 
 
-def _read_config(folder: Path) -> _Config:
+def _read_source_config(folder: Path) -> _Config:
     path = folder / "config.json"
     return read_json_object(path, label=f"SOURCE {path}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from wands.distributed.gpu_settings import set_gpu_settings
 from wands.errors import ConfigError, RankError, WandsError
 
 T = TypeVar("T")
@@ -45,9 +47,12 @@ def ranks_per_node() -> int:
 def init_process_group() -> tuple[int, int, torch.device]:
     """Join the process group that the launcher describes. Without a launcher, create a group of one process.
 
+    The function calls `set_gpu_settings` before CUDA and NCCL start.
+
     Returns:
         (rank, world size, device). The device is this rank's device, and is already set as the current device.
     """
+    _set_gpu_settings()
     import deepspeed
 
     # On CPUs, DeepSpeed would compile an all-reduce for inference that wands never calls. The compiler takes half a minute, a
@@ -66,6 +71,20 @@ def init_process_group() -> tuple[int, int, torch.device]:
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
     deepspeed.init_distributed(dist_backend=backend, timeout=group_timeout(), verbose=False)
     return dist.get_rank(), dist.get_world_size(), device
+
+
+def _set_gpu_settings() -> None:
+    """Call `set_gpu_settings`. Log a warning if the program has made a process group of NCCL without what prevents hangs."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    is_late = name not in os.environ and dist.is_initialized() and "nccl" in dist.get_backend()
+    set_gpu_settings()
+    if is_late:
+        logging.getLogger(__name__).warning(
+            "The process group was made without %s=%s, and ring and Ulysses attention can then hang. Set the variable before "
+            "the program starts, or call wands.distributed.gpu_settings.set_gpu_settings before the process group is made.",
+            name,
+            os.environ[name],
+        )
 
 
 def group_timeout() -> timedelta:
@@ -109,6 +128,7 @@ def start_together() -> Iterator[None]:
             that rank raised a WandsError, the error has the class and the message of that WandsError. For any other
             exception, the error is a RankError whose message contains the exception.
     """
+    _set_gpu_settings()  # the block may start CUDA
     if os.environ.get("WORLD_SIZE", "1") == "1" or "MASTER_ADDR" not in os.environ:  # no launcher
         yield
         return

@@ -75,7 +75,7 @@ def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
     return points if len(points) > 1 else []
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_sample_rows(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a `.jsonl` file that `wands infer` wrote, or [] if the file does not exist.
 
     Raises:
@@ -176,7 +176,7 @@ def _samples(directory: Path) -> list[dict[str, Any]]:
     The keys of each dict are "caption", "link" (such as "samples/a.mp4") and "is_image".
     """
     folder = directory / "samples"
-    prompts = {row.get("file"): row.get("prompt") for row in read_rows(folder / SAMPLES_FILE)}
+    prompts = {row.get("file"): row.get("prompt") for row in read_sample_rows(folder / SAMPLES_FILE)}
     samples = []
     for path in sorted(path for path in folder.glob("*") if path.suffix in (".mp4", ".png")):
         caption = " ".join(str(prompts.get(path.name) or path.stem).split())

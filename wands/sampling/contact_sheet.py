@@ -104,7 +104,7 @@ def _draw_row(label: str, strips: Sequence[Image.Image], lefts: Sequence[int], w
         width: width of the row in pixels.
     """
     font = _font(15)
-    lines, line_height = _wrap(label, font, width), _line_height(font)
+    lines, line_height = _wrap_text(label, font, width), _line_height(font)
     top = len(lines) * line_height + LABEL_GAP
     band = Image.new("RGB", (width, top + max(strip.height for strip in strips)), PAPER)
     for i, line in enumerate(lines):
@@ -138,7 +138,7 @@ def _line_height(font: ImageFont.FreeTypeFont) -> int:
     return sum(font.getmetrics()) + 2
 
 
-def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
     """Break a text at spaces into at most `LABEL_LINES` (2) lines, each at most `width` pixels wide.
 
     A text that does not fit is cut and gets an ellipsis.

@@ -61,7 +61,7 @@ def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Im
         DataError: if neither FFmpeg nor Pillow can read the file.
     """
     try:
-        return Image.fromarray(_decode(path, height, width, last))
+        return Image.fromarray(_decode_frame(path, height, width, last))
     except DataError as refused:
         try:
             with Image.open(path) as opened:
@@ -71,10 +71,10 @@ def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Im
     with tempfile.TemporaryDirectory(prefix="wands-image-") as folder:
         copy = Path(folder) / "image.png"
         upright.save(copy)
-        return Image.fromarray(_decode(copy, height, width, last))
+        return Image.fromarray(_decode_frame(copy, height, width, last))
 
 
-def _decode(path: Path, height: int, width: int, last: bool) -> np.ndarray:
+def _decode_frame(path: Path, height: int, width: int, last: bool) -> np.ndarray:
     spec = functools.partial(ClipSpec, height=height, width=width, center_crop=True, size_multiple=2)
     if not last:
         return next(decode_clip(path, spec(fps=1, max_frames=1, frame_stride=1))).frames[0]

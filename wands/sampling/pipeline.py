@@ -90,7 +90,7 @@ def find_pipeline(
     name, replaced = str(model), dits or {}
     label = f"--model={name}"
     root = fetch_model(name, key="--model", allow=("model_index.json", "*/config.json"))
-    index = _read_config(root / "model_index.json", label)
+    index = _read_pipeline_config(root / "model_index.json", label)
     if index.get("_class_name") not in CLASSES:
         raise ConfigError(
             f"{label} is a {index.get('_class_name')}, not a {' or '.join(CLASSES)}. Set --model to a pipeline of Wan 2.1 or 2.2."
@@ -125,7 +125,7 @@ def find_pipeline(
     for part in parts:
         dit = sources[part] = replaced.get(part) or DiTSource(name, part, label)
         folder = (Path(dit.folder) if part in replaced else root) / dit.subfolder
-        configs.append(dit.config or _read_config(folder / "config.json", dit.label))
+        configs.append(dit.config or _read_pipeline_config(folder / "config.json", dit.label))
         find_weights(folder, DIT_STEM)  # refuses pickles
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
@@ -146,7 +146,7 @@ def find_pipeline(
     return PipelineSource(name, index["_class_name"], sources, config, variant, tuple(loras))
 
 
-def _read_config(path: Path, label: str) -> dict[str, Any]:
+def _read_pipeline_config(path: Path, label: str) -> dict[str, Any]:
     fix = "use a folder in diffusers layout, such as wands export writes, or a Hub id."
     return read_json_object(path, label=f"{label}: {path}", fix=fix)
 
@@ -167,7 +167,9 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
     for part, stem in WEIGHT_STEMS.items():
         find_weights(root / part, stem)  # refuses pickles
     shape = variant.dit
-    vae, text = (_read_config(root / part / "config.json", label) for part in ("vae", "text_encoder"))
+    vae, text = (
+        _read_pipeline_config(root / part / "config.json", label) for part in ("vae", "text_encoder")
+    )
     # The published VAE configs of Wan 2.1 have no z_dim and no scale factors.
     stride = (vae.get("scale_factor_temporal", 4), *[vae.get("scale_factor_spatial", 8)] * 2)
     rules: list[tuple[str, Any, str, Any]] = [
@@ -176,7 +178,7 @@ def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> Non
         ("stride", variant.vae_stride, "the VAE's scale factors", stride),
     ]
     if shape.image_dim is not None:
-        clip = _read_config(root / "image_encoder" / "config.json", label)
+        clip = _read_pipeline_config(root / "image_encoder" / "config.json", label)
         width = clip.get("vision_config", clip).get("hidden_size", 768)
         rules.append(("image_dim", shape.image_dim, "the image encoder's hidden_size", width))
     for key, expected, part, value in rules:

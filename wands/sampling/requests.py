@@ -114,7 +114,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
     requests, problems = [], []
     for number, row in rows:
         try:
-            requests.append(SampleRequest(**_fields(row, path.parent)))
+            requests.append(SampleRequest(**_request_fields(row, path.parent)))
         except ValidationError as error:
             rules = " ".join(f"{key}={value} {rule}" for key, value, rule in _rules(error))
             problems.append(f"{path}:{number}: {rules}")
@@ -127,7 +127,7 @@ def read_prompts(path: Path) -> list[SampleRequest]:
     return requests
 
 
-def _fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
+def _request_fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
     if isinstance(row, str):  # the reason why the line is unreadable
         raise ValueError(f"{row}.")
     names = [name for name in CAPTION_NAMES if name in row]

@@ -246,7 +246,7 @@ class ShardedAttentionProcessor:
         """
         q, k = attn.norm_q(attn.to_q(hidden_states)), attn.norm_k(attn.to_k(hidden_states))
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, attn.to_v(hidden_states)))
-        q, k = _rotate(q, *rotary_emb), _rotate(k, *rotary_emb)
+        q, k = _rotate_as_diffusers(q, *rotary_emb), _rotate_as_diffusers(k, *rotary_emb)
         samples = zip(q, k, v, strict=True)
         out = torch.stack([self.self_attention(*sample, self.meta) for sample in samples])
         for module in attn.to_out:
@@ -346,7 +346,7 @@ def token_index(
     return to_device((meta, index, order), device)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_as_diffusers(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys [samples, tokens, heads, head channels] by their rotary angles, rounding as diffusers does.
 
     diffusers has the same function, but wands cannot import it, because diffusers defines it inside another function.

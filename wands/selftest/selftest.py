@@ -92,14 +92,14 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
     # By default cuDNN's convolutions in PyTorch round to TF32, which causes errors of 1e-3.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with quiet_loading():
-        yield from _run(setup, CHECKS)
+        yield from _run_checks(setup, CHECKS)
         for expert in setup.variant.experts:
             suffix = f" {expert.subfolder}" if expert.name else ""
-            for result in _run(replace(setup, expert=expert), DIT_CHECKS):
+            for result in _run_checks(replace(setup, expert=expert), DIT_CHECKS):
                 yield replace(result, name=result.name + suffix)
 
 
-def _run(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
+def _run_checks(setup: Setup, checks: Sequence[Check]) -> Iterator[Result]:
     """Run checks and yield their results.
 
     Consecutive checks that need the same part of the model, such as the VAE, share this part. The part is loaded before the

@@ -119,8 +119,10 @@ def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:
         name = "_overflow_check_and_loss_scale_update" if stage == 3 else "scaled_global_norm"
         measure = getattr(type(optimizer), name)
         setattr(optimizer, name, judge)
-        engine.step()
-        delattr(optimizer, name)
+        try:
+            engine.step()
+        finally:
+            delattr(optimizer, name)  # the method of the class again
     if bad:
         engine.lr_scheduler.step()
     return bad, float(norm)

@@ -18,12 +18,12 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from PIL import Image
 from torch import Tensor
 
-from data_tools.export import export
+from data_tools.export import export_cache
 from data_tools.import_cache import import_cache
-from data_tools.inspect import describe
+from data_tools.inspect import describe_cache
 from data_tools.merge import merge
-from data_tools.split import split
-from data_tools.verify import verify
+from data_tools.split import split_cache
+from data_tools.verify import verify_cache
 from tests.launch.test_preprocess import SMALL, differs
 from tests.launch.test_preprocess_deadly import leave_suspects
 from tests.support.commands import check, preprocess
@@ -498,17 +498,17 @@ def test_clip_of_another_model_is_refused(part: str, made: Callable[[str], Made]
 def test_tools_keep_every_bit(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     done = made(name)
     wanted = arrays(done.cache)
-    assert verify(done.cache).problems == []
-    split(done.cache, tmp_path / "a", tmp_path / "b", keys=[min(wanted)])
+    assert verify_cache(done.cache).problems == []
+    split_cache(done.cache, tmp_path / "a", tmp_path / "b", keys=[min(wanted)])
     merge(tmp_path / "merged", [tmp_path / "a", tmp_path / "b"])
     for form in ("safetensors", "webdataset"):
-        export(done.cache, tmp_path / form, form)
+        export_cache(done.cache, tmp_path / form, form)
         import_cache(tmp_path / form, tmp_path / f"from-{form}")
     for out in ("merged", "from-safetensors", "from-webdataset"):
         assert arrays(tmp_path / out) == wanted
         assert LatentCache(tmp_path / out).manifest == LatentCache(done.cache).manifest
-        assert verify(tmp_path / out).problems == []
-    text = describe(LatentCache(done.cache), 1)
+        assert verify_cache(tmp_path / out).problems == []
+    text = describe_cache(LatentCache(done.cache), 1)
     assert ("cond. frames  latents" in text) == ("image" in done.variant.conditions)
     assert ("and 257x32 CLIP states" in text) == (name == CLIP)
 
@@ -521,7 +521,7 @@ def test_a_flipped_bit_is_found(array: str, made: Callable[[str], Made], tmp_pat
     content = bytearray((out / "shard-00000.h5").read_bytes())
     content[content.rindex(needle) + 3] ^= 4
     (out / "shard-00000.h5").write_bytes(content)
-    assert {problem.what.partition(" (")[0] for problem in verify(out).problems} == {
+    assert {problem.what.partition(" (")[0] for problem in verify_cache(out).problems} == {
         "the sample has a wrong checksum of latents and text"
     }
     with pytest.raises(CacheError, match="wrong checksum"):

@@ -24,11 +24,12 @@ from tests.support.corpus import build_corpus
 from tests.unit.data.clips.test_video import numbered, write_clip
 from wands.cli import main
 from wands.commands.check import check as module
-from wands.commands.check.check_report import CheckReport, render_page, save_report
+from wands.commands.check.check_report import CheckReport, render_check_page, save_report
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.captions import estimate_tokens
 from wands.data.packing import plan_epoch
 from wands.errors import ConfigError, DataError
+from wands.texts import safe_lines
 from wands.variants import VARIANTS
 
 SMALL: dict[str, Any] = {"max_pixels": 64 * 96, "max_frames": 9}
@@ -308,7 +309,7 @@ def test_packing_is_that_of_training(report: CheckReport, clips: Path) -> None:
     assert short.packing is not None
     assert "max_tokens=50 is less than sample" in short.packing.problem
     assert short.packing.problem in short.render()
-    assert short.packing.problem.replace("'", "&#x27;") in render_page(short)
+    assert short.packing.problem.replace("'", "&#x27;") in render_check_page(short)
 
 
 def test_captions_beyond_512_tokens(clips_dir: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
@@ -376,14 +377,14 @@ def test_the_page_needs_nothing_else(report: CheckReport, tmp_path: Path) -> Non
     assert "<script>alert('a caption')</script>" in page.words
     for clip in report.clips:
         assert clip.key in page.words
-        assert clip.reason in page.words
+        assert safe_lines(clip.reason) in page.words
         assert all(warning in page.words for warning in clip.warnings)
 
 
 def test_a_large_page_says_what_it_leaves_out(report: CheckReport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wands.commands.check.check_report.MAX_ROWS", 2)
     monkeypatch.setattr("wands.commands.check.check_report.SHOWN_CLIPS", 2)
-    page = Page(render_page(report))
+    page = Page(render_check_page(report))
     assert page.opened.count("tr") == 1 + 2
     assert "3 more clips" in page.words
     assert "... and 3 more clips" in report.render()
@@ -413,7 +414,9 @@ def test_clips_that_do_not_meet_a_condition_are_counted_together(clips_dir: Path
     assert found.problems() == [("--where requires score > 2.5", 2)]
 
 
-def test_a_film_without_a_used_clip_is_named(clips_dir: Path, tmp_path: Path) -> None:
+def test_a_film_without_a_used_clip_is_named(
+    clips_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bikes, city = clips_dir / "bikes.mp4", clips_dir / "cityCC0.mpg"
     rows = [f"{bikes},0,1,a", f"{bikes},1,2,b", f"{city},0,1,c", f"{city},1,2,d"]
     (tmp_path / "shots.csv").write_text("\n".join(["video,start,end,caption", *rows, ""]))
@@ -421,9 +424,13 @@ def test_a_film_without_a_used_clip_is_named(clips_dir: Path, tmp_path: Path) ->
         str(tmp_path / "shots.csv"), where='"bikes" not in path or caption == "b"', max_frames=5
     ).render()
     assert "none of its" not in text
-    text = check(str(tmp_path / "shots.csv"), where='"city" in path', max_frames=5).render()
-    assert f"{bikes}: none of its 2 clips is used" in text.splitlines()
-    assert f"{city}: none of its" not in text
+    report = check(str(tmp_path / "shots.csv"), where='"city" in path', max_frames=5)
+    for home in (tmp_path, clips_dir.parent):
+        monkeypatch.setenv("HOME", str(home))
+        text = report.render()
+        assert safe_lines(f"{bikes}: none of its 2 clips is used") in text.splitlines()
+        assert "cityCC0.mpg: none of its" not in text
+    assert f"$HOME/{clips_dir.name}/bikes.mp4: none" in text
 
 
 # ---- the command line

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_tools.export import export
+from data_tools.export import export_cache
 from data_tools.import_cache import import_cache
-from data_tools.inspect import describe
+from data_tools.inspect import describe_cache
 from data_tools.merge import copy_samples
-from data_tools.verify import verify
+from data_tools.verify import verify_cache
 from tests.unit.data.test_collate import THREE, collator
 from tests.unit.data_tools.test_verify import FINGERPRINT, NULL, VARIANT, make_sample
 from wands.config.recipe import FlowConfig
@@ -50,7 +50,7 @@ def check(path: Path, masked: set[int]) -> None:
         assert torch.equal(sample.token_weights, wanted)
         sums = [float(wanted.double().sum()), float(wanted[0].double().sum())]
         assert cache.mask_sums[number].tolist() == sums
-    assert not verify(path).problems
+    assert not verify_cache(path).problems
 
 
 def test_a_mask_goes_through_every_tool(tmp_path: Path):
@@ -62,10 +62,10 @@ def test_a_mask_goes_through_every_tool(tmp_path: Path):
     copy_samples(cache, tmp_path / "copy", [(cache, i) for i in range(4)])
     check(tmp_path / "copy", masked)
     for layout in ("safetensors", "webdataset"):
-        export(tmp_path / "cache", tmp_path / layout, layout)
+        export_cache(tmp_path / "cache", tmp_path / layout, layout)
         import_cache(tmp_path / layout, tmp_path / f"from_{layout}")
         check(tmp_path / f"from_{layout}", masked)
-    assert "masks         2 sample(s)" in describe(cache, 4)
+    assert "masks         2 sample(s)" in describe_cache(cache, 4)
 
 
 def test_a_cache_without_masks_is_what_it_was(tmp_path: Path):

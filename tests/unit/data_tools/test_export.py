@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save, save_file
 
 from data_tools import export as export_module
 from data_tools import import_cache as import_module
-from data_tools.export import export, file_name
+from data_tools.export import export_cache, file_name
 from data_tools.import_cache import import_cache
-from data_tools.verify import verify
+from data_tools.verify import verify_cache
 from tests.unit.data_tools.test_verify import (
     FINGERPRINT,
     NULL,
@@ -58,7 +58,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def exported(cache: Path, tmp_path: Path) -> Path:
-    export(cache, tmp_path / "export", "webdataset")
+    export_cache(cache, tmp_path / "export", "webdataset")
     return tmp_path / "export"
 
 
@@ -69,14 +69,14 @@ def test_there_and_back(cache: Path, tmp_path: Path, layout: str, capsys: pytest
     assert import_module.main([str(out), str(back)]) == 0
     assert capsys.readouterr().out == f"{out}: 7 samples\n{back}: 7 samples\n"
     assert contents(back) == contents(cache)
-    assert verify(back).problems == []
+    assert verify_cache(back).problems == []
     assert import_cache(out, back) == 7  # again: nothing to do
     assert contents(back) == contents(cache)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "export"]
 
 
 def test_what_others_find_in_an_export(cache: Path, tmp_path: Path) -> None:
-    export(cache, tmp_path / "files", "safetensors")
+    export_cache(cache, tmp_path / "files", "safetensors")
     stored = LatentCache(cache)
     path = tmp_path / "files" / f"{file_name(0, stored.keys[0])}.safetensors"
     assert path.name == "00000000-%2E%2E%2Fup.safetensors"
@@ -84,7 +84,7 @@ def test_what_others_find_in_an_export(cache: Path, tmp_path: Path) -> None:
     assert sorted(tensors) == ["latents", "text_embeds"]
     assert torch.equal(tensors["latents"].view(torch.int16), stored.read(0).latents.view(torch.int16))
     assert len(list((tmp_path / "files").iterdir())) == 7 + 2
-    export(cache, tmp_path / "tars", "webdataset", max_bytes=40_000)
+    export_cache(cache, tmp_path / "tars", "webdataset", max_bytes=40_000)
     tars = sorted((tmp_path / "tars").glob("*.tar"))
     assert [path.name for path in tars] == [f"shard-{i:05d}.tar" for i in range(len(tars))]
     assert len(tars) > 1
@@ -114,13 +114,13 @@ def test_an_export_appears_whole_or_not_at_all(
     with monkeypatch.context() as patch:
         patch.setattr(export_module, "_to_bytes", fail)
         with pytest.raises(KeyboardInterrupt):
-            export(cache, out, "safetensors")
+            export_cache(cache, out, "safetensors")
     assert not out.exists()
-    export(cache, out, "safetensors")  # what the first has left is gone
+    export_cache(cache, out, "safetensors")  # what the first has left is gone
     assert len(list(out.iterdir())) == 9
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
     with pytest.raises(ConfigError, match="exists; pass a new folder"):
-        export(cache, out, "webdataset")
+        export_cache(cache, out, "webdataset")
 
 
 def add_member(path: Path, name: str, content: bytes = b"evil", **changes: Any) -> None:
@@ -175,7 +175,7 @@ def test_no_pickle_is_ever_opened(
     torch.save(Bomb(), tmp_path / "diffsynth" / "0.pth")
     assert import_module.main(["diffsynth", "back"]) == 2
     assert "contains pickles such as 0.pth" in capsys.readouterr().err
-    export(cache, tmp_path / "export", "safetensors")
+    export_cache(cache, tmp_path / "export", "safetensors")
     (tmp_path / "export" / "x.pth").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(DataError, match=r"x\.pth is a pickle"):
         import_cache(tmp_path / "export", tmp_path / "back")
@@ -186,7 +186,7 @@ def test_no_pickle_is_ever_opened(
 
 
 def test_damage_and_loss_are_found(cache: Path, tmp_path: Path) -> None:
-    export(cache, tmp_path / "export", "safetensors")
+    export_cache(cache, tmp_path / "export", "safetensors")
     path = sorted((tmp_path / "export").glob("0*"))[3]
     flip(path, 8 * (path.stat().st_size - 3))
     with pytest.raises(DataError, match=rf"{path.name[:9]}.* is damaged \(the checksum of the tensors is"):
@@ -259,7 +259,7 @@ def test_a_musubi_cache(tiny_pipeline: Path, tmp_path: Path, capsys: pytest.Capt
     assert set(cache.index.fps.tolist()) == {16.0}
     assert torch.equal(cache.null_text_embeds, TextEncoder.load(tiny_pipeline).encode("").bfloat16())
     assert cache.fingerprint["settings"]["imported"] == "musubi-tuner"
-    assert verify(tmp_path / "cache").problems == []
+    assert verify_cache(tmp_path / "cache").problems == []
 
 
 def test_a_musubi_cache_of_another_model_or_kind_is_refused(tiny_pipeline: Path, tmp_path: Path) -> None:
@@ -282,6 +282,6 @@ def test_a_musubi_cache_of_another_model_or_kind_is_refused(tiny_pipeline: Path,
         import_cache(tmp_path / "musubi", tmp_path / "cache", str(tiny_pipeline))
     assert not (tmp_path / "cache" / "index.npz").exists()
     write_cache(tmp_path / "c", [1])
-    export(tmp_path / "c", tmp_path / "e", "safetensors")
+    export_cache(tmp_path / "c", tmp_path / "e", "safetensors")
     with pytest.raises(ConfigError, match="is not needed"):
         import_cache(tmp_path / "e", tmp_path / "back", str(tiny_pipeline))

@@ -22,8 +22,8 @@ from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 
-from data_tools.import_shards import check_latents, import_shards, main
-from data_tools.tfrecord import crc32c, masked_crc32c, parse_example, parse_tensor, read_records
+from data_tools.import_shards import check_imported_latents, import_shards, main
+from data_tools.tfrecord import crc32c, masked_crc32c, parse_example, parse_tensor, read_tfrecords
 from wands.data.cache.reader import LatentCache
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import TextEncoder
@@ -267,9 +267,9 @@ def test_normalization_is_told_from_the_profile(model: Path, contrast: float) ->
     std, refused = torch.tensor(WAN_STD), 0
     for seed in range(100):
         tensor = latents(seed, (16, 3, 8, 8), contrast)
-        check_latents(tensor, variant, std)
+        check_imported_latents(tensor, variant, std)
         try:
-            check_latents(raw(tensor), variant, std)
+            check_imported_latents(raw(tensor), variant, std)
         except DataError:
             refused += 1
     assert refused >= 97
@@ -424,7 +424,7 @@ def test_damage_to_a_file_costs_what_it_hits(tmp_path: Path) -> None:
 
     def read(content: bytes) -> list[Any]:
         path.write_bytes(content)
-        return [str(r) if isinstance(r, DataError) else r for r in read_records(path)]
+        return [str(r) if isinstance(r, DataError) else r for r in read_tfrecords(path)]
 
     assert read(bytes(data)) == records
     flipped = data.copy()

@@ -17,7 +17,7 @@ from data_tools.footage import analysis, measures
 from tests.unit.data.clips.test_video import write_clip
 from wands.cli import main
 from wands.commands.check.check import check
-from wands.commands.check.check_report import render_page
+from wands.commands.check.check_report import render_check_page
 from wands.config.options import CheckOptions, MeasureOptions
 from wands.data.clips.filters import numeric_columns
 from wands.data.clips.records import ClipRecord
@@ -51,7 +51,7 @@ def measured(path: Path, **part) -> dict[str, float]:
 
 def run(source: Path, out: Path, **options) -> tuple[str, dict[str, dict[str, str]]]:
     """Return the summary, and the rows by the name of the video."""
-    summary = measures.measure(MeasureOptions(source=str(source), out=out, num_workers=1, **options))
+    summary = measures.measure_clips(MeasureOptions(source=str(source), out=out, num_workers=1, **options))
     with out.open(newline="") as table:
         return summary, {Path(row["video"]).name: row for row in csv.DictReader(table)}
 
@@ -203,7 +203,7 @@ def test_measure_then_check_where(tmp_path: Path):
     assert "but --where requires motion > 0.05" in reasons["b"]
     low, high = sorted(row["motion"] for row in rows)
     assert f"motion: min {low:.4g}, median {high:.4g}, max {high:.4g}; 2 clips" in report.render()
-    page = render_page(report)
+    page = render_check_page(report)
     assert page.count("<svg") == 3  # motion, sharpness, brightness
     assert f"min {low:.4g}, median {high:.4g}" in page
     motion = page[page.index("histogram of motion") : page.index("histogram of sharpness")]
@@ -226,7 +226,7 @@ def test_columns_with_hostile_numbers(tmp_path: Path):
     assert list(report.columns) == ["caption", "huge", "tiny", "same", "_b_name__b_"]
     assert report.column_texts()["same"] == "min 3, median 3, max 3; 2 clips"
     assert "huge: min -1.7e+308, median 0, max 1.7e+308; 3 clips" in report.render()
-    assert "<b>name" not in render_page(report)
+    assert "<b>name" not in render_check_page(report)
     many = ClipRecord("", tmp_path, "", row={f"column{n}": n for n in range(10_000)})
     assert list(numeric_columns([many] * 2))[-1] == "column9999"
     assert len(numeric_columns([many])) == 16

@@ -16,12 +16,13 @@ from data_tools import merge as merge_module
 from data_tools import split as split_module
 from data_tools.merge import main as merge_main
 from data_tools.merge import merge
-from data_tools.split import name_hash, split
-from data_tools.verify import verify
+from data_tools.split import name_hash, split_cache
+from data_tools.verify import verify_cache
 from tests.unit.data_tools.test_verify import VARIANT, contents, flip, write_cache
 from wands.data.cache.format import read_manifest, variant_contract
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, ConfigError
+from wands.texts import safe_lines
 
 FORK = multiprocessing.get_context("fork")
 
@@ -39,7 +40,7 @@ def test_merged_equals_all_samples_written_at_once(parts: list[Path], tmp_path: 
     assert (merged.num_samples, merged.num_copied, merged.duplicates) == (32, 32, [])
     write_cache(tmp_path / "wanted", range(32))
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
-    assert verify(tmp_path / "out").problems == []
+    assert verify_cache(tmp_path / "out").problems == []
     again = merge(tmp_path / "out", parts)
     assert (again.num_samples, again.num_copied) == (32, 0)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
@@ -164,13 +165,13 @@ def test_killed_at_any_moment_the_next_run_goes_on(tmp_path: Path) -> None:
             resumed += 1
     merge(out, paths)
     assert contents(out) == wanted
-    assert verify(out).problems == []
+    assert verify_cache(out).problems == []
     assert not list(out.glob(".*"))
     assert resumed > 0
 
 
 def test_split_by_fraction_is_stable_and_whole(parts: list[Path], tmp_path: Path) -> None:
-    a, b = split(parts[1], tmp_path / "a", tmp_path / "b", fraction=0.4)
+    a, b = split_cache(parts[1], tmp_path / "a", tmp_path / "b", fraction=0.4)
     assert a + b == 21
     ours, theirs, all_of_it = (contents(p)["samples"] for p in (tmp_path / "a", tmp_path / "b", parts[1]))
     assert ours | theirs == all_of_it
@@ -178,7 +179,7 @@ def test_split_by_fraction_is_stable_and_whole(parts: list[Path], tmp_path: Path
     assert set(ours) == {key for key in all_of_it if name_hash(key) < 0.4}
     assert LatentCache(tmp_path / "a").manifest == LatentCache(parts[1]).manifest
     merge(tmp_path / "grown", parts)
-    split(tmp_path / "grown", tmp_path / "a2", tmp_path / "b2", fraction=0.4)
+    split_cache(tmp_path / "grown", tmp_path / "a2", tmp_path / "b2", fraction=0.4)
     assert ours.items() <= contents(tmp_path / "a2")["samples"].items()
     merge(tmp_path / "again", [tmp_path / "a", tmp_path / "b"])
     assert contents(tmp_path / "again") == contents(parts[1])
@@ -196,7 +197,7 @@ def test_a_clip_is_not_split(tmp_path: Path) -> None:
             for end in ends:
                 writer.add(clip + end, sample.latents, sample.text_embeds, meta)
         writer.commit(one.null_text_embeds)
-    a, b = split(tmp_path / "cache", tmp_path / "a", tmp_path / "b", fraction=0.5)
+    a, b = split_cache(tmp_path / "cache", tmp_path / "a", tmp_path / "b", fraction=0.5)
     sides = [set(LatentCache(tmp_path / side).keys) for side in ("a", "b")]
     assert (a + b, min(a, b) > 0) == (60, True)
     for clip in clips:
@@ -223,10 +224,8 @@ def test_split_by_keys_file(parts: list[Path], tmp_path: Path, capsys: pytest.Ca
         assert message in capsys.readouterr().err
     (tmp_path / "keys").write_text("clip/010\nclip/999")
     assert split_module.main(command) == 2
-    assert (
-        f"1 of the 2 keys in --keys-file are not in CACHE={parts[1]}, such as clip/999;"
-        in capsys.readouterr().err
-    )
+    problem = f"1 of the 2 keys in --keys-file are not in CACHE={parts[1]}, such as clip/999;"
+    assert safe_lines(problem) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -236,7 +235,7 @@ def test_a_split_with_an_empty_side_is_refused(
     parts: list[Path], tmp_path: Path, fraction: float, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        split(parts[1], tmp_path / "a", tmp_path / "b", fraction=fraction)
+        split_cache(parts[1], tmp_path / "a", tmp_path / "b", fraction=fraction)
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_tools.verify import main, verify
+from data_tools.verify import main, verify_cache
 from wands.data.cache.format import read_manifest
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.collate import Sample
@@ -91,7 +91,7 @@ def cache(sound: Path, tmp_path: Path) -> Path:
 
 
 def test_a_sound_cache(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = verify(sound)
+    report = verify_cache(sound)
     stored = LatentCache(sound)
     size = sum(2 * (int(shape.prod()) + 3 * 8) for shape in stored.index.latent_shapes)
     assert (report.problems, report.num_samples, report.num_bytes) == ([], 17, size)
@@ -111,7 +111,7 @@ def test_random_flips_are_found_or_change_nothing_that_is_read(cache: Path, coun
         used = len(file.read_bytes().rstrip(b"\0"))  # the writer claims more of the disk than it needs
         bit = int(draw.integers(8 * used))
         flip(file, bit)
-        if verify(cache, workers=1).problems:
+        if verify_cache(cache, workers=1).problems:
             found[file.name] += 1
         else:
             assert contents(cache) == before, f"{file.name}: bit {bit} changes what is read and is not found"
@@ -185,7 +185,7 @@ def test_the_manifest_is_guarded_whole(
     bits = range(0, 8 * len(content), every)
     for bit in bits:
         flip(path, bit)
-        problems = verify(cache, workers=1).problems
+        problems = verify_cache(cache, workers=1).problems
         if problems:
             assert {problem.place for problem in problems} == {"manifest.json"}
             found += 1
@@ -207,7 +207,7 @@ def test_an_index_that_disagrees_with_the_shards_names_the_sample(cache: Path) -
         changed = arrays | {name: arrays[name].copy()}
         changed[name][3] += 1
         np.savez(cache / "index.npz", **changed)
-        problems = verify(cache).problems
+        problems = verify_cache(cache).problems
         assert problems, name
         assert any("clip/003" in problem.place for problem in problems), name
         assert all("rebuilds the index" in problem.fix for problem in problems), name
@@ -218,17 +218,17 @@ def test_missing_files_and_a_shard_of_another_cache(
 ) -> None:
     write_cache(tmp_path / "other", [40], vae={"weights_sha256": "bb"})
     shutil.copy(tmp_path / "other" / "shard-00000.h5", cache / "shard-00001.h5")
-    problems = verify(cache).problems
+    problems = verify_cache(cache).problems
     assert any("which differs from manifest.json" in problem.what for problem in problems)
     assert any("bytes, but the index says" in problem.what for problem in problems)
     (cache / "shard-00001.h5").unlink()
-    [problem] = verify(cache).problems
+    [problem] = verify_cache(cache).problems
     assert problem.place == "shard-00001.h5"
     assert "5 samples" in problem.what
     (cache / "index.npz").unlink()
-    [problem] = verify(cache).problems
+    [problem] = verify_cache(cache).problems
     assert (problem.place, problem.what) == ("index.npz", "the file is missing, so the cache is unfinished")
     os.remove(cache / "manifest.json")
-    assert {problem.place for problem in verify(cache).problems} == {"index.npz", "manifest.json"}
+    assert {problem.place for problem in verify_cache(cache).problems} == {"index.npz", "manifest.json"}
     assert main([str(tmp_path)]) == 2
     assert "is not a latent cache" in capsys.readouterr().err

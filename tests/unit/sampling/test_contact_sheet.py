@@ -67,16 +67,16 @@ def test_labels_wrap_inside_the_sheet_and_end_in_an_ellipsis() -> None:
     font = contact_sheet._font(15)
     text = "a man rides a bicycle down the street " * 20
     for width in (200, 480, 900):
-        lines = contact_sheet._wrap(text, font, width)
+        lines = contact_sheet._wrap_text(text, font, width)
         assert len(lines) == 2
         assert all(font.getlength(line) <= width for line in lines)
         assert lines[1].endswith("…")
         assert text.startswith(lines[0] + " ")
-    assert contact_sheet._wrap("short  one\n", font, 200) == ["short one"]
-    assert contact_sheet._wrap("x" * 300, font, 200)[0] == "x" * len(
-        contact_sheet._wrap("x" * 300, font, 200)[0]
+    assert contact_sheet._wrap_text("short  one\n", font, 200) == ["short one"]
+    assert contact_sheet._wrap_text("x" * 300, font, 200)[0] == "x" * len(
+        contact_sheet._wrap_text("x" * 300, font, 200)[0]
     )
-    assert contact_sheet._wrap("", font, 200) == []
+    assert contact_sheet._wrap_text("", font, 200) == []
 
 
 def test_unwritable_sheet_is_one_sentence_and_keeps_the_old_file(

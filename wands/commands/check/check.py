@@ -138,7 +138,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         numbers = {name: number for name in columns if (number := read_number(cells.get(name))) is not None}
         texts = {name: text for name in TEXT_COLUMNS if isinstance(text := cells.get(name), str) and text}
         clip.columns = {**numbers, **texts}
-        cache_bytes += _cache_bytes(clip, variant, stored)
+        cache_bytes += _added_cache_bytes(clip, variant, stored)
         if clip.text_tokens > TEXT_LEN:
             count = f"{'' if options.model else 'about '}{clip.text_tokens:,}"
             clip.warnings = (f"caption too long: {count} tokens, cut after {TEXT_LEN}", *clip.warnings)
@@ -358,7 +358,7 @@ def _describe_turn(source: VideoInfo) -> str:
 # ---- totals
 
 
-def _cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
+def _added_cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) -> int:
     """Estimate the number of bytes that the samples of a clip add to the cache of `wands preprocess`.
 
     Samples with the same frames share their latents, which are counted only once.

@@ -232,7 +232,7 @@ class CheckReport:
         Args:
             width: number of characters in a line. None uses the width of the terminal, or 130 without a terminal.
         """
-        table, lines = _table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colors
+        table, lines = _clip_table(self.clips[:SHOWN_CLIPS], width), [""]  # the table contains colors
         if len(self.clips) > SHOWN_CLIPS:
             lines.append(f"... and {len(self.clips) - SHOWN_CLIPS:,} more clips; --json lists all clips")
         lines += self.notes
@@ -304,7 +304,7 @@ def describe_samples(clip: CheckedClip) -> str:
     return f"{text}, {describe_footage(clip.footage)}" if clip.footage[2] > clip.footage[0] else text
 
 
-def _table(clips: Sequence[CheckedClip], width: int | None) -> str:
+def _clip_table(clips: Sequence[CheckedClip], width: int | None) -> str:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -343,10 +343,10 @@ def save_report(report: CheckReport, json_path: Path | None = None, html_path: P
     if json_path is not None:
         write_text(json_path, report.to_json())
     if html_path is not None:
-        write_text(html_path, render_page(report))
+        write_text(html_path, render_check_page(report))
 
 
-def render_page(report: CheckReport) -> str:
+def render_check_page(report: CheckReport) -> str:
     """Return the text of an HTML page with the report and its thumbnails.
 
     File names and captions are escaped, so that they cannot contain HTML. User names are removed from paths of home folders.

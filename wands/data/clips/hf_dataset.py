@@ -89,7 +89,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
     import datasets
 
     try:
-        data = _load(source, name)
+        data = _load_dataset(source, name)
         source.check_columns(data.column_names)
         wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, "crop", *LICENSE_COLUMNS}
         wanted |= {name for name in data.column_names if identifier(name) in source.other_columns}
@@ -108,7 +108,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
         ) from error
 
 
-def _load(source: Source, name: str) -> Any:
+def _load_dataset(source: Source, name: str) -> Any:
     import datasets
 
     if not any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):

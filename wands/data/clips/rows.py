@@ -87,7 +87,7 @@ def read_range(row: Mapping[str, Any], path: Path) -> Range:
     Raises:
         DataError: if the range is invalid or the clip cannot be opened.
     """
-    frames = _read_frames(row)
+    frames = _read_frame_range(row)
     if frames is None:
         return _read_seconds(row)
     from wands.data.clips.video import frame_times, probe
@@ -121,7 +121,7 @@ def _seconds(name: str, value: Any) -> float | None:
     return number
 
 
-def _read_frames(row: Mapping[str, Any]) -> tuple[int, int] | None:
+def _read_frame_range(row: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return (first frame, last frame) from the optional columns start_frame and end_frame, or None if both are empty.
 
     The last frame belongs to the range. If only one of the two columns is filled, DataError is raised.

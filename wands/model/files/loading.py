@@ -59,7 +59,7 @@ def load_config(
     """
     if (variant := _published(path)) is not None:
         return variant.dit.to_config()
-    return _read_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
+    return _read_dit_config(f"{key}={path}", _find_folder(path, subfolder, ("config.json",), key))
 
 
 def _published(path: str | Path) -> Variant | None:
@@ -141,7 +141,7 @@ def load_transformer(
     assert init in ("pretrained", "random"), init
     where = f"{key}={path}"
     folder = None if init == "random" else _find_folder(path, subfolder, _MODEL_FILES, key)
-    config = _read_config(where, folder) if folder else load_config(path, subfolder, key=key)
+    config = _read_dit_config(where, folder) if folder else load_config(path, subfolder, key=key)
     model = build_empty(config)
     num_params = sum(parameter.numel() for parameter in model.parameters())
     make = _open_weights(where, folder, model) if folder else partial(_initial_value, seed=seed)
@@ -182,7 +182,7 @@ def check_weights(path: str | Path, subfolder: str = "transformer") -> None:
         CheckpointError: if the weights are missing, are damaged, or do not fit the config.
     """
     where, folder = f"model.path={path}", _find_folder(path, subfolder, _MODEL_FILES, "model.path")
-    _open_weights(where, folder, build_empty(_read_config(where, folder)))
+    _open_weights(where, folder, build_empty(_read_dit_config(where, folder)))
 
 
 def sample_weights(path: str | Path, subfolder: str) -> str:
@@ -221,7 +221,7 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
     )
 
 
-def _read_config(where: str, folder: Path) -> dict[str, Any]:
+def _read_dit_config(where: str, folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     config = read_json_object(file, label=f"{where}: {file}")
     class_name = config.get("_class_name")

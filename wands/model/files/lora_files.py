@@ -222,7 +222,7 @@ def _with_name(folder: Path, name: str) -> list[Path]:
 
 def is_lora(names: Iterable[str]) -> bool:
     """Return whether any tensor name of a file is a key of a LoRA or of a similar method, such as LoKr."""
-    return any(_split(name)[1] in _KINDS or _other_method(name) for name in names)
+    return any(_split_key(name)[1] in _KINDS or _other_method(name) for name in names)
 
 
 def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
@@ -313,7 +313,7 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
     groups: dict[tuple[str, str], dict[str, Tensor]] = {}
     unknown = []
     for key, value in state.items():
-        stem, suffix = _split(key)
+        stem, suffix = _split_key(key)
         try:
             kind, module = _KINDS[suffix], _module_of(stem, is_table=suffix == "diff_m")
         except KeyError:
@@ -384,7 +384,7 @@ def update_of(loras: Mapping[str, LoraUpdate], expert: str) -> LoraUpdate | None
     return loras.get(expert) or (loras[EXPERTS[0]] if list(loras) == [EXPERTS[0]] else None)
 
 
-def _split(key: str) -> tuple[str, str]:
+def _split_key(key: str) -> tuple[str, str]:
     """Split a LoRA key into (text before the suffix, suffix), and remove the name of a PEFT adapter from the suffix.
 
     The key "blocks.0.ffn.0.lora_A.default.weight" becomes ("blocks.0.ffn.0", "lora_A.weight").
