@@ -218,13 +218,13 @@ def stock_gradients(
             x,
             noisy.timesteps[0],
             first_frame=clean[:, :1] if given else None,
-            image_latents=sample.image_latents,
+            image_latents=sample.arrays.get("image_latents"),
             last_image=run.model.variant.num_images == 2,
         )
-        pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.image_embeds)
+        pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.arrays.get("image_embeds"))
         weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
         first = 1 if given else 0  # a frame that was given is not trained
-        trained = torch.ones(grid) if sample.token_weights is None else sample.token_weights
+        trained = sample.arrays.get("token_weights", torch.ones(grid))
         of_pixels = trained.to(dtype)[first:].repeat_interleave(2, 1).repeat_interleave(2, 2)
         # over the sample's own tokens and channels
         error = ((pred - target)[:, first:].square().mean(dim=0) * of_pixels).sum() / of_pixels.sum()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -11,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from wands.conditions.arrays import ClipSize
+from wands.conditions.published import arrays_of
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import DataConfig, Recipe
@@ -322,7 +323,11 @@ def describe_smallest(task: Task, fix: str) -> str:
 
 
 def _cache_bytes(task: Task, variant: Variant) -> float:
-    shape = variant.dit
-    per_token = shape.out_channels * math.prod(shape.patch_size) * (1 + (variant.num_images > 0))
-    per_clip = _TEXT_TOKENS * shape.text_dim + shape.image_len * (shape.image_dim or 0)
-    return 2.0 * (per_token * int(task.seq_lens.sum()) + per_clip * len(task.seq_lens))  # in bf16
+    """Return the size of a latent cache in bytes, for clips of the mean length and captions of `_TEXT_TOKENS` tokens."""
+    patch_size = variant.dit.patch_size
+    frames, rows, columns = patch_size
+    tokens = round(float(task.seq_lens.mean()))
+    size = ClipSize((frames, rows, columns * tokens), patch_size)  # only the number of tokens counts
+    specs = [spec for spec in arrays_of(variant) if not spec.optional]
+    of_clip = sum(spec.num_bytes(spec.shape(size, [_TEXT_TOKENS] * spec.num_free)) for spec in specs)
+    return float(of_clip * len(task.seq_lens))

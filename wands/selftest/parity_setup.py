@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from wands.conditions.condition import Condition
 from wands.config.options import SelftestOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
@@ -93,24 +95,25 @@ class Setup:
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
-        """Return whether the model takes the input `condition`, such as "image" (see `Variant.conditions`)."""
+        """Return whether the published model takes the input `condition`, such as "image" (see `Variant.conditions`)."""
         return condition in self.variant.conditions
 
 
-def load_setup(options: SelftestOptions) -> Setup:
+def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> Setup:
     """Read the config files of the model and the frames of the clip. Without --clip, make a synthetic clip.
 
     The function reads no weights and downloads nothing.
 
     Args:
         options: options of the command; they name the model and the clip.
+        conditions: conditions of outside code.
 
     Raises:
         ConfigError: if the model is not on this machine or is not a Wan pipeline, or if the device does not exist.
         DataError: if the clip cannot be used.
     """
     folder = find_folder(options.model)
-    variant = read_variant(folder)
+    variant = read_variant(folder, conditions)
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not on_gpu:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")

@@ -14,6 +14,7 @@ from typing import Any
 from wands.checkpoint.checkpoint_files import Checkpoint, find_damage
 from wands.checkpoint.epoch_files import follow_data, follow_plan
 from wands.checkpoint.resume import check_resumable, find_resume
+from wands.conditions.published import conditions_of
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import FlowConfig, Recipe, SourceConfig
@@ -219,7 +220,7 @@ def prepare_run(
         flow=recipe.flow,
         seed=seed,
         null_text_embeds=data.null_text_embeds,
-        conditions=variant.conditions,
+        conditions=conditions_of(variant),
         has_dropout=recipe.uses_dropout,
     )
     schedule = _plan(recipe, data, model, objective, collator)
