@@ -410,6 +410,32 @@ def with_extra(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
     return {**config, "in_channels": variant.dit.in_channels, EXTRA_KEY: listed}
 
 
+def check_extra(trained: Mapping[str, Any], config: Mapping[str, Any], place: str) -> None:
+    """Check that a DiT has the conditions of outside code with which weights were trained.
+
+    Args:
+        trained: config of the DiT whose weights are loaded.
+        config: config of the DiT that gets the weights.
+        place: name of the weights for the message.
+
+    Raises:
+        ValueError: if the conditions differ. The text names them.
+    """
+    names, present = (
+        ", ".join(entry["name"] for entry in each.get(EXTRA_KEY) or ()) or "no input of outside code"
+        for each in (trained, config)
+    )
+    if names != present:
+        raise ValueError(
+            f"{place} was trained with {names}, but this command has {present}; give the same conditions"
+        )
+
+
+def extra_channels(config: Mapping[str, Any]) -> int:
+    """Return the number of input channels of conditions of outside code that the config of a DiT lists."""
+    return sum(entry["channels"] for entry in config.get(EXTRA_KEY) or ())
+
+
 def _sort_extra(
     config: Mapping[str, Any], conditions: Sequence[ExtraInput]
 ) -> tuple[list[ExtraInput], list[ExtraInput]]:

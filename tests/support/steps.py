@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from tests.support.runs import engine_of, make_run, model_of
 from wands.attention.layout import ContextLayout
+from wands.conditions.condition import Condition
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
@@ -120,12 +121,17 @@ class Step:
 
 
 def optimizer_step(
-    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], dtype: torch.dtype = torch.float32
+    model: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    ds: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    conditions: Sequence[Condition] = (),
 ) -> Step:
     """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
     from deepspeed.utils import safe_get_full_grad
 
-    run = make_run(model, out, overrides, ds)
+    run = make_run(model, out, overrides, ds, conditions=conditions)
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     gradients: dict[str, torch.Tensor] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Condition
 from wands.conditions.published import arrays_of
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
@@ -73,9 +74,10 @@ def plan(options: PlanOptions) -> str:
     if options.table:
         return what_fits()
     recipe = load_recipe(options.recipe, options.overrides)
-    model = find_model(recipe, options.variant)
+    plugin = load_plugins(options.imports)
+    model = find_model(recipe, options.variant, plugin.conditions)
     _, variant, experts = model
-    objective = load_plugins(options.imports).objective or FlowMatching()
+    objective = plugin.objective or FlowMatching()
     objective.setup(recipe, variant)
     costs = objective.costs(_clips(recipe, variant, options))
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
@@ -185,7 +187,7 @@ def build_task(
     return Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
 
 
-def find_model(recipe: Recipe, variant: str | None = None) -> Model:
+def find_model(recipe: Recipe, variant: str | None = None, conditions: Sequence[Condition] = ()) -> Model:
     """Return (config of the DiT, model variant, experts (DiTs) to train) for the model that the recipe trains.
 
     For a published model, no model file is read. The name of the published model is `variant`, or part of the Hub id in
@@ -197,7 +199,7 @@ def find_model(recipe: Recipe, variant: str | None = None) -> Model:
     name = variant or published_name(recipe.model.path)
     if name and name not in VARIANTS:
         raise ConfigError(f"--variant {name} is not a published model; use one of {', '.join(VARIANTS)}.")
-    return read_model(recipe, name)
+    return read_model(recipe, name, conditions)
 
 
 def _has_data(data: DataConfig) -> bool:

@@ -19,6 +19,7 @@ from wands.data.clips.video import decode_clip
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.model.files.hub import fetch_model, is_hub_id
+from wands.model.files.loading import load_config
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
@@ -114,6 +115,11 @@ def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -
     """
     folder = find_folder(options.model)
     variant = read_variant(folder, conditions)
+    if variant.dit.in_channels != load_config(folder, key="--model")["in_channels"]:
+        names = ", ".join(condition.name for condition in conditions)
+        raise ConfigError(
+            f"--model={options.model} has no channels for the input {names}; use a model that was trained with it."
+        )
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not on_gpu:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")

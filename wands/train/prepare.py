@@ -178,7 +178,7 @@ def prepare_run(
     published = published_name(path) if is_dry_run and checkpoint is None else None
     if published and check("downloaded weights", partial(is_downloaded, path)):
         published = None
-    read_configs = partial(read_model, recipe, published)
+    read_configs = partial(read_model, recipe, published, plugin.conditions)
     config, variant, experts = check("model files", read_configs, "model") or _NO_MODEL
     read_weights = partial(list_weights, recipe, config, experts, is_new=checkpoint is None)
     weights = check("weights", read_weights, "model files", "lora", "precision", "quantize")
