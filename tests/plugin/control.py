@@ -15,6 +15,7 @@ from wands.conditions.clip_files import ClipFile
 from wands.conditions.condition import Arrays, Channels, ClipFrames, Condition, Encoders, Entry
 from wands.data.clips.video import to_pixels
 from wands.data.patchify import patchify
+from wands.plugin import Plugin
 
 
 class Control(Condition):
@@ -41,3 +42,6 @@ class Control(Condition):
 
     def enter(self, arrays: Arrays, size: ClipSize) -> Entry:
         return Channels(patchify(arrays["control_latents"].float(), size.patch_size))
+
+
+plugin = Plugin(conditions=(Control(),))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from tests.support.runs import engine_of, make_run, model_of
 from wands.attention.layout import ContextLayout
-from wands.conditions.condition import Condition
 from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
@@ -27,6 +26,7 @@ from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
+from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.prepared_run import PreparedRun
 from wands.train.step import train_step
@@ -126,12 +126,12 @@ def optimizer_step(
     overrides: tuple[str, ...],
     ds: dict[str, Any],
     dtype: torch.dtype = torch.float32,
-    conditions: Sequence[Condition] = (),
+    plugin: Plugin | None = None,
 ) -> Step:
     """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
     from deepspeed.utils import safe_get_full_grad
 
-    run = make_run(model, out, overrides, ds, conditions=conditions)
+    run = make_run(model, out, overrides, ds, plugin=plugin)
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     gradients: dict[str, torch.Tensor] = {}

@@ -13,17 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.plugin.control import Control
+from tests.plugin.control import Control, plugin
 from tests.support.commands import check, evaluate, export, preprocess
 from tests.support.runs import losses, make_run, run_training, weights
 from tests.support.sampling import infer
 from tests.support.steps import Grid, Step, optimizer_step, worst, zero
 from tests.support.world import WorldPool
 from wands.commands.check.check import check as check_command
-from wands.commands.evaluate import evaluate as evaluate_command
 from wands.commands.infer import InferResult
 from wands.conditions.arrays import ClipSize
-from wands.config.options import CheckOptions, EvaluateOptions, SelftestOptions
+from wands.config.options import CheckOptions, SelftestOptions
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
@@ -31,9 +30,9 @@ from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_rows
 from wands.model.files.loading import load_weights
+from wands.plugin import Plugin
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.selftest.selftest import selftest
-from wands.train.batches import rank_slices
 from wands.train.prepare import load_run
 from wands.variants import EXTRA_KEY
 
@@ -42,7 +41,7 @@ SMALL = {"max_frames": FRAMES, "max_pixels": 64 * 96, "device": "cpu"}
 CLIPS = ("bikes", "carphone_pristine", "still")
 VIDEO = {"height": 32, "width": 64, "num_frames": FRAMES, "num_inference_steps": 2}
 TOLERANCE = 1e-5
-CONTROL = (Control(),)
+CONTROL = plugin.conditions
 
 
 def write_control(clip: Path, num_frames: int | None = None) -> Path:
@@ -182,7 +181,7 @@ def trained(
     video = ", ".join(f"{key}: {value}" for key, value in VIDEO.items())
     sample = f"sample={{every: 3, prompts: [a dog], inputs: {{control: {control}}}, {video}}}"
     more = ("checkpoint.every=3", f"eval={{every: 3, cache: {cache}, max_share: 1}}", sample)
-    run = partial(run_training, conditions=CONTROL)
+    run = partial(run_training, plugin=plugin)
     worlds[1].run(run, tiny_pipeline, out, settings_of(cache, *more), zero(2))
     return out
 
@@ -191,9 +190,9 @@ def trained(
 def test_every_grid_has_the_step_of_one_process(
     case: str, cache: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
-    conditions = (Control(dropout=0.5 if case == "dropout" else 0.0),)
+    drops = Plugin(conditions=(Control(dropout=0.5 if case == "dropout" else 0.0),))
     settings = settings_of(cache, "flow.weighting=linear")
-    step = partial(optimizer_step, conditions=conditions)
+    step = partial(optimizer_step, plugin=drops)
     [one] = worlds[1].run(step, tiny_pipeline, tmp_path, settings, zero(0))
     grad = one.gradients["patch_embedding.weight"]
     assert grad.shape[1] == 32
@@ -212,7 +211,7 @@ def test_the_first_step_is_that_of_the_base(
     settings = settings_of(cache)
     [base] = worlds[1].run(optimizer_step, tiny_pipeline, tmp_path / "a", settings, zero(0))
     [wide] = worlds[1].run(
-        partial(optimizer_step, conditions=CONTROL), tiny_pipeline, tmp_path / "b", settings, zero(0)
+        partial(optimizer_step, plugin=plugin), tiny_pipeline, tmp_path / "b", settings, zero(0)
     )
     assert wide.loss == base.loss
     for name, grad in base.gradients.items():
@@ -221,8 +220,8 @@ def test_the_first_step_is_that_of_the_base(
 
 
 def test_the_control_of_a_clip_is_next_to_its_own_tokens(cache: Path, tiny_pipeline: Path, tmp_path: Path):
-    run = make_run(tiny_pipeline, tmp_path, settings_of(cache), world_size=1, conditions=CONTROL)
-    [part] = rank_slices(run, run.sampler.step_plan(0), run.grid(0))
+    run = make_run(tiny_pipeline, tmp_path, settings_of(cache), world_size=1, plugin=plugin)
+    [part] = run.reader(run.grid(0)).rank_slices(run.schedule.sampler.step_plan(0))
     assert part.condition_channels is not None
     at = 0
     for key, length in zip(part.keys, part.layout.seq_lens, strict=True):
@@ -247,7 +246,7 @@ def test_a_resumed_run_is_the_run(
     trained: Path, cache: Path, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
 ):
     settings = settings_of(cache, "checkpoint.every=3", "train.max_steps=4")
-    run = partial(run_training, conditions=CONTROL)
+    run = partial(run_training, plugin=plugin)
     [whole] = worlds[1].run(run, tiny_pipeline, tmp_path / "whole", settings, zero(2))
     shutil.copytree(tmp_path / "whole", tmp_path / "part")
     shutil.rmtree(tmp_path / "part" / "checkpoints" / "step_00000004")
@@ -274,7 +273,7 @@ def test_an_experiment_without_the_condition_is_refused(cache: Path, trained: Pa
         ConfigError, match="trained with control, but this command has no input of outside code"
     ):
         evaluate(trained, cache)
-    assert "loss" in str(evaluate_command(EvaluateOptions(model=str(trained), data=str(cache)), CONTROL))
+    assert "loss" in str(evaluate(trained, cache, imports=("tests.plugin.control",)))
 
 
 # ---- sampling and export
@@ -342,8 +341,8 @@ def test_a_lora_of_the_exported_model(
     with pytest.raises(
         ConfigError, match="has no input channels for control, and a LoRA does not train new channels"
     ):
-        make_run(tiny_pipeline, tmp_path, settings_of(cache, *lora), world_size=1, conditions=CONTROL)
-    run = partial(run_training, conditions=CONTROL)
+        make_run(tiny_pipeline, tmp_path, settings_of(cache, *lora), world_size=1, plugin=plugin)
+    run = partial(run_training, plugin=plugin)
     [rows] = worlds[1].run(run, exported, tmp_path / "run", settings_of(cache, *lora), zero(2))
     assert len(rows) == 3
     given = (f"control={source / 'bikes.control.mp4'}",)
@@ -361,7 +360,7 @@ def test_extra_channels_follow_those_of_the_variant(
 ):
     """With the mask and the image channels in between; mock data, and the selftest of the exported model."""
     model = tiny_variant(name)
-    run = partial(run_training, conditions=CONTROL)
+    run = partial(run_training, plugin=plugin)
     worlds[1].run(run, model, tmp_path / "run", ("train.max_steps=2", "checkpoint.every=2"), zero(2))
     out = export(tmp_path / "run", tmp_path / "out")
     assert json.loads((out / "transformer" / "config.json").read_text())["in_channels"] == 52
