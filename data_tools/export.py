@@ -4,8 +4,8 @@ python -m data_tools.export CACHE OUT --format safetensors|webdataset
 
 OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
 
-- With --format safetensors, each sample is one file with latents and text_embeds in bf16. For image-to-video models, the
-  file also contains image_latents and image_embeds. If a clip has a mask, its file contains token_weights. The file's
+- With --format safetensors, each sample is one file with latents and text_embeds in bf16, and the arrays of the other inputs
+  of the model: image_latents and image_embeds for image-to-video models, and token_weights if a clip has a mask. The file's
   header contains the key, the caption and other metadata.
 - With --format webdataset, the safetensors files are in tars of about 1 GiB. Next to each safetensors file, the tar
   contains the caption as .txt and the metadata as .json.

@@ -33,8 +33,9 @@ from data_tools.import_shards import (
     read_variant_and_std,
 )
 from data_tools.program import program
+from wands.conditions.arrays import ArraySpec
 from wands.config.base import ARGUMENT, Options
-from wands.data.cache.format import MASK_ARRAY, array_names, checksum, digest, reason, to_bits
+from wands.data.cache.format import checksum, contract_of, digest, reason, stored_arrays
 from wands.data.cache.reader import CacheWriter
 from wands.data.clips.archives import MAX_LATENT_BYTES, TarReader
 from wands.data.collate import Sample
@@ -100,9 +101,9 @@ def _import_export(source: Path, out: Path) -> int:
     try:
         manifest = json.loads((source / EXPORT_NAME).read_text(encoding="utf-8"))
         stored, count, layout = manifest["cache"], manifest["num_samples"], manifest["layout"]
-        variant, fingerprint = stored["variant"], stored["fingerprint"]
-        names = array_names(variant["conditions"])
-        if stored.pop("digest", None) not in (None, digest(stored)):
+        contract, fingerprint = contract_of(stored), stored["fingerprint"]
+        arrays = stored_arrays(stored)
+        if stored.pop("digest") != digest(stored):
             raise ValueError(f"'cache' in {EXPORT_NAME} does not match its digest: it was changed")
         null_text = load((source / NULL_NAME).read_bytes())["text_embeds"]
         if manifest["format"] != EXPORT_FORMAT:
@@ -113,9 +114,9 @@ def _import_export(source: Path, out: Path) -> int:
         raise DataError(
             f"{EXPORT_NAME} or {NULL_NAME} in SOURCE={source} cannot be imported ({reason(error)}); run data_tools.export again."
         ) from None
-    items = _read_folder(source, names) if layout == "safetensors" else _read_tars(source, names)
+    items = _read_folder(source, arrays) if layout == "safetensors" else _read_tars(source, arrays)
     seen: set[str] = set()
-    with CacheWriter(out, variant, fingerprint) as writer:
+    with CacheWriter(out, contract, fingerprint) as writer:
         for sample, meta in items:
             if sample.sample_id in seen:
                 raise DataError(
@@ -123,7 +124,7 @@ def _import_export(source: Path, out: Path) -> int:
                 )
             seen.add(sample.sample_id)
             if not writer.has(sample.sample_id, meta["content"]):
-                writer.add(sample.sample_id, meta=meta, **sample.arrays)
+                writer.add(sample.sample_id, sample.arrays, meta)
         if len(seen) != count:
             raise DataError(
                 f"SOURCE={source} has {len(seen):,} of {count:,} samples; restore missing files, or run data_tools.export again."
@@ -132,15 +133,15 @@ def _import_export(source: Path, out: Path) -> int:
     return count
 
 
-def _read_folder(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
+def _read_folder(source: Path, arrays: Sequence[ArraySpec]) -> Iterator[EncodedClip]:
     for path in sorted(source.iterdir()):
         if path.suffix in PICKLES:
             raise DataError(f"{path} is a pickle, and opening a pickle can run any code; remove the file.")
         if path.suffix == ".safetensors" and path.name != NULL_NAME:
-            yield _exported(path.read_bytes(), str(path), names)
+            yield _exported(path.read_bytes(), str(path), arrays)
 
 
-def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
+def _read_tars(source: Path, arrays: Sequence[ArraySpec]) -> Iterator[EncodedClip]:
     for path in sorted(source.glob("*.tar")):
         try:
             reader = TarReader(path)
@@ -159,34 +160,36 @@ def _read_tars(source: Path, names: Sequence[str]) -> Iterator[EncodedClip]:
                 if "safetensors" not in members:
                     raise DataError(f"{path}: sample {key} has no .safetensors; run data_tools.export again.")
                 content = tar.read(members["safetensors"], MAX_LATENT_BYTES)
-                yield _exported(content, f"{path}: {key}.safetensors", names)
+                yield _exported(content, f"{path}: {key}.safetensors", arrays)
 
 
-def _exported(content: bytes, place: str, names: Sequence[str]) -> EncodedClip:
+def _exported(content: bytes, place: str, arrays: Sequence[ArraySpec]) -> EncodedClip:
     """Return the sample that a safetensors file of an export contains, and verify its checksum.
 
     Args:
         content: bytes of the file.
         place: name of the file, for error messages.
-        names: names of the arrays that the sample must have.
+        arrays: arrays of the cache.
 
     Raises:
         DataError: if the file is damaged.
     """
     try:
         header, stored = _read_metadata(content), load(content)
-        tensors = {name: stored[name] for name in (*names, *stored.keys() & {MASK_ARRAY})}
-        if any(tensor.dtype != torch.bfloat16 for tensor in tensors.values()):
-            raise ValueError(
-                f"the tensors have the dtypes {', '.join(str(t.dtype) for t in tensors.values())}, but data_tools.export "
-                "writes only torch.bfloat16, so another program wrote the file"
-            )
-        crc32 = checksum(*map(to_bits, tensors.values()))
+        present = [spec for spec in arrays if spec.name in stored or not spec.optional]
+        tensors = {spec.name: stored[spec.name] for spec in present}
+        for spec in present:
+            if tensors[spec.name].dtype != spec.torch_dtype:
+                raise ValueError(
+                    f"{spec.name} has the dtype {tensors[spec.name].dtype}, but data_tools.export writes {spec.torch_dtype}, so "
+                    "another program wrote the file"
+                )
+        crc32 = checksum(*(spec.store(tensors[spec.name]) for spec in present))
         if crc32 != int(header["crc32"], 16):
             raise ValueError(
                 f"the checksum of the tensors is {crc32:08x}, but the header says {header['crc32']}, so the file was changed"
             )
-        return Sample(json.loads(header["key"]), **tensors), json.loads(header["meta"])
+        return Sample(json.loads(header["key"]), tensors), json.loads(header["meta"])
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise DataError(f"{place} is damaged ({reason(error)}); run data_tools.export again.") from None
 
@@ -219,7 +222,7 @@ def _import_musubi(source: Path, out: Path, model: str) -> int:
             keys.add(sample.sample_id)
             if not writer.has(sample.sample_id, meta["content"]):
                 meta["num_frames"] = (sample.latents.shape[1] - 1) * variant.vae_stride[0] + 1
-                writer.add(sample.sample_id, meta=meta, **sample.arrays)
+                writer.add(sample.sample_id, sample.arrays, meta)
         writer.commit(TextEncoder.load(model).encode(""), keys)
     return len(keys)
 
@@ -262,7 +265,7 @@ def _musubi_item(path: Path) -> EncodedClip:
         "fps": MUSUBI_FPS,
         "content": hashlib.blake2b(latent_bytes + text_bytes, digest_size=16).hexdigest(),
     }
-    return Sample(path.name.removesuffix("_wan.safetensors"), latents, text), meta
+    return Sample(path.name.removesuffix("_wan.safetensors"), {"latents": latents, "text_embeds": text}), meta
 
 
 def _tensor(content: bytes, pattern: str) -> Tensor:

@@ -114,7 +114,8 @@ def import_shards(
             text = sample.text_embeds
             text = encoder.encode(sample.caption or "") if text is None else text
             meta = _metadata(sample, variant, fps or variant.fps)
-            writer.add(sample.key, sample.latents.to(torch.bfloat16), text.to(torch.bfloat16), meta)
+            arrays = {"latents": sample.latents, "text_embeds": text}
+            writer.add(sample.key, {name: array.to(torch.bfloat16) for name, array in arrays.items()}, meta)
         lines = [json.dumps(asdict(item)) + "\n" for item in rejected]
         write_whole(writer.path / REJECTS_NAME, "".join(lines).encode())
         writer.commit(encoder.encode(""), accepted)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from data_tools.program import program
+from wands.conditions.arrays import ArraySpec
 from wands.config.base import ARGUMENT, Options, Spelling
 from wands.data.cache.reader import LatentCache
 from wands.errors import ConfigError
@@ -38,8 +39,9 @@ def describe_cache(cache: LatentCache, num_rows: int) -> str:
         f"{cache.num_bytes:,} bytes",
         f"variant       {variant['name']}: VAE stride {_times(variant['vae_stride'])}, patch "
         f"{_times(variant['patch_size'])}, {variant['latent_channels']} latent channels, text width "
-        f"{variant['text_dim']}, from {' and '.join(variant['conditions'])}",
-        *(["cond. frames  latents" + _clip_states(variant)] if "image" in variant["conditions"] else []),
+        f"{variant['text_dim']}",
+        f"conditions    {', '.join(cache.manifest['conditions'])}",
+        *(f"{spec.name:<13} {spec.dtype} {_dims(spec)}" for spec in cache.arrays),
         *(f"{part:<13} {_short(values)}" for part, values in cache.fingerprint.items()),
         f"empty caption {len(cache.null_text_embeds)} token(s)",
         f"masks         {(cache.mask_sums[:, 0] > 0).sum():,} sample(s)",
@@ -107,8 +109,9 @@ def _row(cache: LatentCache, i: int, tokens: int) -> str:
     )
 
 
-def _clip_states(variant: dict[str, Any]) -> str:
-    return f" and {_times(variant['image_embeds'])} CLIP states" if "image_embeds" in variant else ""
+def _dims(spec: ArraySpec) -> str:
+    sizes = " x ".join("any length" if dim is None else str(dim) for dim in spec.dims)
+    return sizes + (" (some samples)" if spec.optional else "")
 
 
 def _short(values: Any) -> str:

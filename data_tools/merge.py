@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from data_tools.program import program
 from wands.config.base import ARGUMENT, Options
-from wands.data.cache.format import INDEX_NAME, to_bits
+from wands.data.cache.format import INDEX_NAME, contract_of, to_bits
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.clips.records import REJECTS_NAME
 from wands.errors import CacheError, ConfigError
@@ -119,13 +119,13 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
             "to copy; pass a new folder as OUT. To merge, you can instead add the cache that contains these samples."
         )
     copied = 0
-    with CacheWriter(out, like.manifest["variant"], like.fingerprint) as writer:
+    with CacheWriter(out, contract_of(like.manifest), like.fingerprint) as writer:
         with progress("samples", len(places)) as advance:
             for cache, i in places:
                 meta = cache.meta(i)
                 if not writer.has(cache.keys[i], meta["content"]):
                     sample = cache.read(i)
-                    writer.add(sample.sample_id, meta=meta, **sample.arrays)
+                    writer.add(sample.sample_id, sample.arrays, meta)
                     copied += 1
                 advance()
         writer.commit(like.null_text_embeds, keys)
@@ -134,7 +134,7 @@ def copy_samples(like: LatentCache, out: Path, places: Collection[tuple[LatentCa
 
 def _check_alike(first: LatentCache, other: LatentCache) -> None:
     ours, theirs = (
-        {**cache.manifest["fingerprint"], "variant": cache.manifest["variant"]} for cache in (first, other)
+        {**cache.manifest["fingerprint"], **contract_of(cache.manifest)} for cache in (first, other)
     )
     if difference := first_difference(ours, theirs):
         name, one, two = difference

@@ -12,26 +12,27 @@ import os
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import h5py
 import numpy as np
 
 from data_tools.program import program
+from wands.conditions.arrays import ArraySpec
 from wands.config.base import ARGUMENT, Options
-from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason
-from wands.data.cache.shards import CacheIndex, IndexEntry, read_entry, sample_path, stored_names
+from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason, stored_arrays
+from wands.data.cache.shards import CacheIndex, IndexEntry, read_entry, sample_path, stored_specs
 from wands.errors import CacheError
 from wands.preprocess.progress import progress
 from wands.texts import safe_lines
 
-MANIFEST_KEYS = {"format", "schema_version", "variant", "fingerprint", "digest"}
+MANIFEST_KEYS = {"format", "schema_version", "variant", "conditions", "arrays", "fingerprint", "digest"}
 DAMAGE = (OSError, KeyError, ValueError, RuntimeError, TypeError)
 """Exceptions that h5py raises for a damaged file."""
 
@@ -97,8 +98,17 @@ def verify_cache(
     """
     path, report = Path(path), VerifyResult()
     shards = sorted(file.name for file in path.glob("shard-*.h5"))
-    fingerprint = _check_manifest(path, shards, report)
+    manifest = _check_manifest(path, shards, report)
+    fingerprint = None if manifest is None else digest(manifest["fingerprint"])
     index = _check_index(path, report)
+    arrays = index.arrays if index else ()
+    if manifest is not None:
+        arrays = stored_arrays(manifest)
+        if index and index.arrays != arrays:
+            report.note(INDEX_NAME, f"the file describes other arrays than {MANIFEST_NAME}", REBUILD)
+            index = None
+    if not arrays:
+        return report
     names, rows = sorted(shards), defaultdict[str, dict[int, int]](dict)
     if index:
         names = sorted({*shards, *index.shard_names})
@@ -111,7 +121,7 @@ def verify_cache(
 
     def check(name: str) -> VerifyResult:
         found = VerifyResult()
-        found.problems = list(_check_shard(path / name, fingerprint, index, rows[name], found))
+        found.problems = list(_check_shard(path / name, fingerprint, arrays, index, rows[name], found))
         advance()
         return found
 
@@ -126,12 +136,11 @@ def verify_cache(
 REBUILD = "run the same wands preprocess command again, which rebuilds the index from the shards."
 
 
-def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str | None:
+def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> dict[str, Any] | None:
     """Check the manifest of a cache, and append problems to `report`.
 
     Returns:
-        Digest of the encoders and settings of the cache; None if the manifest is damaged. Every shard must contain this
-        digest.
+        Content of the manifest; None if the manifest is damaged.
 
     Raises:
         CacheError: if the manifest cannot be read and there are no shards, so that `path` is not a cache.
@@ -147,10 +156,10 @@ def _check_manifest(path: Path, shards: list[str], report: VerifyResult) -> str 
     stored = manifest.pop("digest", None)
     if unknown := manifest.keys() - MANIFEST_KEYS:
         what = f"the file has the unknown key(s) {', '.join(sorted(unknown))}"
-    elif stored not in (None, digest(manifest)):
+    elif stored != digest(manifest):
         what = "the file was changed (wrong digest)"
     else:
-        return digest(manifest["fingerprint"])
+        return manifest
     report.note(MANIFEST_NAME, what, fix)
     return None
 
@@ -172,13 +181,19 @@ def _check_index(path: Path, report: VerifyResult) -> CacheIndex | None:
 
 
 def _check_shard(
-    path: Path, fingerprint: str | None, index: CacheIndex | None, rows: dict[int, int], report: VerifyResult
+    path: Path,
+    fingerprint: str | None,
+    arrays: Sequence[ArraySpec],
+    index: CacheIndex | None,
+    rows: dict[int, int],
+    report: VerifyResult,
 ) -> Iterator[Problem]:
     """Check one shard, and add the number of samples and bytes to `report`.
 
     Args:
         path: the shard.
         fingerprint: digest of encoders and settings to expect in the shard; None skips this check.
+        arrays: arrays of the cache.
         index: index of the cache; None if it is missing or damaged.
         rows: maps the number of a sample in the shard to its position in the index.
         report: result to which the counts are added.
@@ -218,7 +233,7 @@ def _check_shard(
             i = rows.get(row)
             name = f"{path.name} ({index.keys[i]})" if index and i is not None else f"{path.name} row {row}"
             try:
-                entry, computed, num_bytes = _read_sample(file, row, path.name, plain_file.fileno())
+                entry, computed, num_bytes = _read_sample(file, row, path.name, arrays, plain_file.fileno())
             except DAMAGE as error:
                 yield Problem(name, f"the sample cannot be read ({reason(error)})", fix)
                 continue
@@ -231,31 +246,34 @@ def _check_shard(
                 yield from _compare(name, index, i, entry)
 
 
-def _read_sample(file: h5py.File, row: int, shard: str, descriptor: int) -> tuple[IndexEntry, int, int]:
+def _read_sample(
+    file: h5py.File, row: int, shard: str, arrays: Sequence[ArraySpec], descriptor: int
+) -> tuple[IndexEntry, int, int]:
     """Read a sample. The bytes of arrays are read without HDF5, because HDF5 allows only one thread to read at a time.
 
     Args:
         file: the open shard.
         row: number of the sample in the shard.
         shard: file name of the shard.
+        arrays: arrays of the cache.
         descriptor: file descriptor of the open shard.
 
     Returns:
         (facts that the shard stores about the sample, checksum of the bytes of the sample's arrays, number of these bytes).
     """
     group = file[sample_path(row)]
-    if (dtype := group.attrs["dtype"]) not in ("bfloat16", b"bfloat16"):
-        raise ValueError(f"the sample has dtype={dtype}, but wands writes only dtype=bfloat16")
     computed = num_bytes = 0
-    for name in stored_names(group):
-        stored = group[name]
-        if stored.dtype != np.uint16:
-            raise ValueError(f"the array {name} has dtype {stored.dtype}, but wands writes bf16 as uint16")
+    for spec in stored_specs(group, arrays):
+        stored = group[spec.name]
+        if stored.dtype != spec.stored_dtype:
+            raise ValueError(
+                f"the array {spec.name} has dtype {stored.dtype}, but wands writes {spec.dtype} as {spec.stored_dtype}"
+            )
         offset = stored.id.get_offset()
         content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
         computed = zlib.crc32(content, computed)
         num_bytes += len(content)
-    return read_entry(group, shard, row), computed, num_bytes
+    return read_entry(group, shard, row, arrays), computed, num_bytes
 
 
 def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterator[Problem]:
@@ -276,12 +294,11 @@ def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterato
         yield Problem(place, what, REBUILD)
     facts = {
         "latent_shapes": list(entry.latent_shape),
-        "text_lens": entry.text_len,
+        "free_lens": list(entry.free_lens),
         "crc32": entry.crc32,
         "num_frames": entry.num_frames,
         "fps": float(np.float32(entry.fps)),
-        # A sample without a mask has no offset of a mask, but 0 in the index of a cache with masks.
-        "offsets": [*entry.offsets, *[0] * (index.offsets.shape[1] - len(entry.offsets))],
+        "offsets": list(entry.offsets),
         "mask_sums": list(entry.mask_sums),
     }
     for column, stored in facts.items():

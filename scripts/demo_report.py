@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -92,18 +92,19 @@ def pixel_size(cache: LatentCache, i: int) -> tuple[int, int, int]:
     return stride[0] * (frames - 1) + 1, stride[1] * height, stride[2] * width
 
 
-def frames_taken(conditions: Sequence[str]) -> dict[str, int]:
+def frames_taken(conditions: Mapping[str, Any]) -> dict[str, int]:
     """Return which frames of a clip a model gets as conditioning frames.
 
     Args:
-        conditions: conditions of the model variant, such as ("text", "image").
+        conditions: conditions in the manifest of a cache, such as {"text": {}, "image": {"frames": "first"}}.
 
     Returns:
         A dictionary that maps a key of the prompt file to the index of a frame in the clip: {"image": 0}, {"last_image": -1},
         both entries, or no entry.
     """
-    first = {"image": 0} if {"image", "first_frame"} & set(conditions) else {}
-    return first | ({"last_image": -1} if "last_image" in conditions else {})
+    first = {"image": 0} if {"image", "first_frame"} & conditions.keys() else {}
+    has_last = conditions.get("image", {}).get("frames") == "first and last"
+    return first | ({"last_image": -1} if has_last else {})
 
 
 def write_prompts(cache_dir: Path, out: Path) -> None:
@@ -117,7 +118,7 @@ def write_prompts(cache_dir: Path, out: Path) -> None:
     from wands.data.cache.reader import LatentCache
 
     cache = LatentCache(cache_dir)
-    taken = frames_taken(cache.manifest["variant"]["conditions"])
+    taken = frames_taken(cache.manifest["conditions"])
     with out.open("w", encoding="utf-8") as handle:
         for i in range(len(cache)):
             frames, height, width = pixel_size(cache, i)
@@ -293,7 +294,7 @@ def report(out: Path, seconds: int, lora: bool) -> bool:
     samples = [json.loads(line) for line in (out / "samples" / "samples.jsonl").read_text().splitlines()]
     clips = [cache.read(i).latents.float() for i in range(len(cache))]
     latents = [load_file(out / "samples" / sample["latents"])["latents"].float() for sample in samples]
-    taken = frames_taken(cache.manifest["variant"]["conditions"])
+    taken = frames_taken(cache.manifest["conditions"])
     clips, latents = ([made(video, taken) for video in videos] for videos in (clips, latents))
     table = np.array([[correlation(mine, clip) for clip in clips] for mine in latents])
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from wands.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
+    from wands.conditions.condition import Condition
     from wands.objectives.objective import Objective
 
 ENTRY_POINTS = "wands.plugins"
@@ -33,6 +34,7 @@ class Plugin:
 
     Attributes:
         objective: objective of the run; None for `FlowMatching`.
+        conditions: inputs of the model in addition to those of its variant, as `wands.conditions.condition.Condition` objects.
         model: function with the arguments and the result of `wands.train.engine.build_model`.
         optimizer: function of (named parameters, learning rate) that returns a torch optimizer.
         schedule: function with the arguments and the result of `wands.train.engine.build_schedule`.
@@ -41,6 +43,7 @@ class Plugin:
     """
 
     objective: Objective | None = None
+    conditions: tuple[Condition, ...] = ()
     model: Callable[..., Any] | None = None
     optimizer: Callable[..., Any] | None = None
     schedule: Callable[..., Any] | None = None

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 TEXT_LEN = 512
 """Number of text tokens that every sample attends to.
@@ -24,6 +24,8 @@ MASK_CHANNELS = 4
 """Number of mask channels of a latent frame, one for each of its four pixel frames. The mask is 1 for conditioning frames,
 such as the first frame in image-to-video models, and 0 for other frames.
 """
+EXTRA_KEY = "_wands_conditions"
+"""Key in the config of a DiT that lists its inputs from outside code: {"name": NAME, "channels": NUMBER} for each."""
 _EQUAL_KEYS = ("patch_size", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim", "num_layers")
 _CONFIG_KEYS = {name: name for name in _EQUAL_KEYS}
 _CONFIG_KEYS |= {"num_heads": "num_attention_heads", "head_dim": "attention_head_dim"}
@@ -91,7 +93,7 @@ class DiTShape:
 
     @property
     def condition_channels(self) -> int:
-        """Number of input channels for conditioning frames: a mask and the frames' latents. 0 without these channels.
+        """Number of input channels of conditions, such as a mask and the latents of conditioning frames.
 
         These channels get no noise, and the model does not predict them.
         """
@@ -156,6 +158,14 @@ class DiTShape:
         linear = sum(seq_lens) * self.linear_flops_per_token() + of_samples
         squares = sum(length * length for length in seq_lens)
         return linear + squares * self.attention_flops_per_squared_token()
+
+
+class ExtraInput(Protocol):
+    """Part of a condition (`wands.conditions.condition.Condition`) of outside code that decides the shape of a DiT."""
+
+    name: str
+    channels: int
+    cross_tokens: int
 
 
 @dataclass(frozen=True)
@@ -237,7 +247,8 @@ class Variant:
         sampling: official sampling options.
         boundary_ratio: the high-noise expert is used for timesteps >= 1000 * boundary_ratio. None for a model with one
             DiT.
-        conditions: names of the conditions from the list above.
+        conditions: names of the conditions from the list above. `wands.conditions.published.conditions_of` returns the objects.
+        extra: conditions of outside code, in the order in which they enter the model.
     """
 
     name: str
@@ -247,6 +258,12 @@ class Variant:
     sampling: SamplingDefaults = SamplingDefaults()
     boundary_ratio: float | None = None
     conditions: tuple[str, ...] = ("text",)
+    extra: tuple[Any, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def published_dit(self) -> DiTShape:
+        """Shape of the DiT without the conditions of outside code."""
+        return _widened(self.dit, self.extra, -1)
 
     @property
     def num_images(self) -> int:
@@ -329,12 +346,19 @@ def sampling_table() -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
 
 
-def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None) -> Variant:
+def variant_of(
+    config: Mapping[str, Any],
+    index: Mapping[str, Any] | None = None,
+    conditions: Sequence[ExtraInput] = (),
+) -> Variant:
     """Return the variant of a model, recognized from its configs.
 
     A model may have the inputs of a published family, such as "wan2.1-t2v", but an unpublished shape, such as a small model
     for tests. For such a model, return a new variant with this shape. The name of the new variant is the name of the family
     and "-tiny". The new variant has no official sampling options.
+
+    With conditions of outside code, the shape in the result has their channels, whether or not the model has them already. A
+    model that wands has trained lists them in its config. Another model has them if its channels fit no family without them.
 
     Args:
         config: config of the diffusers ``WanTransformer3DModel``. For a model with two experts, the config of either
@@ -342,19 +366,105 @@ def variant_of(config: Mapping[str, Any], index: Mapping[str, Any] | None = None
         index: `model_index.json` of the pipeline; None for a DiT without a pipeline. The index distinguishes Wan 2.2
             T2V from Wan 2.1 T2V, whose DiTs have the same shape. A `boundary_ratio` in the index replaces the variant's
             `boundary_ratio`.
+        conditions: conditions of outside code.
 
     Raises:
-        ValueError: if the config lacks a key or matches no supported family of variants.
+        ValueError: if the config lacks a key or matches no supported family of variants, if a condition is missing that the
+            model was trained with, or if the model has no place for a condition.
     """
-    shape, index = DiTShape.from_config(config), index or {}
-    family = _family(shape, index)
+    shape = DiTShape.from_config(config)
+    index = index or {}
+    known, new = _sort_extra(config, conditions)
+    base = replace(shape, in_channels=shape.in_channels - sum(each.channels for each in known))
+    try:
+        family = _family(base, index)
+    except ValueError:
+        if known or not new:
+            raise
+        base = replace(shape, in_channels=shape.in_channels - sum(each.channels for each in new))
+        family = _family(base, index)
+    if shape.image_dim is None or shape.image_positions:
+        for condition in conditions:
+            if condition.cross_tokens:
+                raise ValueError(
+                    f"condition {condition.name} enters the cross-attention to images, which this transformer does not have for "
+                    "further tokens"
+                )
     rows = [row for row in VARIANTS.values() if row.name.startswith(f"{family}-")]
     shift = rows[0].sampling.scheduler_shift
     sampling = SamplingDefaults(flow_shift=shift, scheduler_shift=shift)
-    tiny = replace(rows[0], name=f"{family}-tiny", dit=shape, sampling=sampling)
-    row = next((row for row in rows if row.dit == shape), tiny)
+    tiny = replace(rows[0], name=f"{family}-tiny", dit=base, sampling=sampling)
+    row = next((row for row in rows if row.dit == base), tiny)
+    if conditions:
+        extra = (*known, *new)
+        row = replace(row, dit=_widened(base, extra), extra=extra)
     boundary = index.get("boundary_ratio")
     return row if boundary is None else replace(row, boundary_ratio=float(boundary))
+
+
+def with_extra(config: Mapping[str, Any], variant: Variant) -> dict[str, Any]:
+    """Return the config of a DiT with the channels of the variant's conditions of outside code."""
+    if not variant.extra:
+        return dict(config)
+    listed = [{"name": each.name, "channels": each.channels} for each in variant.extra]
+    return {**config, "in_channels": variant.dit.in_channels, EXTRA_KEY: listed}
+
+
+def check_extra(trained: Mapping[str, Any], config: Mapping[str, Any], place: str) -> None:
+    """Check that a DiT has the conditions of outside code with which weights were trained.
+
+    Args:
+        trained: config of the DiT whose weights are loaded.
+        config: config of the DiT that gets the weights.
+        place: name of the weights for the message.
+
+    Raises:
+        ValueError: if the conditions differ. The text names them.
+    """
+    names, present = (
+        ", ".join(entry["name"] for entry in each.get(EXTRA_KEY) or ()) or "no input of outside code"
+        for each in (trained, config)
+    )
+    if names != present:
+        raise ValueError(
+            f"{place} was trained with {names}, but this command has {present}; give the same conditions"
+        )
+
+
+def extra_channels(config: Mapping[str, Any]) -> int:
+    """Return the number of input channels of conditions of outside code that the config of a DiT lists."""
+    return sum(entry["channels"] for entry in config.get(EXTRA_KEY) or ())
+
+
+def _sort_extra(
+    config: Mapping[str, Any], conditions: Sequence[ExtraInput]
+) -> tuple[list[ExtraInput], list[ExtraInput]]:
+    """Divide conditions into those that a DiT lists in its config, in the order of the config, and new ones."""
+    given = {condition.name: condition for condition in conditions}
+    if len(given) < len(conditions):
+        raise ValueError(f"two conditions have the same name ({', '.join(each.name for each in conditions)})")
+    known = []
+    for entry in config.get(EXTRA_KEY) or ():
+        name, channels = entry["name"], entry["channels"]
+        if name not in given:
+            raise ValueError(
+                f"the transformer was trained with the input {name}, but no condition of this name is given"
+            )
+        if given[name].channels != channels:
+            raise ValueError(
+                f"condition {name} has {given[name].channels} channels, but the transformer was trained with {channels}"
+            )
+        known.append(given.pop(name))
+    return known, list(given.values())
+
+
+def _widened(dit: DiTShape, extra: Sequence[ExtraInput], sign: int = 1) -> DiTShape:
+    """Return a shape with the channels and cross-attention tokens of conditions added, or removed for sign = -1."""
+    return replace(
+        dit,
+        in_channels=dit.in_channels + sign * sum(each.channels for each in extra),
+        image_len=dit.image_len + sign * sum(each.cross_tokens for each in extra),
+    )
 
 
 def _family(shape: DiTShape, index: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Stored results that later commits must reproduce: command options, a cache, a checkpoint, loss series.
+"""Stored results that later commits must reproduce: command options, a checkpoint, loss series.
 
 CONTRIBUTING.md says when a stored result may be replaced.
 """
@@ -20,7 +20,6 @@ from tests.support.store_checkpoint import SETTINGS, VARIANT
 from tests.support.store_checkpoint import STORED as STORED_CHECKPOINT
 from tests.support.world import WorldPool
 from wands.cli import main
-from wands.data.cache.reader import LatentCache
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORED: dict[str, list[float]] = json.loads((FIXTURES / "series.json").read_text())
@@ -78,13 +77,6 @@ def test_the_stored_checkpoint_is_exported(ema: bool, digest: str, tmp_path: Pat
         found.update(name.encode())
         found.update(weights[name].numpy().tobytes())
     assert found.hexdigest()[:16] == digest
-
-
-def test_a_stored_cache_opens():
-    """With every checksum right."""
-    cache = LatentCache(FIXTURES / "cache", verify=True)
-    assert len(cache.keys) == 4
-    assert [cache.read(i).sample_id for i in range(4)] == list(cache.keys)
 
 
 STORED_OPTIONS = json.loads((FIXTURES / "options.json").read_text())

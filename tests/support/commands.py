@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from wands.data.clips.isolated import IsolatedWorker
 
 if TYPE_CHECKING:
     from wands.commands.check.check_report import CheckReport
+    from wands.conditions.condition import Condition
     from wands.convert.convert_result import ConvertResult
     from wands.preprocess.preprocess_report import PreprocessReport
 
@@ -43,12 +44,18 @@ def check(source: str | Path, *, thumbnails: bool = True, **values: Any) -> Chec
 
 
 def preprocess(
-    source: str | Path, out: str | Path, model: str | Path, *, max_samples: int = 512, **values: Any
+    source: str | Path,
+    out: str | Path,
+    model: str | Path,
+    *,
+    max_samples: int = 512,
+    conditions: Sequence[Condition] = (),
+    **values: Any,
 ) -> PreprocessReport | None:
     from wands.preprocess.preprocess import preprocess as command
 
     given = {"source": source, "out": out, "model": model, **values}
-    return command(fill(opts.PreprocessOptions, given), max_samples=max_samples)
+    return command(fill(opts.PreprocessOptions, given), max_samples=max_samples, conditions=conditions)
 
 
 def pack(recipe: str | None, **values: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_cuda import fake_cuda, fake_streams, load, move
@@ -73,8 +74,10 @@ def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
     import torch
     from diffusers import AutoencoderKLWan
 
+    from wands.conditions.published import conditions_of
     from wands.encoders import image
     from wands.encoders.vae import WanVideoEncoder
+    from wands.variants import VARIANTS
 
     to_pixels, given = image.to_pixels, []
 
@@ -90,7 +93,9 @@ def encode_windows(vae: dict[str, Any]) -> dict[str, Any]:
             encoder = WanVideoEncoder(move(model))
         with fake_cuda():
             windows = [torch.zeros(9, 64, 96, 3, dtype=torch.uint8).pin_memory() for _ in range(2)]
-            encoded = image.WindowEncoder(encoder, None, ("text", "image")).encode(windows)
+            encoders: Any = SimpleNamespace(vae=encoder, device=model.device)
+            conditions = conditions_of(VARIANTS["wan2.2-i2v-a14b"])
+            encoded = image.WindowEncoder(encoders, conditions).encode([(frames, {}) for frames in windows])
     finally:
         image.to_pixels, torch.Tensor.aminmax, torch.Tensor.cpu = to_pixels, aminmax, cpu
     convs = [
@@ -132,6 +137,7 @@ def run_step(
     from wands.attention.kernels.registry import BACKENDS
     from wands.attention.layout import ContextLayout
     from wands.attention.ulysses import OPERATORS, context_attention
+    from wands.conditions.published import published_conditions
     from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
     from wands.distributed.dims import ParallelDims, ProcessGroups
@@ -154,7 +160,12 @@ def run_step(
         config["image_dim"] = IMAGE_DIM
     shape = DiTShape.from_config(config)
     collate = PackingCollator(
-        shape, recipe.flow, 0, torch.zeros(1, TEXT_DIM), row.conditions, recipe.uses_dropout
+        shape=shape,
+        flow=recipe.flow,
+        seed=0,
+        null_text_embeds=torch.zeros(1, TEXT_DIM),
+        conditions=published_conditions(shape, row.conditions),
+        has_dropout=recipe.uses_dropout,
     )
     batch = collate(make_samples(shape, row.conditions, grids), [0] * len(grids), 0)
     ring_degree, ulysses_degree = cp or (1, 1)
@@ -354,13 +365,13 @@ def make_samples(shape: Any, conditions: tuple[str, ...], grids: list[list[int]]
     """Zeros of these token grids, on the CPU, with what the variant is conditioned on."""
     import torch
 
-    from wands.data.collate import Sample
+    from tests.support.samples import sample_of
 
     samples = []
     for number, (f, h, w) in enumerate(grids):
         latents = torch.zeros(shape.out_channels, f, 2 * h, 2 * w)
         samples.append(
-            Sample(
+            sample_of(
                 str(number),
                 latents,
                 torch.zeros(7 + number, TEXT_DIM),

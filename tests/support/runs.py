@@ -102,6 +102,7 @@ def model_of(
         device=device,
         backend=attention_backend(run.recipe, run.model.shape.head_dim, device),
         resumes=run.checkpoint is not None,
+        config=run.model.config,
     )
 
 

@@ -8,12 +8,19 @@ from typing import Any
 
 from wands.commands import infer as command
 from wands.commands.infer import InferResult
+from wands.conditions.condition import Condition
 from wands.config.options import InferOptions
 from wands.sampling.pipeline import PipelineSource
 from wands.sampling.requests import SampleRequest
 
 
-def infer(model: str | Path, prompts: Sequence[str | SampleRequest], **options: Any) -> list[InferResult]:
+def infer(
+    model: str | Path,
+    prompts: Sequence[str | SampleRequest],
+    *,
+    conditions: Sequence[Condition] = (),
+    **options: Any,
+) -> list[InferResult]:
     """Sample texts, then requests; each field of a request is one value, or a sequence with None where a prompt has none."""
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     requests = [prompt for prompt in prompts if isinstance(prompt, SampleRequest)]
@@ -31,7 +38,7 @@ def infer(model: str | Path, prompts: Sequence[str | SampleRequest], **options: 
             for i, text in enumerate(texts)
         ]
         texts = []
-    return command.infer(options_of(model, prompts=texts, **options), requests)
+    return command.infer(options_of(model, prompts=texts, **options), requests, conditions)
 
 
 def source_of(model: str | Path, **options: Any) -> PipelineSource:

@@ -26,6 +26,7 @@ from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
+from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.prepared_run import PreparedRun
 from wands.train.step import train_step
@@ -120,12 +121,17 @@ class Step:
 
 
 def optimizer_step(
-    model: Path, out: Path, overrides: tuple[str, ...], ds: dict[str, Any], dtype: torch.dtype = torch.float32
+    model: Path,
+    out: Path,
+    overrides: tuple[str, ...],
+    ds: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    plugin: Plugin | None = None,
 ) -> Step:
     """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
     from deepspeed.utils import safe_get_full_grad
 
-    run = make_run(model, out, overrides, ds)
+    run = make_run(model, out, overrides, ds, plugin=plugin)
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     gradients: dict[str, torch.Tensor] = {}
@@ -218,13 +224,13 @@ def stock_gradients(
             x,
             noisy.timesteps[0],
             first_frame=clean[:, :1] if given else None,
-            image_latents=sample.image_latents,
+            image_latents=sample.arrays.get("image_latents"),
             last_image=run.model.variant.num_images == 2,
         )
-        pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.image_embeds)
+        pred = stock_velocity(stock, x, timesteps, batch.text_embeds, sample.arrays.get("image_embeds"))
         weight = sigma_weight(noisy.sigmas, run.recipe.flow)[0]
         first = 1 if given else 0  # a frame that was given is not trained
-        trained = torch.ones(grid) if sample.token_weights is None else sample.token_weights
+        trained = sample.arrays.get("token_weights", torch.ones(grid))
         of_pixels = trained.to(dtype)[first:].repeat_interleave(2, 1).repeat_interleave(2, 2)
         # over the sample's own tokens and channels
         error = ((pred - target)[:, first:].square().mean(dim=0) * of_pixels).sum() / of_pixels.sum()

@@ -190,7 +190,8 @@ def test_dry_run_of_a_published_model_needs_no_network(
     with CacheWriter(tmp_path / "cache", VARIANTS["wan2.1-t2v-1.3b"], fingerprint) as writer:
         text = torch.zeros(1, 4096, dtype=torch.bfloat16)
         meta = {"num_frames": 1, "fps": 16.0, "content": "c"}
-        writer.add("clip", torch.zeros(16, 1, 2, 2, dtype=torch.bfloat16), text, meta)
+        latents = torch.zeros(16, 1, 2, 2, dtype=torch.bfloat16)
+        writer.add("clip", {"latents": latents, "text_embeds": text}, meta)
         writer.commit(text)
     common = ("--set", f"data.cache={tmp_path / 'cache'}", "--set", f"output_dir={tmp_path / 'run'}")
     run = ("train", "wan2.1-t2v-1.3b-lora", *common)
@@ -334,8 +335,8 @@ def test_cache_of_another_variant(cache: Path, tiny_pipeline: Path, tmp_path: Pa
         json.dumps({**config, "in_channels": 36, "image_dim": 1280})
     )
     text = refused("train", "--set", f"model.path={model}", "--set", f"data.cache={cache}")
-    assert "conditions=['text']" in text
-    assert "conditions=['text', 'image', 'clip']" in text
+    assert "conditions=[text, mask]" in text
+    assert "conditions=[text, image (frames=first), clip, mask]" in text
     (model / "transformer" / "config.json").write_text(
         json.dumps({**config, "in_channels": 48, "out_channels": 48})
     )

@@ -27,6 +27,7 @@ LAYERS = {
     "wands.compiled": 1,
     "wands.transfer": 1,
     "wands.attention": 1,
+    "wands.conditions": 1,
     "wands.flow": 1,
     "wands.data.bins": 1,
     "wands.data.packing": 1,

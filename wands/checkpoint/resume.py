@@ -19,6 +19,7 @@ from wands.files import differences, write_text
 from wands.objectives.objective import Objective
 from wands.planning.weights import differing_keys
 from wands.texts import Log
+from wands.variants import check_extra
 
 # Maps a reason to the recipe keys that a resumed run may not change for this reason. The first keys decide which samples
 # form step n.
@@ -102,6 +103,10 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         CheckpointError: if the checkpoint has no optimizer states, or if the two states differ in a setting that a resumed run
             must not change. The message lists every such difference.
     """
+    try:
+        check_extra(saved.transformer_config, current.transformer_config, "the checkpoint")
+    except ValueError as error:
+        raise CheckpointError(f"{label}: {error}.") from None
     new_run = "export the checkpoint and start a new run from it"
     changed = differing_keys(saved.transformer_config, current.transformer_config)
     same_keys = current.data_fingerprint == saved.data_fingerprint

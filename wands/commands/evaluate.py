@@ -21,6 +21,7 @@ from wands.plugin import load_plugins
 from wands.train.evaluation import Row, measure, summarize
 from wands.train.evaluation_plan import HELD_OUT, plan_cache
 from wands.train.prepare import prepare_run
+from wands.variants import check_extra
 
 
 def evaluate(options: EvaluateOptions) -> str | None:
@@ -47,6 +48,10 @@ def evaluate(options: EvaluateOptions) -> str | None:
         if checkpoint is not None:
             check_objective(checkpoint, run.objective)
             restore_objective(checkpoint, run.objective)
+            try:
+                check_extra(checkpoint.state.transformer_config, run.model.config, f"MODEL={where}")
+            except ValueError as error:
+                raise ConfigError(f"{error}.") from None
     _, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     dtype = run.recipe.precision.compute
@@ -55,7 +60,15 @@ def evaluate(options: EvaluateOptions) -> str | None:
     samples_of = partial(plan.samples, variant=run.model.variant, data=run.data, held_out=run.data)
     losses: list[float] = []
     for expert in run.model.experts:  # one after the other: only one needs memory
-        model = build_model(run.recipe, run.ds_config, expert, groups=groups, device=device, backend=backend)
+        model = build_model(
+            run.recipe,
+            run.ds_config,
+            expert,
+            groups=groups,
+            device=device,
+            backend=backend,
+            config=run.model.config,
+        )
         if checkpoint is not None:
             state = load_exported_state(checkpoint.folder, expert.subfolder, options.ema)
             model.load_state_dict(state, strict=False)

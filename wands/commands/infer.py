@@ -27,18 +27,29 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils.memory import clear_device_cache
 from safetensors.torch import save
 
 from wands.checkpoint.checkpoint_files import find_checkpoint, load_full_weights
+from wands.conditions.condition import Condition
 from wands.config.options import InferOptions
 from wands.data.clips.video import save_video
 from wands.distributed.bootstrap import accelerator_type, init_process_group, start_together
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.encoders.image import PipelineEncoders
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path, write_text
 from wands.model.files.hashes import check_files
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
+from wands.sampling.extra_inputs import (
+    NO_INPUTS,
+    ExtraInputs,
+    Files,
+    encode_inputs,
+    parse_inputs,
+    read_inputs,
+)
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import DiTSource, PipelineSource, apply_options, find_pipeline, load_pipeline
@@ -78,7 +89,11 @@ class InferResult:
     seconds: float
 
 
-def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) -> list[InferResult]:
+def infer(
+    options: InferOptions,
+    more_requests: Sequence[SampleRequest] = (),
+    conditions: Sequence[Condition] = (),
+) -> list[InferResult]:
     """Sample every prompt. Write the videos, one contact sheet and `samples.jsonl` into the folder `options.out_dir`.
 
     File names contain a number. New numbers start after the largest number in the folder, so no earlier video or
@@ -92,6 +107,7 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         options: options of the command.
         more_requests: requests to sample after the prompts of `options`. Fields that are set in a request override
             `options`.
+        conditions: conditions of outside code.
 
     Returns:
         One result per request, in order. Ranks other than the first return an empty list.
@@ -105,14 +121,15 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     with start_together():
-        source, requests, images, dims, device = _check_requests(options, more_requests)
+        source, requests, images, files, dims, device = _check_requests(options, more_requests, conditions)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
-        check_ranks(source, origin, requests, images, dims)
+        check_ranks(source, origin, requests, images, files, dims)
     log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
     with start_together():
         dtype = torch.bfloat16 if is_bf16 else torch.float32
+        extra = _encode_inputs(source, requests, files, device)
         pipeline = load_pipeline(source, dtype=dtype, device=device, offload=options.offload)
     apply_options(pipeline, options)
     guidance: Any = "batched" if options.guidance_mode == "batched" else None
@@ -122,14 +139,14 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
         set_attention(pipeline, torch.device(device), ProcessGroups(dims), options.attention_backend)
     number = _next_number(options.out_dir)
     results, rows = [], []
-    for i, (request, request_images) in enumerate(zip(requests, images, strict=True)):
+    for i, (request, request_images, inputs) in enumerate(zip(requests, images, extra, strict=True)):
         view = pipeline_for(pipeline, request, request_images)
         view.set_progress_bar_config(disable=dims.rank > 0 or not sys.stderr.isatty(), leave=False)
         times = [time.perf_counter()]
         texts = encode_texts(view, request)
         texts[0].sum().item()  # waits for the GPU
         times.append(time.perf_counter())
-        latents = sample_latents(view, request, request_images, texts, guidance)
+        latents = sample_latents(view, request, request_images, texts, guidance, inputs)
         times.append(time.perf_counter())
         if dims.rank > 0:
             continue
@@ -156,18 +173,35 @@ def infer(options: InferOptions, more_requests: Sequence[SampleRequest] = ()) ->
     return results
 
 
+def _encode_inputs(
+    source: PipelineSource, requests: Sequence[SampleRequest], files: Sequence[Files], device: str
+) -> list[ExtraInputs]:
+    """Encode the inputs of conditions of outside code for all requests, and free the encoders."""
+    if not source.variant.extra:
+        return [NO_INPUTS] * len(requests)
+    encoders = PipelineEncoders(source.model, device)
+    inputs = [
+        encode_inputs(request, given, source.variant, encoders)
+        for request, given in zip(requests, files, strict=True)
+    ]
+    del encoders
+    clear_device_cache(garbage_collection=True)
+    return inputs
+
+
 def _check_requests(
-    options: InferOptions, more_requests: Sequence[SampleRequest]
-) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], ParallelDims, str]:
+    options: InferOptions, more_requests: Sequence[SampleRequest], conditions: Sequence[Condition]
+) -> tuple[PipelineSource, list[SampleRequest], list[ConditionImages], list[Files], ParallelDims, str]:
     """Check the options and all requests before any weight is read.
 
     Returns:
-        (description of the pipeline, requests, images of each request, parallel dimensions, name of the device).
+        (description of the pipeline, requests, images and files of each request, parallel dimensions, name of the device).
     """
-    source = find_source(options)
+    source = find_source(options, conditions)
     prompts: list[str | SampleRequest] = list(options.prompts)
     prompts += read_prompts(options.prompts_file) if options.prompts_file else []
     fields = {key: getattr(options, key) for key in SampleRequest.model_fields if key != "prompt"}
+    fields["inputs"] = parse_inputs(options.inputs)
     requests, problems = build_requests([*prompts, *more_requests], fields, source.variant)
     split = options.guidance_mode == "auto" and all(r.guidance_scale > 1 for r in requests)
     dims = plan_ranks(source.variant, options.ulysses_degree, options.ring_degree, split)
@@ -175,17 +209,19 @@ def _check_requests(
     if dims.world_size > 1:
         device = "cpu" if accelerator_type() == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     images, image_problems = read_images([] if problems else requests)
-    problems += [*_option_problems(options, device, dims), *image_problems]
+    files, file_problems = read_inputs([] if problems else requests, source.variant)
+    problems += [*_option_problems(options, device, dims), *image_problems, *file_problems]
     if problems:
         raise ConfigError(problems)
-    return source, requests, images, dims, device
+    return source, requests, images, files, dims, device
 
 
-def find_source(options: InferOptions) -> PipelineSource:
+def find_source(options: InferOptions, conditions: Sequence[Condition] = ()) -> PipelineSource:
     """Return a checked description of the pipeline, DiTs and LoRAs that the options name. Do not read any weight.
 
     Args:
         options: options of the command.
+        conditions: conditions of outside code.
 
     Raises:
         ConfigError: if the pipeline cannot be used, a folder is not a diffusers transformer, or two options replace the
@@ -216,7 +252,7 @@ def find_source(options: InferOptions) -> PipelineSource:
         raise ConfigError(
             "--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from wands export --ema."
         )
-    source = find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2))
+    source = find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2), conditions)
     if Path(options.model).is_dir():
         check_files(Path(options.model), f"--model={options.model}")
     return source
@@ -270,6 +306,7 @@ def check_ranks(
     origin: Mapping[str, Any],
     requests: Sequence[SampleRequest],
     images: Sequence[ConditionImages],
+    files: Sequence[Files],
     dims: ParallelDims,
 ) -> None:
     """Check that all ranks have the same software, model and requests. Every rank must call this function.
@@ -283,6 +320,7 @@ def check_ranks(
         origin: facts about the weights, such as folders and LoRAs, from `_describe_weights`.
         requests: prompts with their options.
         images: conditioning images of each request, whose pixels are compared.
+        files: files of the conditions of outside code of each request, whose contents are compared.
         dims: parallel dimensions of the ranks, from `plan_ranks`.
 
     Raises:
@@ -293,10 +331,12 @@ def check_ranks(
     model |= {part: f"{dit.folder}/{dit.subfolder}" for part, dit in source.dits.items()}
     degrees = {"ulysses_degree": dims.ulysses_degree, "ring_degree": dims.ring_degree}
     command: dict[str, Any] = {"number of prompts": len(requests), "dtype": model.pop("dtype"), **degrees}
-    for i, (request, given) in enumerate(zip(requests, images, strict=True), start=1):
+    for i, (request, given, own) in enumerate(zip(requests, images, files, strict=True), start=1):
+        contents = {key: image.tobytes() for key, image in given.items()}
+        contents |= {key: file.tobytes() for key, file in own.items()}
         command[f"prompt {i}"] = request.model_dump() | {
-            f"contents of {key}": hashlib.sha256(image.tobytes()).hexdigest()[:16]
-            for key, image in given.items()
+            f"contents of {key}": hashlib.sha256(content).hexdigest()[:16]
+            for key, content in contents.items()
         }
     packages = {name: version(name) for name in ("torch", "diffusers", "transformers")}
     parts = {"software": {"wands": __version__, **packages}, "model": model, "command": command}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -11,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Condition
+from wands.conditions.published import arrays_of
 from wands.config.deepspeed import load_ds_config
 from wands.config.options import PlanOptions
 from wands.config.recipe import DataConfig, Recipe
@@ -72,9 +74,10 @@ def plan(options: PlanOptions) -> str:
     if options.table:
         return what_fits()
     recipe = load_recipe(options.recipe, options.overrides)
-    model = find_model(recipe, options.variant)
+    plugin = load_plugins(options.imports)
+    model = find_model(recipe, options.variant, plugin.conditions)
     _, variant, experts = model
-    objective = load_plugins(options.imports).objective or FlowMatching()
+    objective = plugin.objective or FlowMatching()
     objective.setup(recipe, variant)
     costs = objective.costs(_clips(recipe, variant, options))
     load = sampling_load(plan_videos(recipe, variant, experts, has_model=False, has_images=False), variant)
@@ -184,7 +187,7 @@ def build_task(
     return Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
 
 
-def find_model(recipe: Recipe, variant: str | None = None) -> Model:
+def find_model(recipe: Recipe, variant: str | None = None, conditions: Sequence[Condition] = ()) -> Model:
     """Return (config of the DiT, model variant, experts (DiTs) to train) for the model that the recipe trains.
 
     For a published model, no model file is read. The name of the published model is `variant`, or part of the Hub id in
@@ -196,7 +199,7 @@ def find_model(recipe: Recipe, variant: str | None = None) -> Model:
     name = variant or published_name(recipe.model.path)
     if name and name not in VARIANTS:
         raise ConfigError(f"--variant {name} is not a published model; use one of {', '.join(VARIANTS)}.")
-    return read_model(recipe, name)
+    return read_model(recipe, name, conditions)
 
 
 def _has_data(data: DataConfig) -> bool:
@@ -322,7 +325,11 @@ def describe_smallest(task: Task, fix: str) -> str:
 
 
 def _planned_cache_bytes(task: Task, variant: Variant) -> float:
-    shape = variant.dit
-    per_token = shape.out_channels * math.prod(shape.patch_size) * (1 + (variant.num_images > 0))
-    per_clip = _TEXT_TOKENS * shape.text_dim + shape.image_len * (shape.image_dim or 0)
-    return 2.0 * (per_token * int(task.seq_lens.sum()) + per_clip * len(task.seq_lens))  # in bf16
+    """Return the size of a latent cache in bytes, for clips of the mean length and captions of `_TEXT_TOKENS` tokens."""
+    patch_size = variant.dit.patch_size
+    frames, rows, columns = patch_size
+    tokens = round(float(task.seq_lens.mean()))
+    size = ClipSize((frames, rows, columns * tokens), patch_size)  # only the number of tokens counts
+    specs = [spec for spec in arrays_of(variant) if not spec.optional]
+    of_clip = sum(spec.num_bytes(spec.shape(size, [_TEXT_TOKENS] * spec.num_free)) for spec in specs)
+    return float(of_clip * len(task.seq_lens))

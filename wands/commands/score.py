@@ -88,11 +88,12 @@ def _prompt(video: Path) -> str | None:
 def _score_video(path: Path, clip: Any, encoder: WanVideoEncoder | None) -> dict[str, Any]:
     from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
-    info, part = probe(path), (getattr(clip, name, None) for name in ("start", "end", "crop"))
+    info = probe(path)
+    start, end, crop = (getattr(clip, name, None) for name in ("start", "end", "crop"))
     sample = next(decode_clip(path, ClipSpec(info.fps, max_pixels=info.width * info.height))).frames
     count, height, width, _ = sample.shape
     spec = ClipSpec(info.fps, height, width, center_crop=True, max_frames=count)
-    reference = next(decode_clip(Path(clip.path), spec, *part)).frames
+    reference = next(decode_clip(Path(clip.path), spec, start, end, crop)).frames
     pixels = [to_pixels(frames[: len(reference)]) for frames in (sample, reference)]
     images = [video.movedim(1, 0)[:, None].add(1).div(2) for video in pixels]  # [1, 3, H, W] in [0, 1]
     pairs = list(zip(*images, strict=True))

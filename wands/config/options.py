@@ -561,6 +561,9 @@ class InferOptions(PluginOptions):
     """File with the last frame: an image, or a video whose last frame is used. The frame is scaled and cropped to
     --height x --width. First-and-last-frame models need this option. Give the option several times to set one value
     per prompt."""
+    inputs: Annotated[tuple[str, ...], Spelling(name="--input", metavar="NAME=FILE")] = ()
+    """File of a further input of the model, such as control=clip.control.mp4. The file applies to all prompts. Only models that
+    were trained with an input of your own code need this option. Give the option several times for several inputs."""
     transformer: Path | None = None
     """Folder of a diffusers transformer that replaces the transformer of --model. If --model has two experts, the
     folder replaces the high-noise expert. The folder can also be a pipeline that contains a transformer."""

@@ -648,6 +648,9 @@ class SampleConfig(StrictModel):
     last_image: _PerPrompt = None
     """File with the last frame: an image, or a video whose last frame is used. A list has one file per prompt.
     Models that end at an image (FLF2V) need this key. Leave the key unset for other models."""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Files of further inputs of the model, such as {control: clip.control.mp4}. The files apply to all videos. Only models that
+    are trained with an input of your own code need this key."""
 
 
 class HubConfig(StrictModel):

@@ -9,8 +9,9 @@ latent frames, rows and columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,21 @@ from torch import Tensor
 
 from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import (
+    Channels,
+    Condition,
+    CrossAttention,
+    Entry,
+    LossWeights,
+    TextTokens,
+)
+from wands.conditions.published import Text, published_conditions, specs_of
 from wands.config.recipe import FlowConfig
-from wands.data.patchify import condition_channels, grid_size, patchify
+from wands.data.patchify import grid_size, patchify
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
-from wands.variants import TEXT_LEN, DiTShape
+from wands.variants import DiTShape
 
 
 @dataclass(frozen=True)
@@ -31,31 +42,26 @@ class Sample:
 
     Attributes:
         sample_id: stable and unique name of the clip.
-        latents: bf16 or fp32 [C, f, h, w] (latent channels, frames, rows, columns), normalized.
-        text_embeds: [n, D] (text tokens, width of the text encoder) with n <= 512, without padding.
-        image_latents: bf16 or fp32 [C, f, h, w], normalized latents of a video in which all frames except the conditioning
-            frames are gray. None for models without conditioning frames.
-        image_embeds: [I, E] (CLIP tokens, width of CLIP), CLIP hidden states of the conditioning frames. None for
-            models without CLIP.
-        token_weights: bf16, weight of each token in the loss, from 0 to 1. The shape is the number of tokens along (frame, row,
-            column). None for a sample without a loss mask.
+        arrays: maps array names to arrays: "latents", normalized, and the arrays of the conditions of the model
+            (`wands.conditions`). bf16 arrays may also be fp32. Optional arrays that the sample lacks are missing.
         loss_weight: factor of the sample's loss. 0 for the placeholder sample of a forward pass that has no other sample.
         caption_dropout: probability of replacing the caption by the empty caption. None means `flow.cfg_dropout`.
     """
 
     sample_id: str
-    latents: Tensor
-    text_embeds: Tensor
-    image_latents: Tensor | None = None
-    image_embeds: Tensor | None = None
-    token_weights: Tensor | None = None
+    arrays: Mapping[str, Tensor]
     loss_weight: float = 1.0
     caption_dropout: float | None = None
 
     @property
-    def arrays(self) -> dict[str, Tensor]:
-        """Maps the name of each array of the sample to the array, in the order in which a cache stores them."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+    def latents(self) -> Tensor:
+        """Normalized latents [C, f, h, w]."""
+        return self.arrays["latents"]
+
+    @property
+    def text_embeds(self) -> Tensor:
+        """Embedding of the caption [n, D], without padding."""
+        return self.arrays["text_embeds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,29 +245,42 @@ class PackingCollator:
     Attributes:
         shape: sizes of the DiT. The collator checks that every sample fits them.
         flow: `flow` section of the recipe. The collator uses its keys `cfg_dropout` and `i2v_ratio`.
-        drops_captions: whether to replace captions at random by the empty caption. False in an evaluation.
         seed: `train.seed`.
         null_text_embeds: [text tokens, width of the text encoder], embedding of the empty caption.
-        conditions: conditions (inputs other than noise) of the model variant, such as "text", "image" or "clip".
+        conditions: conditions of the model (`wands.conditions.published.conditions_of`). None for a text-to-video model.
         has_dropout: whether to draw a dropout key for each sample: 64 bits that determine the sample's dropout masks.
+        drops_captions: whether to replace captions and other conditions at random by absent ones. False in an evaluation.
     """
 
     shape: DiTShape
     flow: FlowConfig
     seed: int
     null_text_embeds: Tensor
-    conditions: Sequence[str] = ("text",)
+    conditions: Sequence[Condition] | None = None
     has_dropout: bool = False
     drops_captions: bool = True
 
     def __post_init__(self) -> None:
-        latents, dit = torch.zeros(self.shape.out_channels, *self.shape.patch_size), self.shape
-        image_latents = latents if "image" in self.conditions else None
-        image_embeds = torch.zeros(dit.image_len, dit.image_dim) if dit.image_dim else None
-        arrays = (latents, self.null_text_embeds, image_latents, image_embeds)
+        if self.conditions is None:
+            self.conditions = published_conditions(self.shape)
+        self._conditions = [self._with_null(condition) for condition in self.conditions]
+        self._specs = specs_of(self.shape, self._conditions)
+        patch_size = self.shape.patch_size
+        one_token = ClipSize(patch_size, patch_size)
+        arrays = {"latents": self._specs[0].zeros(one_token).float()}
+        for condition in self._conditions:
+            arrays |= condition.absent(one_token)
         # the zero token of an empty bin
-        self._padding = Sample("<padding>", *arrays, loss_weight=0.0)
+        self._padding = Sample("<padding>", arrays, loss_weight=0.0)
         self._check(self._padding, "the empty caption")
+
+    def _with_null(self, condition: Condition) -> Condition:
+        """Return the condition, in a `Text` with the embedding of the empty caption."""
+        return (
+            replace(condition, null_embeds=self.null_text_embeds)
+            if isinstance(condition, Text)
+            else condition
+        )
 
     def __call__(self, samples: Sequence[Sample], repeat_indices: Sequence[int], epoch: int) -> PackedBatch:
         """Concatenate `samples` into a packed batch, in the given order.
@@ -274,21 +293,33 @@ class PackingCollator:
             epoch: number of the pass over the data.
 
         Raises:
-            DataError: if the latents, text or images of a sample do not fit the model.
+            DataError: if an array of a sample does not fit the model.
         """
         if not samples:
-            samples, repeat_indices = [self._padding], [0]
+            samples = [self._padding]
+            repeat_indices = [0]
         pairs = zip(samples, repeat_indices, strict=True)
         keys = tuple(SampleKey(sample.sample_id, repeat_index, epoch) for sample, repeat_index in pairs)
         for sample in samples:
             self._check(sample, f"sample={sample.sample_id}")
-        has_last, patch_size = "last_image" in self.conditions, self.shape.patch_size
+        patch_size = self.shape.patch_size
         tokens = [patchify(sample.latents, patch_size).to(torch.float32) for sample in samples]
-        texts = [self._text_of(sample, key) for sample, key in zip(samples, keys, strict=True)]
         grids = [grid_size(tuple(sample.latents.shape[1:]), patch_size) for sample in samples]
-        latents = (sample.image_latents for sample in samples if sample.image_latents is not None)
-        channels = [condition_channels(frames, has_last, patch_size) for frames in latents]
-        images = [sample.image_embeds for sample in samples if sample.image_embeds is not None]
+        entries = [self._enter(sample, key) for sample, key in zip(samples, keys, strict=True)]
+        texts = [
+            torch.cat([entry.tokens for entry in each if isinstance(entry, TextTokens)]) for each in entries
+        ]
+        channels = [
+            _joined([entry.rows for entry in each if isinstance(entry, Channels)], 1) for each in entries
+        ]
+        images = [
+            _joined([entry.tokens for entry in each if isinstance(entry, CrossAttention)], 0)
+            for each in entries
+        ]
+        weights = [
+            next((entry.weights for entry in each if isinstance(entry, LossWeights)), torch.ones(len(rows)))
+            for each, rows in zip(entries, tokens, strict=True)
+        ]
         words = (rng(self.seed, key, "dropout").bit_generator.random_raw() for key in keys)
         return PackedBatch(
             tokens=torch.cat(tokens),
@@ -298,10 +329,12 @@ class PackingCollator:
             cu_seqlens_text=_cu_seqlens([len(rows) for rows in texts]),
             keys=keys,
             weights=torch.tensor([sample.loss_weight for sample in samples]),
-            token_weights=torch.cat([*map(_token_weights, samples, grids)]),
+            token_weights=torch.cat(weights),
             num_cond_tokens=tuple(map(self.num_cond_tokens, keys, grids)),
-            condition_channels=torch.cat(channels) if channels else None,
-            image_embeds=torch.stack(images) if images else None,
+            condition_channels=_joined([rows for rows in channels if rows is not None], 0),
+            image_embeds=torch.stack([rows for rows in images if rows is not None])
+            if images[0] is not None
+            else None,
             dropout_keys=tuple(int(word) - 2**63 for word in words) if self.has_dropout else (),
         )
 
@@ -315,53 +348,73 @@ class PackingCollator:
             key: key of the sample. The random choice depends only on the seed and on this key.
             grid: number of tokens along (frame, row, column).
         """
-        if "first_frame" not in self.conditions or grid[0] == 1:  # an image would have no trained token
-            return 0
-        is_conditioned = rng(self.seed, key, "first_frame").random() < self.flow.i2v_ratio
-        return grid[1] * grid[2] if is_conditioned else 0
+        draw = partial(rng, self.seed, key)
+        return max(condition.num_clean_tokens(draw, grid, self.flow) for condition in self._conditions)
 
-    def _text_of(self, sample: Sample, key: SampleKey) -> Tensor:
-        """Return the embedding of a sample's caption or, with the probability of caption dropout, of the empty caption.
+    def _enter(self, sample: Sample, key: SampleKey) -> list[Entry]:
+        """Return what the model and the loss get of a sample's conditions.
 
-        The random choice depends only on the seed and on `key`, which names one use of the sample in training.
+        The random choice of dropout depends only on the seed and on `key`, which names one use of the sample in training.
         """
-        rate = self.flow.cfg_dropout if sample.caption_dropout is None else sample.caption_dropout
-        if self.drops_captions and rng(self.seed, key, "cfg_dropout").random() < rate:
-            return self.null_text_embeds.to(sample.text_embeds.dtype)
-        return sample.text_embeds
+        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        entries = []
+        for condition in self._conditions:
+            own = {
+                spec.name: sample.arrays[spec.name] for spec in condition.arrays if spec.name in sample.arrays
+            }
+            rate = condition.dropout_rate(self.flow, sample.caption_dropout)
+            if (
+                self.drops_captions
+                and rate
+                and rng(self.seed, key, condition.dropout_purpose).random() < rate
+            ):
+                absent = condition.absent(size)
+                own = {
+                    name: array.to(own[name].dtype) if name in own else array
+                    for name, array in absent.items()
+                }
+            if (entry := condition.enter(own, size)) is not None:
+                entries.append(entry)
+        return entries
 
     def _check(self, sample: Sample, label: str) -> None:
         """Raise DataError if the shape of an array of the sample does not fit the model. The message starts with `label`."""
-        dit, latents, text = self.shape, tuple(sample.latents.shape), tuple(sample.text_embeds.shape)
+        dit, latents = self.shape, tuple(sample.latents.shape)
         sizes = zip(latents[1:], dit.patch_size, strict=False)
         fits_model = len(latents) == 4 and latents[0] == dit.out_channels
-        fits_patches = fits_model and all(size and size % patch == 0 for size, patch in sizes)
-        fits_text = len(text) == 2 and 0 < text[0] <= TEXT_LEN and text[1] == dit.text_dim
-        image_latents = _shape(sample.latents) if "image" in self.conditions else "none"
-        image_embeds = str([dit.image_len, dit.image_dim]) if dit.image_dim else "none"
-        grid = str(list(grid_size(latents[1:], dit.patch_size))) if fits_patches else ""
-        patches = f"{dit.out_channels} channels and (frames, height, width) divisible by {dit.patch_size}"
-        for name, fits, expected in (
-            ("latents", fits_patches, patches),
-            ("text_embeds", fits_text, f"[1 to {TEXT_LEN}, {dit.text_dim}]"),
-            ("image_latents", _shape(sample.image_latents) == image_latents, image_latents),
-            ("image_embeds", _shape(sample.image_embeds) == image_embeds, image_embeds),
-            ("token_weights", _shape(sample.token_weights) in ("none", grid), grid),
-        ):
-            if not fits:
-                raise DataError(
-                    f"{label} has {name} of shape {_shape(getattr(sample, name))}, but the model takes {expected}. "
-                    "Run wands preprocess again with --model set to this model."
-                )
+        problem = None
+        if not fits_model or any(size < 1 or size % patch for size, patch in sizes):
+            expected = (
+                f"{dit.out_channels} channels and (frames, height, width) divisible by {dit.patch_size}"
+            )
+            problem = "latents", _shape(sample.latents), expected
+        else:
+            problem = self._find_misfit(sample)
+        if problem is not None:
+            name, found, expected = problem
+            raise DataError(
+                f"{label} has {name} of shape {found}, but the model takes {expected}. "
+                "Run wands preprocess again with --model set to this model."
+            )
+
+    def _find_misfit(self, sample: Sample) -> tuple[str, str, str] | None:
+        """Return (name, shape, expected shape) of the first array that does not fit the latents and the model."""
+        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        for spec in self._specs:
+            array = sample.arrays.get(spec.name)
+            if not (spec.optional if array is None else spec.fits(array.shape, size)):
+                return spec.name, _shape(array), spec.describe(size)
+        unknown = sample.arrays.keys() - {spec.name for spec in self._specs}
+        return next(((name, _shape(sample.arrays[name]), "none") for name in sorted(unknown)), None)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor | None:
+    """Concatenate tensors. Return a single tensor unchanged, and None for no tensor."""
+    return (parts[0] if len(parts) == 1 else torch.cat([*parts], dim)) if parts else None
 
 
 def _shape(array: Tensor | None) -> str:
     return "none" if array is None else str(list(array.shape))
-
-
-def _token_weights(sample: Sample, grid: tuple[int, int, int]) -> Tensor:
-    weights = torch.ones(grid) if sample.token_weights is None else sample.token_weights
-    return weights.flatten().to(torch.float32)
 
 
 def _cu_seqlens(lens: Sequence[int]) -> Tensor:

@@ -9,18 +9,20 @@ import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Condition
+from wands.conditions.published import conditions_of, published_conditions, specs_of
 from wands.config.recipe import DataConfig, MockConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
-from wands.data.patchify import SampleFacts, blank_other_frames
+from wands.data.patchify import SampleFacts
 from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError, DataError
 from wands.files import first_difference
@@ -45,6 +47,7 @@ class MockDataset(SampleFacts):
             use the items of each list in turn.
         shape: shape of the DiT, which gives latent channels, patch size and text width.
         seed: `train.seed`.
+        conditions: conditions of the model. None for a text-to-video model.
         keys: sample ids.
         licenses: array of one empty text per sample, because mock data has no licenses.
         mask_sums: zeros [N, 2], because mock data has no loss masks. In a cache, the columns are the sums of a sample's token
@@ -60,9 +63,13 @@ class MockDataset(SampleFacts):
     mock: MockConfig
     shape: DiTShape
     seed: int
+    conditions: Sequence[Condition] | None = None
 
     def __post_init__(self) -> None:
         patch_size = self.shape.patch_size
+        if self.conditions is None:
+            self.conditions = published_conditions(self.shape)
+        self._specs = {spec.name: spec for spec in specs_of(self.shape, self.conditions)}
         for latent_shape in self.mock.shapes:
             if any(n < 1 or n % patch for n, patch in zip(latent_shape, patch_size, strict=True)):
                 raise DataError(
@@ -74,12 +81,12 @@ class MockDataset(SampleFacts):
         self.mask_sums = np.zeros((len(self.keys), 2))
         self.latent_shapes = np.resize(self.mock.shapes, (len(self.keys), 3))
         self.checksums = np.zeros(len(self.keys), np.uint32)  # the seed and the key determine a sample
-        self.null_text_embeds = self._normal("", "null", 1, self.shape.text_dim)
+        text = self._specs["text_embeds"]
+        self.null_text_embeds = text.draw(self._rng("", "null"), (1, self.shape.text_dim))
         self.places = np.stack(np.divmod(np.arange(len(self.keys)), 512), axis=1)
 
     def read(self, index: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Return a mock sample in bf16: latents [channels, frames, rows, columns], text_embeds [text tokens, text_dim], and
-        image latents and image embeddings if the model needs them.
+        """Return a mock sample with random latents, and the arrays of all conditions except optional arrays.
 
         The same index always gives the same random numbers.
 
@@ -89,22 +96,22 @@ class MockDataset(SampleFacts):
                 Default: all frames.
         """
         key = self.keys[index]
-        shape, text_len = self.shape, self.mock.text_lens[index % len(self.mock.text_lens)]
+        size = ClipSize(self.latent_shape(index), self.shape.patch_size)
+        text_len = self.mock.text_lens[index % len(self.mock.text_lens)]
+        draw = partial(self._rng, key)
+        latents = self._specs["latents"]
+        arrays = {"latents": latents.draw(draw("latents"), latents.shape(size))}
+        for condition in self.conditions or ():
+            arrays |= condition.mock(draw, size, text_len)
+        if frames is not None:
+            arrays = {
+                name: self._specs[name].blank(array, frames, size.patch_size)
+                for name, array in arrays.items()
+            }
+        return Sample(key, arrays)
 
-        def latents(what: str) -> Tensor:
-            whole = self._normal(key, what, shape.out_channels, *self.latent_shape(index))
-            return whole if frames is None else blank_other_frames(whole, frames)
-
-        text_embeds = self._normal(key, "text", text_len, shape.text_dim)
-        image_latents = latents("image latents") if shape.condition_channels else None
-        image_embeds = (
-            self._normal(key, "image", shape.image_len, shape.image_dim) if shape.image_dim else None
-        )
-        return Sample(key, latents("latents"), text_embeds, image_latents, image_embeds)
-
-    def _normal(self, key: str, what: str, *shape: int) -> Tensor:
-        values = philox(self.seed, key, "mock", what).standard_normal(shape, dtype=np.float32)
-        return torch.from_numpy(values).to(torch.bfloat16)
+    def _rng(self, key: str, what: str) -> np.random.Generator:
+        return philox(self.seed, key, "mock", what)
 
 
 Data = LatentCache | MockDataset
@@ -365,14 +372,14 @@ def _configured_sources(section: DataConfig) -> list[SourceConfig]:
 
 def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> list[Data]:
     if section.mock is not None:
-        return [MockDataset(section.mock, variant.dit, seed)]
+        return [MockDataset(section.mock, variant.dit, seed, conditions_of(variant))]
     encoders, caches = fingerprint(), list[LatentCache]()
     for number, source in enumerate(_configured_sources(section)):
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"
         try:
             cache = LatentCache(source.path, verify=section.verify)
             cache.check_fits(variant, encoders)
-            cache.serve(variant)
+            cache.serve(conditions_of(variant))
         except CacheError as error:
             raise error if section.sources is None else CacheError(f"{name}: {error}") from None
         if not cache.keys:
@@ -393,7 +400,8 @@ def _encoders(cache: LatentCache, variant: Variant) -> dict[str, Any]:
     """Return the part of a cache's fingerprint that must be equal in all caches of a run: the digests of the encoders
     that the model variant uses.
     """
-    ignored = ["settings", *(["image_encoder", "image_processor"] * ("clip" not in variant.conditions))]
+    uses_images = any("image" in condition.encoders for condition in conditions_of(variant))
+    ignored = ["settings"] if uses_images else ["settings", "image_encoder", "image_processor"]
     return {part: value for part, value in cache.fingerprint.items() if part not in ignored}
 
 

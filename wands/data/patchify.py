@@ -6,11 +6,14 @@ and (pt, ph, pw) is the patch size in latent frames, rows and columns.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import torch
-from torch import Tensor
 
 from wands.variants import MASK_CHANNELS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def patchify(latents: Tensor, patch_size: tuple[int, int, int]) -> Tensor:
@@ -78,6 +81,8 @@ def image_mask(latent_shape: tuple[int, int, int], last_image: bool) -> Tensor:
 
     Source: the mask in `get_sampling` of the official Wan 2.1 image2video.py and first_last_frame2video.py.
     """
+    import torch
+
     mask = torch.zeros(MASK_CHANNELS, *latent_shape)
     if last_image:
         mask[-1, -1] = 1.0
@@ -99,6 +104,8 @@ def condition_channels(image_latents: Tensor, last_image: bool, patch_size: tupl
     Returns:
         fp32 [number of tokens, conditioning channels of a token], tokens in the order of `patchify`.
     """
+    import torch
+
     f, h, w = image_latents.shape[1:]
     mask = image_mask((f, h, w), last_image)
     return patchify(torch.cat([mask, image_latents.to(torch.float32)]), patch_size)
@@ -151,15 +158,17 @@ def frames_of_tokens(
     return start // per_frame * patch_size[0], -(-stop // per_frame) * patch_size[0]
 
 
-def blank_other_frames(latents: Tensor, frames: tuple[int, int]) -> Tensor:
-    """Set the latent frames outside a range to zero, in place, and return the latents.
+def blank_other_frames(array: Tensor, frames: tuple[int, int], axis: int = 1) -> Tensor:
+    """Set the frames outside a range to zero, in place, and return the array.
 
     Args:
-        latents: [C, f, h, w] (channels, frames, rows, columns).
+        array: array with one index per frame along `axis`, such as latents [channels, frames, rows, columns].
         frames: (first, end). The frames from first to end - 1 do not change.
+        axis: dimension of the frames.
     """
     first, end = frames
-    assert 0 <= first <= end <= latents.shape[1], (frames, tuple(latents.shape))
-    latents[:, :first] = 0
-    latents[:, end:] = 0
-    return latents
+    assert 0 <= first <= end <= array.shape[axis], (frames, tuple(array.shape))
+    moved = array.movedim(axis, 0)
+    moved[:first] = 0
+    moved[end:] = 0
+    return array

@@ -15,7 +15,7 @@ from wands.model.files.hub import fetch_model
 from wands.model.files.loading import load_index
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import find_weights
-from wands.variants import Variant, variant_of
+from wands.variants import ExtraInput, Variant, variant_of
 
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
@@ -56,18 +56,19 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json_object(path, label=label, fix="restore the file.")
 
 
-def read_variant(model: str | Path) -> Variant:
+def read_variant(model: str | Path, conditions: Sequence[ExtraInput] = ()) -> Variant:
     """Return the variant of a pipeline, recognized from the config of its transformer and from its model_index.json.
 
     Args:
         model: diffusers pipeline folder or Hub id.
+        conditions: conditions of outside code, see `variant_of`.
 
     Raises:
         ConfigError: if the model does not exist or is not a supported variant.
     """
     config = read_config(find_part(model, "transformer", CONFIG_FILES) / "config.json")
     try:
-        return variant_of(config, load_index(model, key="--model"))
+        return variant_of(config, load_index(model, key="--model"), conditions)
     except ValueError as error:
         raise ConfigError(f"--model={model}: {error}. Use a pipeline of Wan 2.1 or 2.2.") from None
 

@@ -1,14 +1,14 @@
-"""Encode the conditioning frames of image-to-video models: VAE latents and CLIP hidden states.
+"""Encode windows of clips for the cache: the latents, and the arrays of the conditions, such as CLIP hidden states.
 
-Letters: C latent channels; F H W pixel frames, rows, columns; f h w latent frames, rows, columns; I tokens of CLIP; E
-width of CLIP's hidden states.
+Letters: I tokens of CLIP; E width of CLIP's hidden states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,31 +16,12 @@ import transformers
 from torch import Tensor
 from transformers import CLIPVisionModel
 
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Arrays, ClipFrames, Condition, Encoders
 from wands.data.clips.video import to_pixels
 from wands.encoders.components import find_part, loading_part
 from wands.encoders.vae import WanVideoEncoder
 from wands.model.files.loading import load_index
-
-
-def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
-    """Return a copy of a clip that keeps only the conditioning frames of an image-to-video model. All other frames are gray (0).
-
-    The conditioning frames are the first frame and, if `last_image` is true, the last frame.
-
-    Args:
-        pixels: [3, F, H, W] in [-1, 1], for F > 1 frames of H rows and W columns. A batch dimension may come first.
-        last_image: whether to keep the last frame in addition to the first frame.
-
-    Returns:
-        Tensor of the shape of `pixels`.
-
-    Source: diffusers `WanImageToVideoPipeline.prepare_latents`.
-    """
-    video = torch.zeros_like(pixels)
-    # A list as index would be copied to the GPU, and the host would wait.
-    for i in (0, -1) if last_image else (0,):
-        video[..., i, :, :] = pixels[..., i, :, :]
-    return video
 
 
 class ImageEncoder:
@@ -91,52 +72,91 @@ class ImageEncoder:
         return states.flatten(0, 1).float().cpu()
 
 
-class WindowEncoder:
-    """Encoder of windows (ranges of frames of a clip): the VAE and, for some model variants, CLIP.
+class PipelineEncoders:
+    """Frozen encoders of a pipeline for conditions (`wands.conditions.condition.Encoders`). Each is loaded at its first use.
 
-    The encoder makes the tensors of the latent cache, except text embeddings. CLIP stays loaded next to the VAE. CLIP needs
-    1.3 to 2.5 GB, which is little compared with the activations of the VAE. Running CLIP in a separate pass would read and
-    decode every video file twice.
+    Args:
+        model: pipeline folder or Hub id.
+        device: device of the encoders.
+        vae_dtype: dtype of the VAE, "fp32" or "bf16".
+        vae_tiling: whether the VAE encodes large frames in tiles.
     """
 
     def __init__(
-        self, vae: WanVideoEncoder, clip: ImageEncoder | None = None, conditions: Collection[str] = ("text",)
+        self,
+        model: str | Path,
+        device: torch.device | str = "cpu",
+        *,
+        vae_dtype: Literal["fp32", "bf16"] = "fp32",
+        vae_tiling: bool = False,
     ) -> None:
-        """Store encoders that are already loaded.
+        self.model = model
+        self.device = torch.device(device)
+        self._vae_dtype = vae_dtype
+        self._vae_tiling = vae_tiling
+
+    @cached_property
+    def vae(self) -> WanVideoEncoder:
+        """The VAE."""
+        return WanVideoEncoder.load(self.model, self.device, dtype=self._vae_dtype, tiling=self._vae_tiling)
+
+    @cached_property
+    def image(self) -> ImageEncoder:
+        """CLIP and its image processor."""
+        return ImageEncoder.load(self.model, self.device)
+
+
+class WindowEncoder:
+    """Encoder of windows (ranges of frames of a clip) to the arrays of the latent cache, except text embeddings.
+
+    CLIP stays loaded next to the VAE. CLIP needs 1.3 to 2.5 GB, which is little compared with the activations of the VAE.
+    Running CLIP in a separate pass would read and decode every video file twice.
+    """
+
+    def __init__(
+        self,
+        encoders: Encoders,
+        conditions: Sequence[Condition] = (),
+        patch_size: tuple[int, int, int] = (1, 2, 2),
+    ) -> None:
+        """Load the encoders that the conditions need.
 
         Args:
-            vae: VAE encoder.
-            clip: CLIP encoder. It is required if `conditions` contains "clip", and must be None otherwise.
-            conditions: names of the inputs of the model variant, such as "text", "image" and "clip" (CLIP's hidden states), see
-                `wands.variants.Variant`.
+            encoders: encoders of the pipeline.
+            conditions: conditions of the model, whose arrays are encoded next to the latents.
+            patch_size: latent (frames, rows, columns) of one token.
         """
-        assert (clip is not None) == ("clip" in conditions), conditions
-        self.vae, self.clip, self.conditions = vae, clip, conditions
+        self.encoders = encoders
+        self.conditions = conditions
+        self.patch_size = patch_size
+        # Before the first clip, so that an encoder that cannot be loaded is not taken for a clip that crashes the process.
+        for name in dict.fromkeys(
+            ("vae", *(name for condition in conditions for name in condition.encoders))
+        ):
+            getattr(encoders, name)
 
-    def encode(self, windows: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Encode windows of equal shape as one batch. A window is a range of frames of a clip.
-
-        If the model variant takes conditioning frames, the conditioning frames of each window are encoded as well.
+    def encode(self, windows: Sequence[tuple[Tensor, Arrays]]) -> list[dict[str, Tensor]]:
+        """Encode windows of equal shape as one batch.
 
         Args:
-            windows: frames of each window, uint8 [frames, rows, columns, 3] on the CPU. `WanVideoEncoder.encode` explains
-                the valid sizes.
+            windows: (frames, files) of each window. The frames are uint8 [frames, rows, columns, 3] on the CPU.
+                `WanVideoEncoder.encode` explains the valid sizes. The files are those of `ClipFrames`.
 
         Returns:
-            For each window, a dict of bf16 tensors on the CPU. "latents" is [C, f, h, w]: channels, frames, rows and columns of
-            the latents. If the model variant takes conditioning frames as latents (condition "image"), "image_latents"
-            [C, f, h, w] are their latents. If the variant takes hidden states of the CLIP encoder (condition "clip"),
-            "image_embeds" are these states [CLIP tokens, CLIP width].
+            For each window, the latents and the arrays of the conditions, on the CPU in the dtypes that the cache stores.
         """
-        device = self.vae.vae.device  # uint8 has a quarter of the bytes of pixels
-        pixels = to_pixels(torch.stack([frames.to(device, non_blocking=True) for frames in windows]))
-        encoded = {"latents": self.vae.encode(pixels)}
-        last_image = "last_image" in self.conditions
-        if "image" in self.conditions:
-            assert len(windows[0]) > 1, "a still image has no frames after the first frame"
-            encoded["image_latents"] = self.vae.encode(given_frames(pixels, last_image))
-        if self.clip is not None:
-            kept = [0, -1] if last_image else [0]
-            encoded["image_embeds"] = torch.stack([self.clip.encode([*f[kept].numpy()]) for f in windows])
-        rows = range(len(windows))
-        return [{name: tensor[i].to(torch.bfloat16) for name, tensor in encoded.items()} for i in rows]
+        device = self.encoders.device  # uint8 has a quarter of the bytes of pixels
+        pixels = to_pixels(torch.stack([frames.to(device, non_blocking=True) for frames, _ in windows]))
+        latents = self.encoders.vae.encode(pixels)
+        frames, rows, columns = latents.shape[-3:]
+        size = ClipSize((frames, rows, columns), self.patch_size)
+        clips = [
+            ClipFrames(frames=frames, pixels=pixels[i], files=files, size=size)
+            for i, (frames, files) in enumerate(windows)
+        ]
+        encoded = [{"latents": one.to(torch.bfloat16)} for one in latents]
+        for condition in self.conditions:
+            dtypes = {spec.name: spec.torch_dtype for spec in condition.arrays}
+            for arrays, own in zip(encoded, condition.encode_batch(clips, self.encoders), strict=True):
+                arrays.update({name: array.cpu().to(dtypes[name]) for name, array in own.items()})
+        return encoded

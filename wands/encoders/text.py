@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from wands.data.cache.format import from_bits
+from wands.conditions.arrays import from_bits
 from wands.data.cache.write_ahead_log import read_records
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption

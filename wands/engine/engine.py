@@ -133,6 +133,7 @@ def build_model(
     backend: Backend,
     store: ActivationOffloader | None = None,
     resumes: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Load a DiT and prepare it for training.
 
@@ -151,6 +152,7 @@ def build_model(
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
             memory for this DiT.
         resumes: whether the weights come from a checkpoint. The file in `lora.init_from` is then not read.
+        config: config of the DiT, which may have more input channels than the model in `model.path`. None uses the config there.
     """
     import deepspeed
     from deepspeed.utils import groups as ds_groups
@@ -167,6 +169,7 @@ def build_model(
         zero_init_context=sharded,
         merge=MergedLoras.load(recipe.model.merge_loras, expert),
         storage=WeightDtypePolicy.of(recipe),
+        config=config,
     )
     self_attention = context_attention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all

@@ -11,6 +11,7 @@ from typing import Any
 from wands.errors import ConfigError
 from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.files import read_json_object
+from wands.variants import extra_channels
 
 
 def check_base(
@@ -18,7 +19,8 @@ def check_base(
 ) -> None:
     """Check that a new DiT can replace the DiT of a base pipeline (option --base).
 
-    The config of the new DiT must equal the config of the base's DiT. Keys that start with "_", and keys that the base's
+    The config of the new DiT must equal the config of the base's DiT, except for input channels of conditions of outside code,
+    which the base may lack. Keys that start with "_", and keys that the base's
     config does not have, are not compared. The base must have as many DiTs as the model to which the new DiT belongs: one
     DiT, or two DiTs (high-noise and low-noise expert).
 
@@ -45,13 +47,18 @@ def check_base(
         f"{key}={theirs[key]} instead of {value}"
         for key, value in config.items()
         for theirs in stored
-        if key[0] != "_" and key in theirs and theirs[key] != value
+        if key[0] != "_" and key in theirs and theirs[key] != value and not _are_added(key, config, theirs)
     ]
     base_has_two = bool((index.get("transformer_2") or [None])[0])
     if two_experts not in (None, base_has_two):
         differing.append("2 experts instead of 1" if base_has_two else "1 expert instead of 2")
     if differing:
         raise ConfigError(f"--base {base} does not fit {model}: {', '.join(dict.fromkeys(differing))}; {fix}")
+
+
+def _are_added(key: str, config: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Return whether two numbers of input channels differ only by conditions of outside code."""
+    return key == "in_channels" and config[key] - base[key] == extra_channels(config) - extra_channels(base)
 
 
 def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = False) -> None:

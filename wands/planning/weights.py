@@ -14,20 +14,23 @@ from wands.model.lora import MergedLoras, check_lora, find_targets, load_start
 from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.planning.memory import FP32
 from wands.planning.workload import Weight
-from wands.variants import Expert, Variant, variant_of
+from wands.variants import Expert, ExtraInput, Variant, variant_of, with_extra
 
 
-def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
+def read_model(
+    recipe: Recipe, name: str | None = None, conditions: Sequence[ExtraInput] = ()
+) -> tuple[dict[str, Any], Variant, tuple[Expert, ...]]:
     """Read the configs of the model that the recipe names.
 
     Args:
         recipe: recipe. Its `model.path` is the folder or Hub id of the model.
         name: name of a published model, such as "wan2.1-t2v-1.3b", to use configs that wands contains. None reads the configs in
             `model.path`.
+        conditions: conditions of outside code. A base model gets their input channels.
 
     Returns:
-        (config, variant, experts). `config` is the diffusers config of the DiT. `variant` is the kind of Wan model. `experts`
-        are the DiTs to train. Their `sigma_range` is the range of noise levels to train.
+        (config, variant, experts). `config` is the diffusers config of the DiT to train. `variant` is the kind of Wan model.
+        `experts` are the DiTs to train. Their `sigma_range` is the range of noise levels to train.
 
     Raises:
         ConfigError: if the model does not exist, is not a Wan model, or has experts with different configs. Also if
@@ -41,9 +44,15 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
         )
     index, config = load_index(path), load_config(path)
     try:
-        variant = variant_of(config, index)
+        variant = variant_of(config, index, conditions)
     except ValueError as error:
         raise ConfigError(f"model.path={path}: {error}; use a pipeline of Wan 2.1 or 2.2.") from None
+    if recipe.lora and variant.dit.in_channels != config["in_channels"]:
+        names = ", ".join(condition.name for condition in conditions)
+        raise ConfigError(
+            f"lora: model.path={path} has no input channels for {names}, and a LoRA does not train new channels; finetune the "
+            "model with this input first, or remove the section lora."
+        )
     if len(variant.experts) == 1 and chosen is not None:
         raise ConfigError(
             f"model.experts={chosen} applies to models with two experts, but {variant.name} has one DiT; remove the key."
@@ -63,7 +72,7 @@ def read_model(recipe: Recipe, name: str | None = None) -> tuple[dict[str, Any],
                 f"{expert.name}-noise expert ({1000 * least:g} to {1000 * most:g}); change the keys or model.experts."
             )
         experts.append(replace(expert, sigma_range=(low, high)))
-    return config, variant, tuple(experts)
+    return with_extra(config, variant), variant, tuple(experts)
 
 
 def differing_keys(config: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

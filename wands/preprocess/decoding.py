@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wands.conditions.arrays import ArraySpec
+from wands.conditions.condition import Condition
 from wands.config.options import PreprocessOptions
-from wands.data.cache.format import MASK_ARRAY, from_bits
 from wands.data.cache.shards import read_stored
-from wands.data.clips.clip import ClipSpec, TooSmallError, check_frames
+from wands.data.clips.clip import ClipSpec, TooSmallError
 from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
 from wands.data.clips.video import DecodedClip, decode_clip
 from wands.errors import DataError
@@ -44,7 +45,9 @@ class EncodeSettings:
         spec: size, frame rate and length of the samples.
         fingerprint: digest of the settings and model files with which all samples in the cache are encoded.
         max_samples: largest number of samples in a shard.
-        conditions: names of the inputs of the model variant, such as "text" and "image", see `wands.variants.Variant`.
+        conditions: conditions of the model.
+        arrays: arrays of the cache.
+        patch_size: latent (frames, rows, columns) of one token.
     """
 
     cache: Path
@@ -52,7 +55,9 @@ class EncodeSettings:
     spec: ClipSpec
     fingerprint: str
     max_samples: int
-    conditions: tuple[str, ...]
+    conditions: tuple[Condition, ...]
+    arrays: tuple[ArraySpec, ...]
+    patch_size: tuple[int, int, int]
 
     @property
     def work(self) -> Path:
@@ -70,15 +75,16 @@ class Window:
         meta: metadata that is equal for all samples of the window.
         frames: RGB values, uint8 [frames, height, width, 3], in pinned memory if a GPU encodes them; None if the cache
             already contains the latents.
+        files: maps the column of each file next to the clip, such as "mask", to what `ClipFile.of_window` returned.
         arrays: maps array names, such as "latents", to the arrays to store. If the cache already contains the latents, all
-            arrays are read from the cache. Otherwise, the encoder adds the arrays. Only the array "token_weights" of a clip
-            with a mask exists before the encoder runs.
+            arrays are read from the cache. Otherwise, the encoder adds the arrays.
     """
 
     clip: Clip
     suffix: str
     meta: dict[str, Any]
     frames: Tensor | None = None
+    files: dict[str, Tensor] = field(default_factory=dict)
     arrays: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -120,8 +126,13 @@ def decode_clips(
             end = ClipEnd(clip)
             try:
                 for shard, row, suffix in clip.latents:
-                    bits, meta = read_stored(settings.cache / shard, settings.fingerprint, row)
-                    arrays = {name: from_bits(array) for name, array in bits.items()}
+                    arrays, meta = read_stored(
+                        settings.cache / shard,
+                        settings.fingerprint,
+                        row,
+                        settings.arrays,
+                        settings.patch_size,
+                    )
                     yield Window(clip, suffix, meta, arrays=arrays)
                 if clip.decode:
                     yield from _decoded_windows(clip, worker, settings, pin_memory)
@@ -151,13 +162,13 @@ def _decoded_windows(
             arguments = (Path(clip.path), settings.spec, *clip.part)
             with closing(worker.run(decode_clip, *arguments, limit_seconds=LIMIT_SECONDS)) as values:
                 for decoded, last in mark_last(values):
-                    check_frames(clip.path, len(decoded.frames), settings.conditions)
+                    for condition in settings.conditions:
+                        condition.check_clip(clip.path, len(decoded.frames))
                     if decoded.suffix not in finished and clip.lacks(decoded.suffix):
                         frames = torch.from_numpy(decoded.frames)
                         frames = frames.pin_memory() if pin_memory else frames
                         window = Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
-                        if decoded.token_weights is not None:
-                            window.arrays[MASK_ARRAY] = torch.from_numpy(decoded.token_weights).bfloat16()
+                        window.files = {name: torch.from_numpy(file) for name, file in decoded.files.items()}
                         yield window
                     finished.add(decoded.suffix)
             return

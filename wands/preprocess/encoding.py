@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils.memory import clear_device_cache
 
-from wands.data.cache.format import to_bits
+from wands.conditions.arrays import to_bits
 from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
-from wands.encoders.image import ImageEncoder, WindowEncoder
+from wands.encoders.image import PipelineEncoders, WindowEncoder
 from wands.encoders.text import TextEncoder, TextSpool, caption_name
-from wands.encoders.vae import WanVideoEncoder
 from wands.preprocess.clip_rules import NO_MEMORY
 from wands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.preprocess.scan import Clip
@@ -151,12 +150,11 @@ class _ClipEncoder:
         batch: list[Window | ClipEnd] = []
         with closing(decode_clips(clips, self.settings, self.device.type == "cuda")) as pieces:
             if any(clip.decode for clip in clips):
-                options, conditions = self.settings.options, self.settings.conditions
-                vae = WanVideoEncoder.load(
-                    options.model, self.device, dtype=options.vae_dtype, tiling=options.vae_tiling
+                options = self.settings.options
+                encoders = PipelineEncoders(
+                    options.model, self.device, vae_dtype=options.vae_dtype, vae_tiling=options.vae_tiling
                 )
-                clip = ImageEncoder.load(options.model, self.device) if "clip" in conditions else None
-                self.encoder = WindowEncoder(vae, clip, conditions)
+                self.encoder = WindowEncoder(encoders, self.settings.conditions, self.settings.patch_size)
             while True:
                 ready = time.monotonic()
                 piece = next(pieces, None)
@@ -208,7 +206,8 @@ class _ClipEncoder:
         assert self.encoder is not None
         self._note("\n".join({window.clip.video for window in windows}))
         try:
-            encoded = self.encoder.encode([window.frames for window in windows if window.frames is not None])
+            pieces = [(window.frames, window.files) for window in windows if window.frames is not None]
+            encoded = self.encoder.encode(pieces)
         except (torch.OutOfMemoryError, MemoryError):
             clear_device_cache(garbage_collection=True)
             for window in windows if len(windows) > 1 else ():
@@ -216,8 +215,8 @@ class _ClipEncoder:
             return
         finally:
             self._note("")  # this process is alive: the clips have not crashed it
-        for window, tensors in zip(windows, encoded, strict=True):
-            window.arrays = tensors | window.arrays
+        for window, arrays in zip(windows, encoded, strict=True):
+            window.arrays = arrays
 
     def _store(self, window: Window) -> str | None:
         """Pass an encoded window (range of frames of a clip) to the writer thread. The thread appends the window's samples to
@@ -250,14 +249,17 @@ class _ClipEncoder:
         for row in rows:
             own = {"caption": row.caption, "license": row.license, "content": row.content}
             samples.append((row.key + window.suffix, window.meta | own | {"source": clip.path}))
-        tensors = [*window.arrays.values(), *(self.spool.read(row.caption) for row in rows)]
-        meta = {"arrays": [*window.arrays], "samples": samples}
-        self.samples.add(clip.video + window.suffix, [*map(to_bits, tensors)], meta)
+        specs = [spec for spec in self.settings.arrays if spec.name in window.arrays]
+        stored = [spec.store(window.arrays[spec.name]) for spec in specs]
+        stored += [to_bits(self.spool.read(row.caption)) for row in rows]
+        meta = {"arrays": [spec.name for spec in specs], "samples": samples}
+        self.samples.add(clip.video + window.suffix, stored, meta)
         if self.samples.num_records >= self.settings.max_samples or self.samples.num_bytes >= LOG_BYTES:
             self._move_to_shard()
 
     def _move_to_shard(self) -> None:
-        writer = ShardWriter(self.settings.cache, self.settings.fingerprint, self.settings.max_samples)
+        settings = self.settings
+        writer = ShardWriter(settings.cache, settings.fingerprint, settings.arrays, settings.max_samples)
         writer.add_log(self.samples.path)
         self.samples.clear()
 

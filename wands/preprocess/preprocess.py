@@ -18,6 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from wands.conditions.condition import Condition
+from wands.conditions.published import clip_files_of, conditions_of
 from wands.config.options import PreprocessOptions
 from wands.data.cache.format import disk_error, write_whole
 from wands.data.cache.reader import CacheWriter, LatentCache
@@ -51,7 +53,9 @@ SUSPECT_SECONDS = 1800.0
 """Time limit in seconds for the second attempt to encode a clip, if a worker process died in the first attempt."""
 
 
-def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> PreprocessReport | None:
+def preprocess(
+    options: PreprocessOptions, *, max_samples: int = 512, conditions: Sequence[Condition] = ()
+) -> PreprocessReport | None:
     """Encode a source of clips into a latent cache, or continue a cache that an earlier run began.
 
     A clip is not encoded again if the cache contains its samples, and its file content, time range, crop, mask and caption
@@ -71,6 +75,7 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
     Args:
         options: options of the command.
         max_samples: largest number of samples in a shard.
+        conditions: conditions of outside code.
 
     Returns:
         The report of the run. Under a launcher, ranks other than rank 0 return None.
@@ -85,14 +90,21 @@ def preprocess(options: PreprocessOptions, *, max_samples: int = 512) -> Preproc
         if pool.rank > 0:
             pool.follow()
             return None
-        return _lead(pool, options, max_samples, started)
+        return _lead(pool, options, max_samples, started, conditions)
 
 
-def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, started: float) -> PreprocessReport:
+def _lead(
+    pool: WorkerPool,
+    options: PreprocessOptions,
+    max_samples: int,
+    started: float,
+    extra: Sequence[Condition],
+) -> PreprocessReport:
     part = parse_part(options.part) if options.part else None
-    variant = _read_variant(options.model)
+    variant = _read_variant(options.model, extra)
+    conditions = conditions_of(variant)
     spec = plan_samples(options, variant)
-    rows, rejected = read_source(options)
+    rows, rejected = read_source(options, files=clip_files_of(conditions))
     out = options.out
     if part:
         rows, rejected = select_part(rows, options.source, part), select_part(rejected, options.source, part)
@@ -107,7 +119,16 @@ def _lead(pool: WorkerPool, options: PreprocessOptions, max_samples: int, starte
         rows = [row for row in rows if (row.path, row.range_suffix) in chosen]
     fingerprint = fingerprint_pipeline(options.model) | {"settings": _fingerprint_of(spec, options)}
     with CacheWriter(out, variant, fingerprint, max_samples=max_samples) as writer:
-        settings = EncodeSettings(writer.path, options, spec, writer.digest, max_samples, variant.conditions)
+        settings = EncodeSettings(
+            cache=writer.path,
+            options=options,
+            spec=spec,
+            fingerprint=writer.digest,
+            max_samples=max_samples,
+            conditions=conditions,
+            arrays=writer.arrays,
+            patch_size=variant.dit.patch_size,
+        )
         run = PreprocessRun(writer, pool, settings)
         run.prepare()
         run.scan(SourceScan(rows, rejected, spec, run.quarantine))
@@ -372,27 +393,28 @@ def _fingerprint_of(spec: ClipSpec, options: PreprocessOptions) -> dict[str, Any
     }
 
 
-def _read_variant(model: str) -> Variant:
+def _read_variant(model: str, extra: Sequence[Condition]) -> Variant:
     """Check that the encoders of a pipeline fit the DiT of the pipeline, and return the model variant.
 
     Args:
         model: pipeline folder or Hub id.
+        extra: conditions of outside code.
 
     Raises:
         ConfigError: if a component is missing, or an encoder does not fit the DiT.
     """
-    variant = read_variant(model)
-    has_clip = "clip" in variant.conditions
+    variant = read_variant(model, extra)
+    has_clip = any("image" in condition.encoders for condition in conditions_of(variant))
     parts = ("tokenizer", "vae", "text_encoder", "image_processor", "image_encoder")
     for part in parts if has_clip else parts[:3]:
         root = find_part(model, part, CONFIG_FILES).parent
     check_encoders(f"--model={model}", root, variant, f"--model={model}")
-    if has_clip:
+    if variant.published_dit.image_len:
         clip = read_config(root / "image_encoder" / "config.json")
         tokens = ((clip.get("image_size", 224) // clip.get("patch_size", 32)) ** 2 + 1) * variant.num_images
-        if tokens != variant.dit.image_len:
+        if tokens != variant.published_dit.image_len:
             raise ConfigError(
                 f"--model={model} has an image encoder that gives {tokens} tokens, but a transformer that takes "
-                f"{variant.dit.image_len}. Use a pipeline whose components belong to one model."
+                f"{variant.published_dit.image_len}. Use a pipeline whose components belong to one model."
             )
     return variant

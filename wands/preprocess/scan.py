@@ -40,7 +40,7 @@ class Row:
         key: id of the pair of clip and caption. The key of a sample is this key and a suffix, for example "#0003#640x352".
             The suffix names the window (range of frames) and the size, see `wands.data.clips.clip`.
         caption: cleaned caption.
-        content: digest of the file, the time range, the crop, the mask, the caption and the license.
+        content: digest of the file, the time range, the crop, the files next to the clip, the caption and the license.
         license: license of the clip, "" if it is not stated.
         present: suffixes of the cached samples of this caption.
     """
@@ -58,8 +58,8 @@ class Clip:
 
     Attributes:
         path: the video or image file.
-        part: time range, crop and mask.
-        video: digest of the file, the time range, the crop and the mask. Clips with equal digests have equal latents.
+        part: time range, crop and files next to the clip, such as a mask.
+        video: digest of the file and of `part`. Clips with equal digests have equal latents.
         rows: captions. A clip from `SourceScan.pending` contains only captions for which the cache lacks a sample.
         latents: cached samples of this time range, each as a tuple (shard name, index of the sample in the shard, suffix). The
             latents of these samples can be reused for `rows`. The suffix is the end of the sample's key, which names the
@@ -276,7 +276,7 @@ _WHOLE = 1 << 24
 def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     """Return two digests (content, video) of a row (clip with one caption).
 
-    The digest `video` depends on the file's content, the time range, and the crop and mask if the row has them. The digest
+    The digest `video` depends on the file's content, the time range, and the crop and other files if the row has them. The digest
     `content` also depends on the caption, and on the license if the row has a license.
 
     The digests use the content instead of the modification time, so that a copied data set is not encoded again. The
@@ -285,8 +285,8 @@ def _digests(row: ClipRecord, caption: str) -> tuple[str, str]:
     pieces = _read_pieces(row.path)
     part: list[Any] = [row.start, row.end, *filter(None, [row.crop])]
     size = row.path.stat().st_size
-    if row.mask is not None:
-        part.append({"mask": hashlib.blake2b(_read_pieces(row.mask), digest_size=16).hexdigest()})
+    for kind, path in row.files:
+        part.append({kind.column: hashlib.blake2b(_read_pieces(path), digest_size=16).hexdigest()})
 
     def digest(*facts: Any) -> str:
         return hashlib.blake2b(pieces + json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -23,7 +23,7 @@ from wands.model.files.tensor_files import find_weights
 from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
 from wands.sampling.schedulers import EulerScheduler, shift_key
-from wands.variants import Variant, variant_of
+from wands.variants import ExtraInput, Variant, variant_of
 
 if TYPE_CHECKING:
     from diffusers import WanImageToVideoPipeline, WanPipeline
@@ -75,7 +75,11 @@ class PipelineSource:
 
 
 def find_pipeline(
-    model: str | Path, dits: Mapping[str, DiTSource] | None = None, loras: Sequence[Lora] = ()
+    model: str | Path,
+    dits: Mapping[str, DiTSource] | None = None,
+    loras: Sequence[Lora] = (),
+    conditions: Sequence[ExtraInput] = (),
+    is_base: bool = False,
 ) -> PipelineSource:
     """Read the configs of a pipeline, and check that its DiTs, VAE, encoders and LoRAs fit each other. Do not read any weight.
 
@@ -83,6 +87,8 @@ def find_pipeline(
         model: folder or Hub id of a diffusers pipeline.
         dits: maps "transformer" or "transformer_2" to the source that replaces this DiT of the pipeline.
         loras: result of `find_loras`.
+        conditions: conditions of outside code.
+        is_base: whether the DiTs may lack the channels of the conditions, because a training run adds them.
 
     Raises:
         ConfigError: if the model does not exist or is not a Wan pipeline, or if its components do not fit each other.
@@ -129,9 +135,15 @@ def find_pipeline(
         find_weights(folder, DIT_STEM)  # refuses pickles
     config, other, origin = configs[0], configs[-1], sources["transformer"].label
     try:
-        variant = variant_of(config, index)
+        variant = variant_of(config, index, conditions)
     except ValueError as error:
         raise ConfigError(f"{origin}: {error}. Use a transformer of Wan 2.1 or 2.2.") from None
+    if not is_base and variant.dit.in_channels != config["in_channels"]:
+        names = ", ".join(condition.name for condition in conditions)
+        raise ConfigError(
+            f"{origin}: the transformer has no channels for the input {names}. Use a model that was trained with it, or leave "
+            "the input out."
+        )
     if keys := [key for key in config if key[0] != "_" and key in other and other[key] != config[key]]:
         raise ConfigError(
             f"{label}: the configs of the two experts differ in {', '.join(keys)}. Use two experts of the same model."

@@ -51,6 +51,8 @@ class SampleRequest(BaseModel):
     """File with the first frame of the video: an image, or a video whose first frame is used."""
     last_image: str | None = None
     """File with the last frame of the video: an image, or a video whose last frame is used."""
+    inputs: dict[str, str] = Field(default_factory=dict)
+    """Maps the name of each file that a condition of outside code needs, such as "control", to its path."""
 
 
 def size_problem(variant: Variant, key: str, value: int) -> str | None:
@@ -140,6 +142,8 @@ def _request_fields(row: dict[str, Any] | str, folder: Path) -> dict[str, Any]:
         if key not in CLIP_NAMES and value is not None:
             is_path = key in ("image", "last_image") and isinstance(value, str) and value
             values[key] = str(folder / value) if is_path else value
+            if key == "inputs" and isinstance(value, dict):
+                values[key] = {name: str(folder / str(path)) for name, path in value.items()}
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 from unittest.mock import patch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wands.errors import WandsError
+from wands.sampling.extra_inputs import NO_INPUTS, ExtraInputs, appended
 from wands.sampling.images import NO_IMAGES, ConditionImages
 from wands.sampling.pipeline import AnyPipeline
 from wands.sampling.requests import SampleRequest
@@ -76,6 +77,7 @@ def sample_latents(
     images: ConditionImages = NO_IMAGES,
     texts: Texts | None = None,
     guidance: dist.ProcessGroup | Literal["batched"] | None = None,
+    extra: ExtraInputs = NO_INPUTS,
 ) -> Tensor:
     """Run the denoising loop of a pipeline for one request.
 
@@ -86,6 +88,7 @@ def sample_latents(
         texts: result of `encode_texts`; None encodes the texts.
         guidance: how to compute the two predictions of a step with guidance, see `predict_together`. None computes them one
             after the other, as diffusers does.
+        extra: inputs of conditions of outside code.
 
     Returns:
         The final normalized latents, fp32 [latent channels, latent frames, latent rows, latent columns] on the CPU.
@@ -93,16 +96,27 @@ def sample_latents(
     Raises:
         WandsError: if the latents are not finite.
     """
-    others = {"seed", "flow_shift", "image", "last_image", "prompt", "negative_prompt"}
+    others = {"seed", "flow_shift", "image", "last_image", "inputs", "prompt", "negative_prompt"}
     options = request.model_dump(exclude=others, exclude_none=True)
     prompt, negative = texts or encode_texts(pipeline, request)
     together = guidance is not None and negative is not None
-    with predict_together(pipeline, (prompt, negative), guidance) if together else nullcontext():
+    # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
+    generator = torch.Generator("cpu").manual_seed(request.seed)
+    with ExitStack() as patches:
+        if extra.channels is not None:
+            # The pipelines take the number of noisy channels from the channels of the transformer's input.
+            channels = pipeline.transformer.config.out_channels
+            shape = (1, channels, *extra.channels.shape[2:])
+            options["latents"] = torch.randn(shape, generator=generator)
+            patches.enter_context(appended(pipeline, extra))
+        elif extra.tokens is not None:
+            patches.enter_context(appended(pipeline, extra))
+        if together:
+            patches.enter_context(predict_together(pipeline, (prompt, negative), guidance))
         latents: Tensor = pipeline(
             prompt_embeds=prompt,
             negative_prompt_embeds=negative,
-            # The generator is on the CPU, because CUDA's random numbers differ between devices and from the CPU's.
-            generator=torch.Generator("cpu").manual_seed(request.seed),
+            generator=generator,
             output_type="latent",
             **options,
             **images,

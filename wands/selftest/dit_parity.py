@@ -11,6 +11,7 @@ The letter P in shapes is the number of channels of a token.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -24,8 +25,11 @@ from torch import Tensor
 from wands.attention.layout import ContextLayout
 from wands.attention.ulysses import context_attention
 from wands.attention.varlen import choose_backend
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Channels, Condition, CrossAttention, Entry
+from wands.conditions.published import conditions_of
 from wands.config.recipe import FlowConfig, MockConfig
-from wands.data.collate import PackingCollator
+from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
 from wands.data.patchify import patchify, unpatchify
 from wands.distributed.bootstrap import init_process_group
@@ -154,10 +158,15 @@ class PackedSamples:
         pt, ph, pw = self.shape.patch_size
         shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
         mock = MockConfig(num_samples=len(GRIDS), shapes=shapes, text_lens=TEXT_LENS)
-        data = MockDataset(mock, self.shape, SEED)
+        data = MockDataset(mock, self.shape, SEED, conditions_of(setup.variant))
         self.samples = [data.read(i) for i in range(len(GRIDS))]
-        conditions = setup.variant.conditions
-        collator = PackingCollator(self.shape, self.flow, SEED, data.null_text_embeds, conditions)
+        collator = PackingCollator(
+            shape=self.shape,
+            flow=self.flow,
+            seed=SEED,
+            null_text_embeds=data.null_text_embeds,
+            conditions=conditions_of(setup.variant),
+        )
         self.batch = collator(self.samples, [0] * len(GRIDS), 0)
         self.whole = ContextLayout.build(self.batch.seq_lens)
         generator = torch.Generator().manual_seed(SEED)
@@ -218,14 +227,27 @@ class PackedSamples:
                 (1 - sigma) * clean + sigma * noise,
                 torch.tensor(sigma * NUM_TRAIN_TIMESTEPS),
                 first_frame=clean[:, :1] if self.flow.i2v_ratio and has("first_frame") else None,
-                image_latents=sample.image_latents,
+                image_latents=sample.arrays.get("image_latents"),
                 last_image=has("last_image"),
             )
-            velocity = stock_velocity(model, latents, timesteps, sample.text_embeds, sample.image_embeds)
+            images = sample.arrays.get("image_embeds")
+            for entry in self._extra_entries(sample):
+                if isinstance(entry, Channels):
+                    channels = entry.rows.shape[1] // math.prod(patch)
+                    latents = torch.cat([latents, unpatchify(entry.rows, GRIDS[i], channels, patch)])
+                elif isinstance(entry, CrossAttention):
+                    images = entry.tokens if images is None else torch.cat([images, entry.tokens])
+            velocity = stock_velocity(model, latents, timesteps, sample.text_embeds, images)
             rows = patchify(velocity.float(), patch)
             (rows * directions[i]).sum().backward()
             velocities.append(rows.detach())
         return {name: tensor.cpu() for name, tensor in _answer(velocities, model).items()}
+
+    def _extra_entries(self, sample: Sample) -> list[Entry | None]:
+        """Return what the model gets of the conditions of outside code."""
+        size = ClipSize(tuple(sample.latents.shape[1:]), self.shape.patch_size)
+        conditions: Sequence[Condition] = self.setup.variant.extra
+        return [condition.enter(sample.arrays, size) for condition in conditions]
 
 
 def _answer(velocities: Sequence[Tensor], model: torch.nn.Module) -> Answer:

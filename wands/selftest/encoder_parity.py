@@ -10,10 +10,11 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanVideoToVideo
 from PIL import Image
 from torch import Tensor
 
+from wands.conditions.published import given_frames
 from wands.data.clips.video import to_pixels
 from wands.data.patchify import condition_channels, patchify
 from wands.encoders.components import loading_part
-from wands.encoders.image import ImageEncoder, given_frames
+from wands.encoders.image import ImageEncoder
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError

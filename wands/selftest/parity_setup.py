@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +12,14 @@ import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor
 
+from wands.conditions.condition import Condition
 from wands.config.options import SelftestOptions
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 from wands.encoders.components import read_variant
 from wands.errors import ConfigError, DataError
 from wands.model.files.hub import fetch_model, is_hub_id
+from wands.model.files.loading import load_config
 from wands.variants import VARIANTS, Expert, Variant
 
 NUM_FRAMES, HEIGHT, WIDTH = 13, 128, 192
@@ -93,24 +96,30 @@ class Setup:
         return self.variant.name in VARIANTS
 
     def has(self, condition: str) -> bool:
-        """Return whether the model takes the input `condition`, such as "image" (see `Variant.conditions`)."""
+        """Return whether the published model takes the input `condition`, such as "image" (see `Variant.conditions`)."""
         return condition in self.variant.conditions
 
 
-def load_setup(options: SelftestOptions) -> Setup:
+def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> Setup:
     """Read the config files of the model and the frames of the clip. Without --clip, make a synthetic clip.
 
     The function reads no weights and downloads nothing.
 
     Args:
         options: options of the command; they name the model and the clip.
+        conditions: conditions of outside code.
 
     Raises:
         ConfigError: if the model is not on this machine or is not a Wan pipeline, or if the device does not exist.
         DataError: if the clip cannot be used.
     """
     folder = find_folder(options.model)
-    variant = read_variant(folder)
+    variant = read_variant(folder, conditions)
+    if variant.dit.in_channels != load_config(folder, key="--model")["in_channels"]:
+        names = ", ".join(condition.name for condition in conditions)
+        raise ConfigError(
+            f"--model={options.model} has no channels for the input {names}; use a model that was trained with it."
+        )
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     if options.device == "cuda" and not on_gpu:
         raise ConfigError("--device=cuda, but PyTorch finds no GPU on this machine; use --device=cpu.")

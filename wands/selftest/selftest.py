@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils.memory import clear_device_cache
 
+from wands.conditions.condition import Condition
 from wands.config.options import SelftestOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
@@ -67,7 +68,7 @@ DIT_CHECKS = (
 NAMES = [check.name for check in (*CHECKS, *DIT_CHECKS)]
 
 
-def selftest(options: SelftestOptions) -> Iterator[Result]:
+def selftest(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> Iterator[Result]:
     """Compare the results of a model in wands with the results of the same model in stock diffusers.
 
     The weights of the DiT are fp32, as in training. Only one large part of the model is in memory at a time. Under a launcher
@@ -76,6 +77,7 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
 
     Args:
         options: options of the command; they name the model, the clip and the checks.
+        conditions: conditions of outside code.
 
     Yields:
         The result of each check as soon as the check is finished.
@@ -87,7 +89,7 @@ def selftest(options: SelftestOptions) -> Iterator[Result]:
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
             raise ConfigError(f"--only={choice} is not a check; use one of {', '.join(NAMES)}.")
-    setup = load_setup(options)
+    setup = load_setup(options, conditions)
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
     # By default cuDNN's convolutions in PyTorch round to TF32, which causes errors of 1e-3.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

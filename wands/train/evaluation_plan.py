@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic import ValidationError
 
+from wands.conditions.published import conditions_of, kinds_of
 from wands.config.base import StrictModel
 from wands.config.recipe import FlowConfig, Recipe
 from wands.data.datasets import Dataset
@@ -118,22 +119,12 @@ class EvaluationPlan(StrictModel):
         return [
             EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
             for expert in experts
-            for kind in kinds_of(variant)
+            for kind in kinds_of(conditions_of(variant))
             for number, clip in enumerate(self.clips)
             if (row := rows.get((clip.side, clip.key)))
             and not (kind == "first frame" and row[0].latent_shape(row[1])[0] == 1)
             for quantile, sigma in enumerate(clip.sigmas[expert.subfolder])
         ]
-
-
-def kinds_of(variant: Variant) -> tuple[str, ...]:
-    """Return the conditions with which each clip is evaluated: "text", "image" or "first frame".
-
-    TI2V models are evaluated twice: with text only, and with the first frame as a condition.
-    """
-    if "first_frame" in variant.conditions:
-        return ("text", "first frame")
-    return ("image",) if variant.num_images else ("text",)
 
 
 def fit_plan(costs: Sequence[float], budget: float) -> tuple[int, int]:
@@ -169,7 +160,7 @@ def num_forwards(recipe: Recipe, total_steps: int, variant: Variant, num_experts
     """
     assert recipe.eval is not None
     later = -(-total_steps // recipe.eval.every) * (1 + (recipe.ema is not None))
-    return (1 + later) * len(kinds_of(variant)) * num_experts
+    return (1 + later) * len(kinds_of(conditions_of(variant))) * num_experts
 
 
 def plan_evaluation(run: PreparedRun) -> EvaluationPlan:

@@ -62,7 +62,9 @@ def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog:
         log=log,
     )
     # Before the engines take the memory of the device.
-    encoded = encode_samples(run.samples, run.recipe.model.path, run.output_dir, rank=rank, device=device)
+    encoded = encode_samples(
+        run.samples, run.recipe.model.path, run.output_dir, run.model.variant, rank=rank, device=device
+    )
     watchdog.begin_work("building the model and its engine")
     training = build_training(run, groups, device, choice, log)
     try:

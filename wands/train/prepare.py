@@ -14,6 +14,7 @@ from typing import Any
 from wands.checkpoint.checkpoint_files import Checkpoint, find_damage
 from wands.checkpoint.epoch_files import follow_data, follow_plan
 from wands.checkpoint.resume import check_resumable, find_resume
+from wands.conditions.published import conditions_of
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import FlowConfig, Recipe, SourceConfig
@@ -177,7 +178,7 @@ def prepare_run(
     published = published_name(path) if is_dry_run and checkpoint is None else None
     if published and check("downloaded weights", partial(is_downloaded, path)):
         published = None
-    read_configs = partial(read_model, recipe, published)
+    read_configs = partial(read_model, recipe, published, plugin.conditions)
     config, variant, experts = check("model files", read_configs, "model") or _NO_MODEL
     read_weights = partial(list_weights, recipe, config, experts, is_new=checkpoint is None)
     weights = check("weights", read_weights, "model files", "lora", "precision", "quantize")
@@ -219,7 +220,7 @@ def prepare_run(
         flow=recipe.flow,
         seed=seed,
         null_text_embeds=data.null_text_embeds,
-        conditions=variant.conditions,
+        conditions=conditions_of(variant),
         has_dropout=recipe.uses_dropout,
     )
     schedule = _plan(recipe, data, model, objective, collator)

@@ -38,12 +38,14 @@ from wands.distributed.bootstrap import gather_objects, start_together
 from wands.distributed.dims import ProcessGroups
 from wands.encoders.components import quiet_loading
 from wands.encoders.fingerprint import fingerprint_pipeline
+from wands.encoders.image import PipelineEncoders
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
 from wands.report.page import write_report
 from wands.run.append_log import continue_rows, to_line
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet
+from wands.sampling.extra_inputs import ExtraInputs, encode_inputs, read_inputs
 from wands.sampling.images import ConditionImages, read_images
 from wands.sampling.pipeline import find_pipeline, load_components
 from wands.sampling.requests import SampleRequest, build_requests, flag_of, read_prompts
@@ -99,9 +101,9 @@ def plan_videos(
         options = section.model_dump(exclude={"every", "prompts", "prompts_file"})
         requests, problems = build_requests(prompts, options, variant)
         if has_model:
-            find_pipeline(recipe.model.path)
+            find_pipeline(recipe.model.path, conditions=variant.extra, is_base=True)
         if has_images:
-            problems = problems or read_images(requests)[1]
+            problems = problems or read_images(requests)[1] + read_inputs(requests, variant)[1]
         if problems:
             raise ConfigError(problems)
     except ConfigError as error:
@@ -112,7 +114,13 @@ def plan_videos(
 
 
 def encode_samples(
-    requests: Sequence[SampleRequest], model_path: str, output_dir: Path, *, rank: int, device: torch.device
+    requests: Sequence[SampleRequest],
+    model_path: str,
+    output_dir: Path,
+    variant: Variant,
+    *,
+    rank: int,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return the encoded prompts and images of a run's samples. Every rank must call this function.
 
@@ -123,41 +131,56 @@ def encode_samples(
         requests: requests for the sample videos.
         model_path: folder or Hub id of the pipeline with the encoders.
         output_dir: run folder.
+        variant: variant of the model.
         rank: rank of this process.
         device: device of this process.
 
     Returns:
         A dict of CPU tensors, with keys such as "0.prompt_embeds": the index of the video in `requests`, a dot, and
-        "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP) or "image_latents" (the VAE's latents
-        before normalization). Tensors that sampling does not need are missing.
+        "prompt_embeds", "negative_prompt_embeds", "image_embeds" (hidden states of CLIP), "image_latents" (the VAE's latents
+        before normalization), or "input_channels" and "input_tokens" (`ExtraInputs`). Tensors that sampling does not need are
+        missing.
 
     Raises:
         WandsError: on all ranks, if the encoders cannot be loaded.
     """
     with start_together():
         encodes = requests and rank == 0
-        tensors = [_read_or_encode(requests, model_path, output_dir, device) if encodes else {}]
+        tensors = [_read_or_encode(requests, model_path, output_dir, variant, device) if encodes else {}]
     dist.broadcast_object_list(tensors)
     return tensors[0]
 
 
 def _read_or_encode(
-    requests: Sequence[SampleRequest], model_path: str, output_dir: Path, device: torch.device
+    requests: Sequence[SampleRequest],
+    model_path: str,
+    output_dir: Path,
+    variant: Variant,
+    device: torch.device,
 ) -> dict[str, Tensor]:
     path = output_dir / "samples" / "prompts.safetensors"
     images = read_images(requests)[0]
+    files = read_inputs(requests, variant)[0]
     # As for wands infer, so that both give the same video.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    facts = repr((dtype, tuple(requests), fingerprint_pipeline(model_path))).encode()
+    conditions = [(condition.name, condition.fingerprint()) for condition in variant.extra]
+    facts = repr((dtype, tuple(requests), fingerprint_pipeline(model_path), conditions)).encode()
     pixels = [image.tobytes() for given in images for image in given.values()]
+    pixels += [file.tobytes() for given in files for file in given.values()]
     fingerprint = hashlib.sha256(b"".join([facts, *pixels])).hexdigest()
     with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt") as file:  # missing or damaged
         if (file.metadata() or {}).get("fingerprint") == fingerprint:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    source = find_pipeline(model_path)
+    source = find_pipeline(model_path, conditions=variant.extra, is_base=True)
     with quiet_loading():
         pipeline = load_components(source, dict.fromkeys(source.dits), dtype).to(device)
     tensors = _encode(pipeline, requests, images)
+    del pipeline
+    if variant.extra:
+        encoders = PipelineEncoders(source.model, device)
+        for i, (request, given) in enumerate(zip(requests, files, strict=True)):
+            inputs = encode_inputs(request, given, variant, encoders)._asdict()
+            tensors |= {f"{i}.input_{name}": value for name, value in inputs.items() if value is not None}
     with atomic_path(path) as temporary:
         temporary.write_bytes(save(tensors, {"fingerprint": fingerprint}))
     return tensors
@@ -281,7 +304,8 @@ class RunSamples(Job):
         if training.rank == 0:
             self._rows, self._log = continue_rows(self._folder / "samples.jsonl", training.start_step)
         with start_together(), quiet_loading():
-            source = find_pipeline(training.recipe.model.path)
+            extra = training.variant.extra
+            source = find_pipeline(training.recipe.model.path, conditions=extra, is_base=True)
             pipeline_class = getattr(diffusers, source.class_name)
             index = pipeline_class.load_config(source.model)
             absent = {part: None for part in index if isinstance(index[part], list) and part != "scheduler"}
@@ -370,7 +394,10 @@ class RunSamples(Job):
         stem = self._folder / step_name(step) / f"{number:03d}_{kind}"
         try:
             view, images = self._view(number, request)
-            latents = sample_latents(view, request, images)
+            inputs = ExtraInputs(
+                *(self._tensors.get(f"{number}.input_{name}") for name in ExtraInputs._fields)
+            )
+            latents = sample_latents(view, request, images, extra=inputs)
             if dims.cp_rank or not has_video:
                 return None
             view.vae = self._vae.to(self._training.device)

@@ -68,6 +68,7 @@ def build_training(
             backend=choice[0],
             store=store,
             resumes=run.checkpoint is not None,
+            config=run.model.config,
         )
         engines[expert.subfolder] = build_engine(
             model,

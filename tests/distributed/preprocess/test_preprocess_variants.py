@@ -29,14 +29,15 @@ from tests.launch.test_preprocess_deadly import leave_suspects
 from tests.support.commands import check, preprocess
 from tests.support.runs import make_run, run_training
 from tests.unit.preprocess.test_preprocess_again import forbid_video
+from wands.conditions import published
+from wands.conditions.published import arrays_of, conditions_of
 from wands.config.recipe import FlowConfig
-from wands.data.cache.format import array_names, checksum, to_bits
+from wands.data.cache.format import checksum, to_bits
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 from wands.data.collate import PackedBatch, PackingCollator, Sample
 from wands.data.patchify import patchify
-from wands.encoders import image
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
@@ -83,7 +84,7 @@ def arrays(path: Path) -> dict[str, tuple[Any, ...]]:
     cache, found = LatentCache(path, verify=True), {}
     for i, key in enumerate(cache.keys):
         sample = cache.read(i)
-        bits = [to_bits(getattr(sample, name)).tobytes() for name in array_names(cache.conditions)]
+        bits = [to_bits(sample.arrays[spec.name]).tobytes() for spec in cache.arrays if not spec.optional]
         found[key] = (*bits, cache.meta(i))
     return found
 
@@ -173,7 +174,7 @@ def training_input(made: Made, key: str) -> tuple[Sample, PackedBatch]:
     cached, variant = LatentCache(made.cache, verify=True), made.variant
     cached.check_fits(variant, fingerprint_pipeline(made.model))
     collate = PackingCollator(
-        variant.dit, FlowConfig(i2v_ratio=1.0), 0, cached.null_text_embeds, variant.conditions
+        variant.dit, FlowConfig(i2v_ratio=1.0), 0, cached.null_text_embeds, conditions_of(variant)
     )
     sample = cached.read(cached.find(key))
     return sample, collate([sample], [0], 0)
@@ -239,7 +240,7 @@ def _black(patch: pytest.MonkeyPatch) -> None:
         video[..., 0, :, :] = pixels[..., 0, :, :]
         return video
 
-    patch.setattr(image, "given_frames", wrong)
+    patch.setattr(published, "given_frames", wrong)
 
 
 def _last_layer(patch: pytest.MonkeyPatch) -> None:
@@ -301,7 +302,7 @@ def test_check_tells_what_preprocess_makes(name: str, made: Callable[[str], Made
 
 
 def test_captions_share_all_but_the_text(made: Callable[[str], Made]) -> None:
-    names = array_names(made(CLIP).variant.conditions)
+    names = [spec.name for spec in arrays_of(made(CLIP).variant) if not spec.optional]
     with h5py.File(made(CLIP).cache / "shard-00000.h5", "r", locking=False) as shard:
         places = [[group[name].id.get_offset() for name in names] for group in shard["samples"].values()]
     assert len(places) == len(CAPTIONS) * len(BOUNDS)
@@ -420,17 +421,15 @@ def test_parts_of_a_sample_are_read_alone(made: Callable[[str], Made]) -> None:
     for verified in (False, True):
         stored = LatentCache(made(CLIP).cache, verify=verified)
         whole, part = stored.read(0), stored.read(0, (1, 2))
-        assert whole.image_latents is not None
-        assert part.image_latents is not None
-        for ours, theirs in ((part.latents, whole.latents), (part.image_latents, whole.image_latents)):
+        for ours, theirs in (
+            (part.latents, whole.latents),
+            (part.arrays["image_latents"], whole.arrays["image_latents"]),
+        ):
             assert torch.equal(ours[:, 1:2], theirs[:, 1:2])
             assert not ours[:, [0, 2]].any()
             assert theirs[:, [0, 2]].any()
-        assert part.image_embeds is not None
-        assert torch.equal(part.image_embeds, whole.image_embeds)
-        assert checksum(*(to_bits(getattr(whole, name)) for name in array_names(stored.conditions))) == int(
-            stored.index.crc32[0]
-        )
+        assert torch.equal(part.arrays["image_embeds"], whole.arrays["image_embeds"])
+        assert checksum(*map(to_bits, whole.arrays.values())) == int(stored.index.crc32[0])
 
 
 FITS = {
@@ -456,11 +455,11 @@ def test_a_cache_serves_models_that_need_no_more(
         return
     whole = stored.read(0)
     stored.check_fits(variant, {})
-    stored.serve(variant)
+    stored.serve(conditions_of(variant))
     for verify_all in (False, True):
         stored.verify = verify_all
         sample = stored.read(0)
-        assert (sample.image_latents is not None, sample.image_embeds is not None) == (
+        assert ("image_latents" in sample.arrays, "image_embeds" in sample.arrays) == (
             with_latents,
             with_states,
         )
@@ -474,7 +473,7 @@ def test_a_cache_of_text_alone_is_refused(
     run(source, tmp_path / "cache", text, max_pixels=BOUNDS[1])
     variant = read_variant(tiny_variant(CLIP))
     with pytest.raises(
-        CacheError, match=r"conditions=\['text'\].*'clip'\].*encode again with wands preprocess"
+        CacheError, match=r"conditions=\[text, mask\].*clip.*encode again with wands preprocess"
     ):
         LatentCache(tmp_path / "cache").check_fits(variant, {})
     with pytest.raises(CacheError, match=r"was begun with.*another --out"):
@@ -509,15 +508,15 @@ def test_tools_keep_every_bit(name: str, made: Callable[[str], Made], tmp_path: 
         assert LatentCache(tmp_path / out).manifest == LatentCache(done.cache).manifest
         assert verify_cache(tmp_path / out).problems == []
     text = describe_cache(LatentCache(done.cache), 1)
-    assert ("cond. frames  latents" in text) == ("image" in done.variant.conditions)
-    assert ("and 257x32 CLIP states" in text) == (name == CLIP)
+    assert ("image_latents bf16 16 x frames" in text) == ("image" in done.variant.conditions)
+    assert ("image_embeds  bf16 257 x 32" in text) == (name == CLIP)
 
 
 @pytest.mark.parametrize("array", ["image_latents", "image_embeds"])
 def test_a_flipped_bit_is_found(array: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     out = shutil.copytree(made(CLIP).cache, tmp_path / "cache")
     sample = LatentCache(out).read(0)
-    needle = to_bits(getattr(sample, array)).reshape(-1)[:16].tobytes()
+    needle = to_bits(sample.arrays[array]).reshape(-1)[:16].tobytes()
     content = bytearray((out / "shard-00000.h5").read_bytes())
     content[content.rindex(needle) + 3] ^= 4
     (out / "shard-00000.h5").write_bytes(content)

@@ -28,7 +28,7 @@ def write_cache(
             ).bfloat16()
             text = torch.randn(3, run.model.shape.text_dim, generator=draw).bfloat16()
             meta = {"num_frames": 1, "fps": 16.0, "content": "c", "license": (licenses or {}).get(name, "")}
-            writer.add(name, latents, text, meta)
+            writer.add(name, {"latents": latents, "text_embeds": text}, meta)
         writer.commit(torch.zeros(1, run.model.shape.text_dim, dtype=torch.bfloat16))
 
 

@@ -13,6 +13,7 @@ import torch
 
 from tests.distributed.train.test_context import TOLERANCE, check_step
 from tests.support.runs import make_run
+from tests.support.samples import sample_of
 from tests.support.steps import GRIDS, Grid, Step, optimizer_step, stock_gradients, worst, zero
 from tests.support.world import WorldPool
 from wands.data.cache.reader import CacheWriter
@@ -51,7 +52,8 @@ def write_cache(path: Path, model: Path, kind: str) -> tuple[str, ...]:
             weights = (weights - 0.3).clamp(min=0).bfloat16()
             masks = {"masks": weights if number in MASKED else None, "ones": torch.ones_like(weights)}
             meta = {"num_frames": 4 * shape[0] - 3, "fps": 16.0, "content": f"c{number}"}
-            writer.add(f"clip-{number}", latents, text, meta, token_weights=masks.get(kind), **images)
+            sample = sample_of(f"clip-{number}", latents, text, token_weights=masks.get(kind), **images)
+            writer.add(sample.sample_id, sample.arrays, meta)
         writer.commit(torch.randn(1, run.model.shape.text_dim, generator=draw).bfloat16())
     return (
         *("data.mock=null", "packing.max_tokens=63", "train.max_steps=1", "train.bins_per_step=1"),
@@ -132,7 +134,7 @@ def test_with_given_frames_it_is_stock_diffusers_clip_by_clip(
         return
     mean, count, given = 0.0, 0.0, set()
     for number, shape in enumerate(SHAPES):
-        weights = run.data.read(number).token_weights
+        weights = run.data.read(number).arrays.get("token_weights")
         weights = torch.ones(shape[0], shape[1] // 2, shape[2] // 2) if weights is None else weights.double()
         first = float(weights[0].sum()) if shape[0] > 1 else 0.0
         is_given = run.collator([run.data.read(number)], [0], 0).num_cond_tokens[0] > 0
@@ -182,9 +184,7 @@ def evaluate_zeros(*args: Any) -> list[tuple[str, str, int, float, float]]:
         batch = run.collator([clip], [0], 0)
         noise = rng(0, SampleKey(clip.sample_id, sample.quantile, -1), "noise")
         target = torch.from_numpy(noise.standard_normal(batch.tokens.shape, dtype=np.float32)) - batch.tokens
-        weights = (
-            torch.ones(batch.grid_sizes[0].tolist()) if clip.token_weights is None else clip.token_weights
-        )
+        weights = clip.arrays.get("token_weights", torch.ones(batch.grid_sizes[0].tolist()))
         weights = weights.double().flatten()
         if sample.kind == "first frame":
             weights[: len(weights) // batch.grid_sizes[0][0]] = 0

@@ -200,7 +200,8 @@ def write_cache(path: Path, run: PreparedRun, seed: int) -> None:
         for number in range(5):
             latents = torch.randn(16, 1 + number, 4, 4, generator=generator).bfloat16()
             meta = {"num_frames": 1 + 4 * number, "fps": 16.0, "content": "c", "caption": ""}
-            writer.add(f"clip{number}", latents, torch.ones(2, text_dim, dtype=torch.bfloat16), meta)
+            text = torch.ones(2, text_dim, dtype=torch.bfloat16)
+            writer.add(f"clip{number}", {"latents": latents, "text_embeds": text}, meta)
         writer.commit(torch.zeros(1, text_dim, dtype=torch.bfloat16))
 
 

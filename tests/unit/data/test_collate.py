@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import wands.data.collate as collate_module
 from tests.support.examples import examples
+from tests.support.samples import sample_of
 from wands.attention.layout import ContextLayout
+from wands.conditions.published import Text
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
@@ -28,7 +30,7 @@ def sample(name: str, grid: tuple[int, int, int] = (2, 2, 3), text_len: int = 4)
     normal = philox("sample", name)
     latents = torch.from_numpy(normal.standard_normal((16, grid[0], 2 * grid[1], 2 * grid[2]))).bfloat16()
     text = torch.from_numpy(normal.standard_normal((text_len, 8))).bfloat16()
-    return Sample(name, latents, text)
+    return sample_of(name, latents, text)
 
 
 def collator(cfg_dropout: float = 0.0, seed: int = 0) -> PackingCollator:
@@ -117,7 +119,7 @@ def check_captions_are_dropped_at_the_rate_asked_for() -> None:
 def test_captions_are_really_dropped(monkeypatch: pytest.MonkeyPatch):
     check_captions_are_dropped_at_the_rate_asked_for()
     # Elsewhere the option exists and nothing reads it.
-    monkeypatch.setattr(PackingCollator, "_text_of", lambda self, sample, key: sample.text_embeds)
+    monkeypatch.setattr(Text, "dropout_rate", lambda self, flow, of_source: 0.0)
     with pytest.raises(AssertionError):
         check_captions_are_dropped_at_the_rate_asked_for()
 
@@ -159,27 +161,27 @@ def test_dropping_does_not_shift_noise(monkeypatch: pytest.MonkeyPatch):
     ("bad", "words"),
     [
         (
-            Sample("x", torch.zeros(4, 1, 2, 2), torch.zeros(1, 8)),
+            sample_of("x", torch.zeros(4, 1, 2, 2), torch.zeros(1, 8)),
             r"sample=x has latents of shape \[4, 1, 2, 2\].* takes 16 channels",
         ),
         (
-            Sample("x", torch.zeros(16, 2, 2), torch.zeros(1, 8)),
+            sample_of("x", torch.zeros(16, 2, 2), torch.zeros(1, 8)),
             r"sample=x has latents of shape \[16, 2, 2\]",
         ),
         (
-            Sample("x", torch.zeros(16, 1, 3, 2), torch.zeros(1, 8)),
+            sample_of("x", torch.zeros(16, 1, 3, 2), torch.zeros(1, 8)),
             r"has latents of shape \[16, 1, 3, 2\].* divisible by \(1, 2, 2\)",
         ),
         (
-            Sample("x", torch.zeros(16, 0, 2, 2), torch.zeros(1, 8)),
+            sample_of("x", torch.zeros(16, 0, 2, 2), torch.zeros(1, 8)),
             r"has latents of shape \[16, 0, 2, 2\].* divisible by",
         ),
         (
-            Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(1, 9)),
+            sample_of("x", torch.zeros(16, 1, 2, 2), torch.zeros(1, 9)),
             r"text_embeds of shape \[1, 9\].*\[1 to 512, 8\]",
         ),
-        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(513, 8)), r"text_embeds of shape \[513, 8\]"),
-        (Sample("x", torch.zeros(16, 1, 2, 2), torch.zeros(0, 8)), r"text_embeds of shape \[0, 8\]"),
+        (sample_of("x", torch.zeros(16, 1, 2, 2), torch.zeros(513, 8)), r"text_embeds of shape \[513, 8\]"),
+        (sample_of("x", torch.zeros(16, 1, 2, 2), torch.zeros(0, 8)), r"text_embeds of shape \[0, 8\]"),
     ],
 )
 def test_samples_that_do_not_fit_the_model_are_named(bad: Sample, words: str):

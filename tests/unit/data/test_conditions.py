@@ -13,11 +13,13 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from PIL import Image
 from torch import Tensor
 
+from tests.support.samples import sample_of
 from wands.attention.layout import ContextLayout
+from wands.conditions.published import published_conditions
 from wands.config.recipe import FlowConfig
 from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
-from wands.data.collate import PackingCollator, Sample
+from wands.data.collate import PackingCollator
 from wands.data.patchify import patchify
 from wands.encoders.vae import WanVideoEncoder
 from wands.variants import VARIANTS, DiTShape
@@ -91,8 +93,11 @@ def check_model_input(
     shape = DiTShape.from_config(config)
     embeds = torch.zeros(shape.image_len, shape.image_dim)
     text = torch.zeros(1, shape.text_dim)
-    sample = Sample("clip", torch.zeros_like(noise), text, make(folder, frames, last_image), embeds)
-    batch = PackingCollator(shape, FlowConfig(), 0, text, row.conditions)([sample], [0], 0)
+    given = make(folder, frames, last_image)
+    sample = sample_of("clip", torch.zeros_like(noise), text, image_latents=given, image_embeds=embeds)
+    batch = PackingCollator(shape, FlowConfig(), 0, text, published_conditions(shape, row.conditions))(
+        [sample], [0], 0
+    )
     shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
     found = shard.model_inputs(patchify(noise, PATCH), torch.zeros(1))["tokens"]
     wanted = patchify(wanted, PATCH)
@@ -142,7 +147,7 @@ def test_the_models_input_is_the_stock_pipelines(
             with pytest.raises(AssertionError):
                 check_model_input(folder, variant)
     with monkeypatch.context() as patch:
-        patch.setattr("wands.data.collate.condition_channels", latents_before_mask)
+        patch.setattr("wands.conditions.published.condition_channels", latents_before_mask)
         with pytest.raises(AssertionError):
             check_model_input(folder, variant)
     check_model_input(folder, variant)  # nothing else has changed
@@ -161,7 +166,9 @@ def check_clean_frame(folder: Path, num_cond_tokens: Callable[[PackingCollator, 
     assert (latents[:, 1:2] - condition[0]).abs().max() > 0.1
     shape = DiTShape.from_config(pipeline.transformer.config)
     text = torch.zeros(1, shape.text_dim)
-    collator = PackingCollator(shape, FlowConfig(i2v_ratio=1.0), 0, text, ("text", "first_frame"))
+    collator = PackingCollator(
+        shape, FlowConfig(i2v_ratio=1.0), 0, text, published_conditions(shape, ("text", "first_frame"))
+    )
     timesteps = (mask[0][0][:, ::2, ::2] * 700.0).flatten()  # as the pipeline makes them
     expected = torch.full((len(timesteps),), 700.0)
     expected[: num_cond_tokens(collator, latents)] = 0
@@ -171,7 +178,7 @@ def check_clean_frame(folder: Path, num_cond_tokens: Callable[[PackingCollator, 
 def test_the_clean_tokens_are_the_stock_pipelines(tiny_variant: Callable[[str], Path]) -> None:
     def of_collator(collator: PackingCollator, latents: Tensor) -> int:
         text = torch.zeros(1, 32)
-        return collator([Sample("clip", latents, text)], [0], 0).num_cond_tokens[0]
+        return collator([sample_of("clip", latents, text)], [0], 0).num_cond_tokens[0]
 
     folder = tiny_variant("wan2.2-ti2v-5b")
     check_clean_frame(folder, of_collator)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.samples import narrow_text
 from wands.config.recipe import DataConfig
 from wands.config.recipe_loading import load_recipe
 from wands.data import datasets as sources_module
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.datasets import CombinedDataset, Dataset, describe_data, list_sources, open_data
 from wands.errors import CacheError, ConfigError, WandsError
-from wands.variants import VARIANTS
 
-VARIANT = VARIANTS["wan2.1-t2v-1.3b"]
+VARIANT = narrow_text("wan2.1-t2v-1.3b")
 ENCODERS = {"vae": {"weights": "aa"}}
 
 
@@ -39,7 +39,11 @@ def write(
             draw = torch.Generator().manual_seed(number)
             latents = torch.randn(16, 1 + number % 3, 4, 4, generator=draw).bfloat16()
             text = torch.randn(2, 8, generator=draw.manual_seed(*caption) if caption else draw).bfloat16()
-            writer.add(key, latents, text, {"num_frames": num_frames, "fps": 16.0, "content": "c"})
+            writer.add(
+                key,
+                {"latents": latents, "text_embeds": text},
+                {"num_frames": num_frames, "fps": 16.0, "content": "c"},
+            )
         writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
     return path
 
@@ -104,7 +108,8 @@ def test_a_name_is_one_clip(caches):
 def test_clip_states_that_the_model_does_not_look_at_do_not_part_caches(caches):
     sources = [{"path": caches("c")}, {"path": caches("seen")}]
     assert open_section(sources=sources).keys == ["clip0", "x"]
-    looking = replace(VARIANT, conditions=("text", "image", "clip"))
+    dit = replace(VARIANT.dit, image_dim=8, image_len=5)
+    looking = replace(VARIANT, dit=dit, conditions=("text", "image", "clip"))
     assert "image_encoder" in sources_module._encoders(LatentCache(caches("seen")), looking)
 
 
@@ -222,7 +227,7 @@ def test_sources_that_cannot_be_are_refused(caches, sources, kind: type[WandsErr
 def test_another_variant_is_refused_by_name(caches):
     section = DataConfig(sources=[{"path": write_wide(caches)}, {"path": caches("b")}])
     wide, said = (
-        VARIANTS["wan2.2-ti2v-5b"],
+        narrow_text("wan2.2-ti2v-5b"),
         r"data\.sources\.1\.path: cache=.*b was made for wan2\.1-t2v-1\.3b \(",
     )
     with pytest.raises(CacheError, match=said):
@@ -231,9 +236,11 @@ def test_another_variant_is_refused_by_name(caches):
 
 def write_wide(caches: Callable[[str], str]) -> str:
     path = Path(caches("wide"))
-    with CacheWriter(path, VARIANTS["wan2.2-ti2v-5b"], {}) as writer:
+    with CacheWriter(path, narrow_text("wan2.2-ti2v-5b"), {}) as writer:
         latents, text = torch.zeros(48, 1, 4, 4).bfloat16(), torch.zeros(1, 8).bfloat16()
-        writer.add("x", latents, text, {"num_frames": 1, "fps": 24.0, "content": "c"})
+        writer.add(
+            "x", {"latents": latents, "text_embeds": text}, {"num_frames": 1, "fps": 24.0, "content": "c"}
+        )
         writer.commit(text)
     return str(path)
 

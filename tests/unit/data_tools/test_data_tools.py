@@ -39,9 +39,9 @@ def test_inspect_prints_what_is_there(cache_dir: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().out
     cache = LatentCache(cache_dir)
     assert f"2 samples in 1 shard(s), {cache.num_bytes:,} bytes" in text
-    assert (
-        "wan2.1-t2v-tiny: VAE stride 4x8x8, patch 1x2x2, 16 latent channels, text width 32, from text" in text
-    )
+    assert "wan2.1-t2v-tiny: VAE stride 4x8x8, patch 1x2x2, 16 latent channels, text width 32" in text
+    assert "conditions    text, mask" in text
+    assert "text_embeds   bf16 any length x 32" in text
     assert f"weights_sha256 {cache.fingerprint['vae']['weights_sha256'][:8]}" in text
     assert "max_pixels 6144" in text
     assert "frames        9 to 9, at 16 per second" in text
@@ -150,6 +150,7 @@ def test_wands_never_imports_data_tools_and_they_stay_in_their_layers() -> None:
     assert not [path for path in sources if any(name.startswith("data_tools") for name in imported(path))]
     allowed = (
         *(
+            "wands.conditions",
             "wands.data",
             "wands.encoders",
             "wands.errors",

@@ -51,7 +51,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "content": f"c{number}",
                 "caption": f"Ünï\n{key}",
             }
-            writer.add(key, latents, text, meta)
+            writer.add(key, {"latents": latents, "text_embeds": text}, meta)
         writer.commit(NULL)
     return path
 

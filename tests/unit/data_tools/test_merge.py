@@ -19,7 +19,7 @@ from data_tools.merge import merge
 from data_tools.split import name_hash, split_cache
 from data_tools.verify import verify_cache
 from tests.unit.data_tools.test_verify import VARIANT, contents, flip, write_cache
-from wands.data.cache.format import read_manifest, variant_contract
+from wands.data.cache.format import cache_contract, contract_of, read_manifest
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, ConfigError
 from wands.texts import safe_lines
@@ -57,10 +57,11 @@ def test_rejected_clips_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_manifest_gives_the_variant_of_another_cache(tmp_path: Path) -> None:
-    contract = variant_contract(VARIANT) | {"name": "mine", "text_dim": 77, "vae_stride": [4, 16, 16]}
+    contract = cache_contract(VARIANT)
+    contract["variant"] |= {"name": "mine", "text_dim": 77, "vae_stride": [4, 16, 16]}
     with CacheWriter(tmp_path / "c", contract, {}):
         pass
-    assert read_manifest(tmp_path / "c")["variant"] == contract
+    assert contract_of(read_manifest(tmp_path / "c")) == contract
 
 
 def test_duplicates_are_told_and_kept_once(
@@ -81,7 +82,7 @@ def test_one_key_with_different_samples_is_refused(parts: list[Path], tmp_path: 
     other = LatentCache(parts[1])
     with CacheWriter(tmp_path / "d", VARIANT, other.fingerprint) as writer:
         sample = other.read(0)
-        writer.add("clip/003", sample.latents, sample.text_embeds, other.meta(0))
+        writer.add("clip/003", sample.arrays, other.meta(0))
         writer.commit(other.null_text_embeds)
     with pytest.raises(
         ConfigError, match=r"1 key\(s\) have different samples in two caches: clip/003 \(in .*a and .*d\)"
@@ -97,10 +98,11 @@ def test_another_fingerprint_variant_or_null_text_is_refused(parts: list[Path], 
     ):
         merge(tmp_path / "out", [parts[0], tmp_path / "d"])
     like = LatentCache(parts[0])
-    narrow = like.manifest["variant"] | {"text_dim": 5}
+    narrow = contract_of(like.manifest)
+    narrow["variant"] = narrow["variant"] | {"text_dim": 5}
     with CacheWriter(tmp_path / "e", narrow, like.fingerprint) as writer:
         writer.commit(like.null_text_embeds)
-    with pytest.raises(CacheError, match=r"e has variant\.text_dim=5, but .*a has variant\.text_dim=4096"):
+    with pytest.raises(CacheError, match=r"e has variant\.text_dim=5, but .*a has variant\.text_dim=8"):
         merge(tmp_path / "out", [parts[0], tmp_path / "e"])
     with CacheWriter(tmp_path / "f", VARIANT, like.fingerprint) as writer:
         writer.commit(like.null_text_embeds + 1)
@@ -195,7 +197,7 @@ def test_a_clip_is_not_split(tmp_path: Path) -> None:
     with CacheWriter(tmp_path / "cache", VARIANT, one.fingerprint) as writer:
         for clip in clips:
             for end in ends:
-                writer.add(clip + end, sample.latents, sample.text_embeds, meta)
+                writer.add(clip + end, sample.arrays, meta)
         writer.commit(one.null_text_embeds)
     a, b = split_cache(tmp_path / "cache", tmp_path / "a", tmp_path / "b", fraction=0.5)
     sides = [set(LatentCache(tmp_path / side).keys) for side in ("a", "b")]

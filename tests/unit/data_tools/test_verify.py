@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from data_tools.verify import main, verify_cache
+from tests.support.samples import narrow_text, sample_of
 from wands.data.cache.format import read_manifest
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.data.collate import Sample
-from wands.variants import VARIANTS
 
-VARIANT = VARIANTS["wan2.1-t2v-1.3b"]
+VARIANT = narrow_text("wan2.1-t2v-1.3b")
 FINGERPRINT = {"vae": {"weights_sha256": "aa"}, "settings": {"fps": 16, "max_frames": 81}}
 NULL = torch.full((1, 8), 0.5, dtype=torch.bfloat16)
 
@@ -29,7 +29,7 @@ NULL = torch.full((1, 8), 0.5, dtype=torch.bfloat16)
 def make_sample(number: int) -> Sample:
     generator = torch.Generator().manual_seed(number)
     latents = torch.randn(16, 1 + number % 3, 4, 6, generator=generator).bfloat16()
-    return Sample(f"clip/{number:03d}", latents, torch.randn(3, 8, generator=generator).bfloat16())
+    return sample_of(f"clip/{number:03d}", latents, torch.randn(3, 8, generator=generator).bfloat16())
 
 
 def write_cache(
@@ -45,7 +45,7 @@ def write_cache(
                 "content": "c",
                 "caption": f"Of {sample.sample_id}, ünï.",
             }
-            writer.add(sample.sample_id, sample.latents, sample.text_embeds, meta)
+            writer.add(sample.sample_id, sample.arrays, meta)
         writer.commit(NULL)
     return {sample.sample_id: sample for sample in samples}
 
@@ -203,7 +203,7 @@ def test_the_manifest_is_guarded_whole(
 def test_an_index_that_disagrees_with_the_shards_names_the_sample(cache: Path) -> None:
     with np.load(cache / "index.npz") as npz:
         arrays = dict(npz)
-    for name in ("crc32", "text_lens", "latent_shapes", "num_frames", "fps", "rows"):
+    for name in ("crc32", "free_lens", "latent_shapes", "num_frames", "fps", "rows"):
         changed = arrays | {name: arrays[name].copy()}
         changed[name][3] += 1
         np.savez(cache / "index.npz", **changed)

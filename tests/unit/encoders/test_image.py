@@ -11,8 +11,9 @@ import torch
 from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 from PIL import Image
 
+from wands.conditions.published import conditions_of, given_frames
 from wands.data.clips.video import to_pixels
-from wands.encoders.image import ImageEncoder, WindowEncoder, given_frames
+from wands.encoders.image import ImageEncoder, PipelineEncoders, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.variants import VARIANTS
@@ -51,13 +52,12 @@ def test_frames_that_are_not_given_are_mid_gray() -> None:
 
 
 def test_a_still_is_not_encoded(tiny_variant: Callable[[str], Path]) -> None:
-    encoder = WindowEncoder(
-        WanVideoEncoder.load(tiny_variant("wan2.2-i2v-a14b")), conditions=("text", "image")
-    )
-    (encoded,) = encoder.encode([torch.zeros(5, 16, 16, 3, dtype=torch.uint8)])
+    variant = VARIANTS["wan2.2-i2v-a14b"]
+    encoder = WindowEncoder(PipelineEncoders(tiny_variant(variant.name)), conditions_of(variant))
+    (encoded,) = encoder.encode([(torch.zeros(5, 16, 16, 3, dtype=torch.uint8), {})])
     assert set(encoded) == {"latents", "image_latents"}
     with pytest.raises(AssertionError, match="a still"):
-        encoder.encode([torch.zeros(1, 16, 16, 3, dtype=torch.uint8)])
+        encoder.encode([(torch.zeros(1, 16, 16, 3, dtype=torch.uint8), {})])
 
 
 KINDS = {
@@ -91,13 +91,11 @@ def test_a_model_without_its_image_encoder_is_one_sentence(tiny_variant: Callabl
 
 def test_windows_encoded_together_are_those_encoded_alone(tiny_variant: Callable[[str], Path]) -> None:
     model = tiny_variant("wan2.1-flf2v-14b")
-    encoder = WindowEncoder(
-        WanVideoEncoder.load(model), ImageEncoder.load(model), VARIANTS["wan2.1-flf2v-14b"].conditions
-    )
+    encoder = WindowEncoder(PipelineEncoders(model), conditions_of(VARIANTS["wan2.1-flf2v-14b"]))
     windows = [torch.from_numpy(clip(5, 32, 48)).roll(turn, dims=2) for turn in (0, 16, 32)]
-    together = encoder.encode(windows)
+    together = encoder.encode([(window, {}) for window in windows])
     for window, batched in zip(windows, together, strict=True):
-        (alone,) = encoder.encode([window])
+        (alone,) = encoder.encode([(window, {})])
         assert {name: tensor.shape for name, tensor in alone.items()} == {
             name: tensor.shape for name, tensor in batched.items()
         }

@@ -21,6 +21,7 @@ from PIL import Image
 
 from tests.support import deadly
 from tests.support.run_folder import PROMPTS, write_rows, write_run
+from tests.support.samples import narrow_text
 from wands.cli import main
 from wands.config.options import ReportOptions
 from wands.data.cache.reader import CacheWriter, LatentCache
@@ -29,7 +30,6 @@ from wands.files import read_rows
 from wands.report import page as module
 from wands.report.page import render_page, write_report
 from wands.report.run_data import read_run, sample_strips
-from wands.variants import VARIANTS
 
 FILES = ("metrics.jsonl", "evaluations.jsonl", "events.jsonl", "samples/samples.jsonl")
 
@@ -290,11 +290,12 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
 
 def write_cache(folder: Path, sources: dict[str, Path], shade: int) -> LatentCache:
     """A cache whose samples were made from the second half of these files."""
-    with CacheWriter(folder, VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
+    with CacheWriter(folder, narrow_text("wan2.1-t2v-1.3b"), {}) as writer:
         for key, source in sources.items():
             meta = {"num_frames": 1, "fps": 8.0, "content": key, "source": str(source), "start_seconds": 0.5}
             latents = torch.full((16, 1, 2, 2), shade, dtype=torch.bfloat16)
-            writer.add(key, latents, torch.zeros(1, 8, dtype=torch.bfloat16), meta)
+            arrays = {"latents": latents, "text_embeds": torch.zeros(1, 8, dtype=torch.bfloat16)}
+            writer.add(key, arrays, meta)
         writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
     return LatentCache(folder)
 

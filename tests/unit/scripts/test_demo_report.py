@@ -16,7 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.support.samples import narrow_text
 from wands.commands.score import correlation
+from wands.data.cache.format import cache_contract
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.errors import CacheError, DataError
 from wands.sampling.requests import SampleRequest, find_problems, read_prompts
@@ -30,7 +32,7 @@ LARGE = (6, 12, 16)  # 6 * 6 * 8 = 288 tokens: the largest that the demo's setti
 def make_cache(
     path: Path, shapes: Sequence[tuple[int, int, int]], variant: str = "wan2.1-t2v-1.3b", **more: object
 ) -> Path:
-    row = VARIANTS[variant]
+    row = narrow_text(variant)
     with CacheWriter(path, row, {"vae": "aa"}) as writer:
         for i, shape in enumerate(shapes):
             meta = {
@@ -41,7 +43,8 @@ def make_cache(
                 **more,
             }
             latents = torch.zeros(row.dit.out_channels, *shape).bfloat16()
-            writer.add(f"clip{i:03d}", latents, torch.zeros(2, 8).bfloat16(), meta)
+            arrays = {"latents": latents, "text_embeds": torch.zeros(2, 8).bfloat16()}
+            writer.add(f"clip{i:03d}", arrays, meta)
         writer.commit(torch.zeros(1, 8).bfloat16())
     return path
 
@@ -84,7 +87,9 @@ def test_prompts_have_the_strides_and_pictures_of_their_variant(clips_dir: Path,
 
 
 def test_frames_taken_are_those_that_the_variant_needs():
-    taken = {name: demo_report.frames_taken(row.conditions) for name, row in VARIANTS.items()}
+    taken = {
+        name: demo_report.frames_taken(cache_contract(row)["conditions"]) for name, row in VARIANTS.items()
+    }
     both = [name for name, frames in taken.items() if frames == {"image": 0, "last_image": -1}]
     assert both == ["wan2.1-flf2v-14b"]
     first = [name for name, frames in taken.items() if frames == {"image": 0}]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -28,9 +27,12 @@ from wands.commands.check.check_report import (
     CheckReport,
     PackingForecast,
 )
+from wands.conditions.arrays import ClipSize
+from wands.conditions.condition import Condition
+from wands.conditions.published import arrays_of, clip_files_of, conditions_of
 from wands.config.options import CheckOptions
 from wands.data.clips.captions import clean_caption, estimate_tokens
-from wands.data.clips.clip import ClipSpec, check_frames
+from wands.data.clips.clip import ClipSpec
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS
 from wands.data.clips.filters import Filter, columns_of, numeric_columns, read_number
 from wands.data.clips.isolated import Crash, map_isolated
@@ -41,7 +43,7 @@ from wands.data.packing import plan_epoch
 from wands.errors import DataError, failed_rules
 from wands.preprocess import clip_rules
 from wands.preprocess.progress import progress
-from wands.variants import TEXT_LEN, VARIANTS, Variant
+from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
 
 SAMPLE_OVERHEAD = 1350
 """Bytes of HDF5 groups, attributes and paths that a shard contains for each sample. The sample's arrays and caption are not
@@ -82,7 +84,12 @@ FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find s
 BORDERS = "black borders: {} are learned as a part of the image; crop them with wands split, or with the column crop"
 
 
-def check(options: CheckOptions, variant: Variant | None = None, max_clips: int | None = None) -> CheckReport:
+def check(
+    options: CheckOptions,
+    variant: Variant | None = None,
+    max_clips: int | None = None,
+    conditions: Sequence[Condition] = (),
+) -> CheckReport:
     """Decode the clips of a source (such as a folder), and report each clip's samples and warnings, or its rejection reason.
 
     `wands preprocess` with equal options decodes the clips in the same way. Thumbnails are made only for --html.
@@ -92,6 +99,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
         variant: model variant. None reads the variant from the pipeline `options.model`. If `options.model` is None, too, the
             variant is Wan 2.1 text-to-video.
         max_clips: largest number of clips to decode, spread evenly over the source; None decodes all clips.
+        conditions: conditions of outside code. They are not used if `variant` is given.
 
     Raises:
         ConfigError: if options exclude each other or the model does not exist.
@@ -101,18 +109,21 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     if variant is None and options.model:
         from wands.encoders.components import read_variant
 
-        variant = read_variant(options.model)
+        variant = read_variant(options.model, conditions)
     # All Wan 2.1 variants have the same strides and frame rate.
-    variant = variant or VARIANTS["wan2.1-t2v-1.3b"]
+    variant = variant or variant_of(VARIANTS["wan2.1-t2v-1.3b"].dit.to_config(), conditions=conditions)
+    checked_conditions = conditions_of(variant)
     spec = clip_rules.plan_samples(options, variant)
     notes: list[str] = []
-    rows, rejections = clip_rules.read_source(options, log=notes.append)
+    kinds = clip_files_of(checked_conditions)
+    rows, rejections = clip_rules.read_source(options, log=notes.append, files=kinds)
     if num_masked := sum(row.mask is not None for row in rows):
         notes.append(f"{num_masked:,} of {len(rows):,} clips have a mask")
     num_clips = len(rows) + len(rejections)
     step = max(-(-num_clips // max_clips), 1) if max_clips else 1
     rows, rejections = rows[::step], rejections[::step]
-    decode = partial(_decode, spec, variant, options.html_path is not None)
+    # Without the conditions of outside code, which may import torch in every worker process.
+    decode = partial(_decode, spec, replace(variant, extra=()), options.html_path is not None)
     tasks = [
         *((row.path, *row.part) for row in rows),
         *((Path(item.path),) if _is_clip(item.path) else None for item in rejections),
@@ -129,6 +140,7 @@ def check(options: CheckOptions, variant: Variant | None = None, max_clips: int 
     for row, finding in zip(rows, findings, strict=False):  # the findings of rejections follow
         caption = clean_caption(row.caption)
         clip = replace(finding, key=row.key, caption=caption, text_tokens=count_tokens(caption))
+        _apply_conditions(clip, checked_conditions)
         if row.unmet or not caption:
             clip.samples, clip.digests, clip.warnings = (), (), ()
             clip.reason = row.unmet or clip_rules.EMPTY_CAPTION
@@ -182,7 +194,7 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
         spec: frame rate, size and length of the samples.
         variant: model variant.
         thumbnails: whether to make a thumbnail of the clip.
-        task: tuple (path, start, end, crop, mask), with the last four values from `ClipRecord.part`. A tuple (path,) selects
+        task: tuple (path, start, end, crop, files), with the last four values from `ClipRecord.part`. A tuple (path,) selects
             the whole file.
     """
     file_path, *part = task
@@ -196,7 +208,6 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             file.read(1 << 16)
         for clip in decode_clip(file_path, spec, *part):
             frames = clip.frames
-            check_frames(path, len(frames), variant.conditions)
             # Every 16th pixel of every frame: different clips do not agree in all of them.
             small = np.ascontiguousarray(frames[:, ::4, ::4])
             content = repr(frames.shape).encode() + small.tobytes()
@@ -226,6 +237,21 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
     if not path.lower().endswith(IMAGE_EXTENSIONS):
         result.footage = clip_rules.measure_footage(spec, lengths.values(), last.span[1] - last.span[0])
     return result
+
+
+def _apply_conditions(clip: CheckedClip, conditions: Sequence[Condition]) -> None:
+    """Reject a decoded clip if a condition cannot be made from one of its samples. Earlier samples stay."""
+    for number, sample in enumerate(clip.samples):
+        try:
+            for condition in conditions:
+                condition.check_clip(clip.path, sample.num_frames)
+        except DataError as error:
+            clip.reason = str(error)
+            clip.samples = clip.samples[:number]
+            clip.digests = clip.digests[:number]
+            clip.warnings = clip.warnings if number else ()
+            clip.footage = clip.footage if number else CheckedClip.footage
+            return
 
 
 def _thumbnail(frame: np.ndarray) -> bytes:
@@ -368,14 +394,19 @@ def _added_cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) ->
         variant: model variant.
         stored: hashes of the frames of all samples that were counted before. The function adds the hashes of this clip's samples.
     """
-    dit, image, clip_states = variant.dit, "image" in variant.conditions, "clip" in variant.conditions
-    text = 2 * min(clip.text_tokens, TEXT_LEN) * dit.text_dim + len(clip.caption.encode())
-    total = len(clip.digests) * (text + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (image + clip_states))
+    specs = [spec for spec in arrays_of(variant) if not spec.optional]
+    patch_size = variant.dit.patch_size
+    text_len = min(clip.text_tokens, TEXT_LEN)
+    total = len(clip.digests) * (
+        len(clip.caption.encode()) + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (len(specs) - 2)
+    )
     for sample, digest in zip(clip.samples, clip.digests, strict=True):
-        if digest not in stored:
-            stored.add(digest)
-            elements = math.prod(variant.latent_size(sample.num_frames, sample.height, sample.width))
-            total += 2 * dit.out_channels * elements * (1 + image) + 2 * dit.image_len * (dit.image_dim or 0)
+        is_new = digest not in stored
+        stored.add(digest)
+        size = ClipSize(variant.latent_size(sample.num_frames, sample.height, sample.width), patch_size)
+        for spec in specs:
+            if is_new or spec.name == "text_embeds":
+                total += spec.num_bytes(spec.shape(size, [text_len] * spec.num_free))
     return total
 
 

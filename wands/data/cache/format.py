@@ -1,13 +1,12 @@
 """File format of a latent cache: the stored bits, checksums, the manifest, and functions that write complete files.
 
-    manifest.json      schema version, variant, fingerprint of encoders and settings; written first
-    shard-00000.h5     /samples/000000/{latents, text_embeds} uint16, contiguous; attributes key, crc32, meta.
-                       Also image_latents for models with conditioning frames, and image_embeds for models with CLIP.
-                       Also token_weights, and the attribute mask_sums (sums of the weights), for samples with a loss mask.
-    index.npz          keys, positions, shapes, checksums, the embedding of ""; written last
+    manifest.json      schema version, variant, conditions, arrays, fingerprint of encoders and settings; written first
+    shard-00000.h5     /samples/000000/NAME for each array of the sample, contiguous; attributes key, crc32, meta
+    index.npz          arrays, keys, positions, shapes, checksums, the embedding of ""; written last
 
-A cache stores bf16 tensors as uint16 arrays of their bits. `shards.py` defines functions that read shards,
-and the class of the index (`CacheIndex`).
+The manifest and the index describe each array (`wands.conditions.arrays.ArraySpec`) by its name, dtype and dimensions. A cache
+stores bf16 as uint16 arrays of bits, and bool as packed bits. `shards.py` defines functions that read shards, and the class of
+the index (`CacheIndex`).
 """
 
 from __future__ import annotations
@@ -19,53 +18,33 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from wands.conditions.arrays import ArraySpec
+from wands.conditions.arrays import from_bits as from_bits
+from wands.conditions.arrays import to_bits as to_bits
+from wands.conditions.published import arrays_of, conditions_of
 from wands.errors import CacheError, one_line
 from wands.files import publish, read_json_object
 from wands.variants import Variant
 
 FORMAT = "wands latent cache"
 SCHEMA_VERSION = 1
-MANIFEST_NAME, INDEX_NAME = "manifest.json", "index.npz"
-IMAGE_ARRAYS = {"image": "image_latents", "clip": "image_embeds"}
-"""Maps a condition of a variant to the array that the condition adds to each sample. image_latents have the shape of
-the latents."""
+MANIFEST_NAME = "manifest.json"
+INDEX_NAME = "index.npz"
 MASK_ARRAY = "token_weights"
-"""Name of the array that only samples with a mask have: the weight of each token in the loss, [frames, rows, columns] in
-tokens. It is bf16 as every other array, so that logs, checksums and exports need no second dtype. bf16 stores 0 and 1 exactly,
-and other weights with an error of at most 0.4 %."""
-ARRAYS = ("latents", "text_embeds", *IMAGE_ARRAYS.values(), MASK_ARRAY)
-"""Names of the arrays that a sample can have, in the order in which checksums and offsets use them. All samples of a
-cache have the same arrays, except for `MASK_ARRAY`."""
+"""Name of the array with the loss weight of each token."""
 
 
 # ---- bits and digests
 
 
-def to_bits(tensor: Tensor) -> np.ndarray:
-    """Return the bits of a bf16 tensor as a uint16 array, because numpy and HDF5 have no bf16."""
-    assert tensor.dtype == torch.bfloat16, f"the cache stores bf16, got {tensor.dtype}"
-    return tensor.detach().cpu().contiguous().view(torch.uint16).numpy()
-
-
-def from_bits(bits: np.ndarray) -> Tensor:
-    """Return the bf16 tensor with the given uint16 bits, without copying. The array must be writable. Inverse of
-    `to_bits`.
-    """
-    return torch.from_numpy(bits).view(torch.bfloat16)
-
-
 def checksum(*arrays: np.ndarray) -> int:
-    """Return one CRC-32 checksum over the bits of all arrays of a sample. The arrays must be in the order of
-    `ARRAYS`.
-    """
+    """Return one CRC-32 checksum over the stored arrays of a sample, in the order of the manifest."""
     crc32 = 0
     for array in arrays:
         crc32 = zlib.crc32(array.data, crc32)
@@ -80,29 +59,28 @@ def digest(value: Any) -> str:
 # ---- manifest
 
 
-def array_names(conditions: Collection[str]) -> tuple[str, ...]:
-    """Return the names of the arrays that every sample of a cache has, in the order in which checksums use the arrays.
+def cache_contract(variant: Variant) -> dict[str, Any]:
+    """Return the properties of a variant that decide whether a cache fits a model.
 
-    Args:
-        conditions: conditions (inputs other than noise) of the model variant for which the cache is made, such as "image"
-            (`Variant.conditions`).
+    The keys are "variant" (name and sizes), "conditions" (maps the name of each condition to what decides the content of its
+    arrays in addition to the encoders) and "arrays" (list of descriptions, in the order of checksums and offsets).
     """
-    return (*ARRAYS[:2], *(name for condition, name in IMAGE_ARRAYS.items() if condition in conditions))
-
-
-def variant_contract(variant: Variant) -> dict[str, Any]:
-    """Return the properties of a variant (published Wan model) that decide whether a cache fits a model, such as "vae_stride"
-    and "text_dim". The key "name" contains the variant's name for error messages.
-    """
-    dit = variant.dit
     return {
-        "name": variant.name,
-        "vae_stride": list(variant.vae_stride),
-        "patch_size": list(dit.patch_size),
-        "conditions": list(variant.conditions),
-        "latent_channels": dit.out_channels,
-        "text_dim": dit.text_dim,
-    } | ({"image_embeds": [dit.image_len, dit.image_dim]} if dit.image_dim else {})
+        "variant": {
+            "name": variant.name,
+            "vae_stride": list(variant.vae_stride),
+            "patch_size": list(variant.dit.patch_size),
+            "latent_channels": variant.dit.out_channels,
+            "text_dim": variant.dit.text_dim,
+        },
+        "conditions": {condition.name: condition.fingerprint() for condition in conditions_of(variant)},
+        "arrays": [spec.to_json() for spec in arrays_of(variant)],
+    }
+
+
+def contract_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of `cache_contract` that a manifest contains."""
+    return {key: manifest[key] for key in ("variant", "conditions", "arrays")}
 
 
 def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,14 +90,22 @@ def build_manifest(variant: Variant | Mapping[str, Any], fingerprint: Mapping[st
     Tuples are converted to lists, so that the result equals the content of the written file.
 
     Args:
-        variant: variant of the model, or the dict of its properties (see `variant_contract`), for example from the manifest of
-            another cache.
+        variant: variant of the model, or its contract (see `cache_contract`), for example from the manifest of another cache.
         fingerprint: fingerprint of encoders and settings, as nested JSON values.
     """
-    contract = variant_contract(variant) if isinstance(variant, Variant) else variant
+    contract = cache_contract(variant) if isinstance(variant, Variant) else variant
     manifest: dict[str, Any] = {"format": FORMAT, "schema_version": SCHEMA_VERSION}
-    manifest |= {"variant": contract, "fingerprint": fingerprint}
+    manifest |= {**contract, "fingerprint": fingerprint}
     return json.loads(json.dumps(manifest | {"digest": digest(manifest)}))
+
+
+def stored_arrays(manifest: Mapping[str, Any]) -> tuple[ArraySpec, ...]:
+    """Return the arrays that a manifest describes.
+
+    Raises:
+        ValueError, KeyError, TypeError: if the manifest is damaged.
+    """
+    return tuple(ArraySpec.from_json(value) for value in manifest["arrays"])
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -147,6 +133,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"cache={path} has schema_version={manifest.get('schema_version')}, but this version of wands "
             f"reads {SCHEMA_VERSION}; encode again with wands preprocess, or use the version of wands that wrote the cache."
         )
+    try:
+        manifest["fingerprint"], contract_of(manifest)
+        stored_arrays(manifest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CacheError(
+            f"cache={path} has a damaged {MANIFEST_NAME} ({reason(error)}); restore the file, or encode the clips again."
+        ) from None
     return manifest
 
 

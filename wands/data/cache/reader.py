@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -17,20 +17,22 @@ from typing import Any
 import h5py
 import numpy as np
 
+from wands.conditions.arrays import ArraySpec, ClipSize
+from wands.conditions.condition import Condition
+from wands.conditions.published import conditions_of, specs_of
 from wands.data.cache.format import (
     INDEX_NAME,
-    MASK_ARRAY,
-    array_names,
+    cache_contract,
     checksum,
     digest,
     from_bits,
     read_manifest,
-    variant_contract,
+    stored_arrays,
 )
-from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample_path, stored_names
+from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample_path, stored_specs
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
-from wands.data.patchify import SampleFacts, blank_other_frames, grid_size
+from wands.data.patchify import SampleFacts
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -38,10 +40,6 @@ from wands.variants import Variant
 __all__ = ["CacheIndex", "CacheWriter", "LatentCache"]
 
 MUST_AGREE = ("vae_stride", "patch_size", "latent_channels", "text_dim")
-GIVEN = {"image", "last_image", "clip"}
-"""Conditions (inputs of a model other than noise) for which a cache stores additional arrays. Text embeddings are always
-stored, and the clean first frame of TI2V is part of the latents."""
-LATENTS = {"latents", "image_latents"}
 FIX = "encode again with wands preprocess --model MODEL --out NEW_FOLDER, where MODEL is the model to train."
 
 
@@ -65,9 +63,8 @@ class LatentCache(SampleFacts):
         fingerprint: fingerprint of the encoders and settings that made the samples, as nested JSON values.
         num_bytes: size of all shards in bytes.
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
-        conditions: names of a model's inputs other than noise, such as "text" and "image". `read` returns the arrays that these
-            inputs need. Until `serve` is called, these are the inputs of the model variant for which the cache was made.
-            `serve` selects the inputs of another variant.
+        arrays: descriptions of the stored arrays.
+        served: names of the arrays that `read` returns: all arrays until `serve` selects those of a model.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -98,14 +95,13 @@ class LatentCache(SampleFacts):
         self.places = np.stack([self.index.shards, self.index.rows], axis=1).astype(np.int64)
         self.num_bytes = int(self.index.shard_bytes.sum())
         self.null_text_embeds = from_bits(self.index.null_text)
-        self.conditions: tuple[str, ...] = tuple(self.manifest["variant"]["conditions"])
-        self._names = array_names(self.conditions)
-        num_arrays = len(self._names) + int(self.mask_sums.any())
-        if len(self) and self.index.offsets.shape[1] != num_arrays:
+        self.arrays = stored_arrays(self.manifest)
+        self.patch_size: tuple[int, int, int] = tuple(self.manifest["variant"]["patch_size"])
+        self.served = {spec.name for spec in self.arrays}
+        if self.index.arrays != self.arrays:
             raise CacheError(
-                f"cache={self.path} has a wrong {INDEX_NAME}: it lists {self.index.offsets.shape[1]} arrays per "
-                f"sample, but must list {num_arrays}; run the same wands preprocess command again, which "
-                "rebuilds the index."
+                f"cache={self.path} has a wrong {INDEX_NAME}: it describes other arrays than the manifest; run the same wands "
+                "preprocess command again, which rebuilds the index."
             )
         self._check_shards()
         self._compared: dict[str, tuple[int, ...]] = {}  # file name of a shard -> identity of the file
@@ -127,15 +123,12 @@ class LatentCache(SampleFacts):
         )
 
     def read(self, i: int, frames: tuple[int, int] | None = None) -> Sample:
-        """Read a sample in bf16: its latents, its text embeddings without padding, and its loss mask if it has a mask.
-
-        The reader's attribute `conditions` lists inputs of the model, such as "image". The result also contains the image
-        arrays for these inputs. `Sample` describes the arrays and their shapes.
+        """Read the arrays of a sample that the model needs (`serve`). Optional arrays that the sample lacks are left out.
 
         Args:
             i: number of the sample: its position in the reader's attribute `keys`.
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
-                are zero in the returned latents. They are not read from the file, unless the reader was opened with `verify`,
+                are zero in the returned arrays. They are not read from the file, unless the reader was opened with `verify`,
                 which needs the whole sample to compute the checksum. A rank of a context-parallel group needs only the frames
                 that contain the rank's tokens (`wands.data.patchify.frames_of_tokens`).
 
@@ -143,27 +136,36 @@ class LatentCache(SampleFacts):
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
                 wrong.
         """
-        num_frames, needed = self.latent_shape(i)[0], {*array_names(self.conditions), MASK_ARRAY}
+        num_frames = self.latent_shape(i)[0]
         assert frames is None or 0 <= frames[0] <= frames[1] <= num_frames, (frames, num_frames)
-        arrays: dict[str, np.ndarray] = {}
+        shapes = self._shapes(i)
+        stored: dict[ArraySpec, np.ndarray] = {}
         with self._open(i) as file:
-            stored = zip(self._shapes(i).items(), self.index.offsets[i].tolist(), strict=False)
-            for (name, shape), offset in stored:
-                if self.verify or name in needed:
-                    reads_all = self.verify or name not in LATENTS
-                    arrays[name] = _read_array(file, shape, offset, None if reads_all else frames)
-        if self.verify and (crc32 := checksum(*arrays.values())) != self.index.crc32[i]:
+            for spec, offset in zip(self.arrays, self.index.offsets[i].tolist(), strict=True):
+                if spec in shapes and (self.verify or spec.name in self.served):
+                    needed = None if self.verify else self._needed(spec, frames)
+                    stored[spec] = _read_array(file, spec, shapes[spec], offset, needed)
+        if self.verify and (crc32 := checksum(*stored.values())) != self.index.crc32[i]:
             raise self._damaged(i, f"has a wrong checksum ({crc32:08x}, not {self.index.crc32[i]:08x})")
-        tensors = {name: from_bits(array) for name, array in arrays.items() if name in needed}
-        if self.verify and frames is not None:
-            for name in LATENTS & tensors.keys():
-                blank_other_frames(tensors[name], frames)
-        return Sample(sample_id=self.index.keys[i], **tensors)
+        arrays = {}
+        for spec, array in stored.items():
+            if spec.name in self.served:
+                arrays[spec.name] = spec.restore(array, shapes[spec])
+                if frames is not None:
+                    spec.blank(arrays[spec.name], frames, self.patch_size)
+        return Sample(sample_id=self.index.keys[i], arrays=arrays)
 
-    def serve(self, variant: Variant) -> None:
-        """Make `read` return only the arrays that this model variant needs. The cache may store more arrays."""
-        assert set(array_names(variant.conditions)) <= set(self._names), variant.name
-        self.conditions = variant.conditions
+    def serve(self, conditions: Sequence[Condition]) -> None:
+        """Make `read` return only the arrays that these conditions need. The cache may store more arrays."""
+        needed = {spec.name for condition in conditions for spec in condition.arrays}
+        assert needed <= {spec.name for spec in self.arrays}, needed
+        self.served = {"latents", *needed}
+
+    def _needed(self, spec: ArraySpec, frames: tuple[int, int] | None) -> tuple[int, int] | None:
+        """Return the range of indices along `spec.frames_axis` to read; None for the whole array."""
+        if frames is None or spec.frames_axis is None or spec.dtype == "bool":
+            return None  # packed bits are small, and frames do not begin at whole bytes
+        return spec.frames_of(frames, self.patch_size)
 
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`, such as caption, source file, start time, num_frames and fps."""
@@ -175,8 +177,7 @@ class LatentCache(SampleFacts):
         """Raise CacheError if the cache does not fit a model.
 
         Cache and model must have the same VAE stride, patch size, latent channels and text width. The cache must contain
-        the arrays that the model's conditions (text and images) need, and may contain more arrays. But a cache made for
-        first and last images does not fit a model that takes only first images.
+        the arrays that the model's conditions need, made with the same settings of these conditions, and may contain more arrays.
 
         Args:
             variant: variant (kind of Wan model) to train.
@@ -188,14 +189,23 @@ class LatentCache(SampleFacts):
             CacheError: if the cache and the model differ. The error message names the value of the cache and the value
                 of the model.
         """
-        ours, theirs = self.manifest["variant"], variant_contract(variant)
+        conditions = [condition for condition in conditions_of(variant) if condition.arrays]
+        contract = cache_contract(variant)
+        ours = dict(self.manifest["variant"])
+        theirs = dict(contract["variant"])
         differing = [name for name in MUST_AGREE if ours.get(name) != theirs[name]]
-        has, wanted = set(ours.get("conditions", ())) & GIVEN, set(theirs["conditions"]) & GIVEN
-        # Latents of the first frame alone differ from latents of the first and last frame.
-        if not wanted <= has or ("image" in wanted and "last_image" in has - wanted):
+        stored = {name: self.manifest["conditions"].get(name) for name in contract["conditions"]}
+        if any(stored[condition.name] != contract["conditions"][condition.name] for condition in conditions):
             differing.append("conditions")
-        elif "clip" in wanted and ours["image_embeds"] != theirs["image_embeds"]:
-            differing.append("image_embeds")
+            ours["conditions"] = _describe_conditions(self.manifest["conditions"])
+            theirs["conditions"] = _describe_conditions(contract["conditions"])
+        elif not differing:
+            found = {spec.name: spec for spec in self.arrays}
+            for spec in specs_of(variant.dit, conditions):
+                if found.get(spec.name) != spec:
+                    differing.append(spec.name)
+                    ours[spec.name] = _describe_array(found.get(spec.name))
+                    theirs[spec.name] = _describe_array(spec)
         if differing:
             cached, model = (
                 ", ".join(f"{name}={side.get(name)}" for name in differing) for side in (ours, theirs)
@@ -264,33 +274,34 @@ class LatentCache(SampleFacts):
         """Compare an open shard with the index, and return the HDF5 group of sample `i`.
 
         Raises:
-            CacheError: if the sample's key, the shape of an array or the digest of the shard differs from the index, or an
-                array is not uint16.
+            CacheError: if the sample's key, the shape or dtype of an array or the digest of the shard differs from the index.
         """
         group = file[sample_path(int(self.index.rows[i]))]
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at its position in the index, because sample {key} is there")
-        arrays = {name: group[name] for name in stored_names(group)}
-        shapes = {name: array.shape for name, array in arrays.items()}
-        if shapes != self._shapes(i) or {array.dtype for array in arrays.values()} != {np.dtype(np.uint16)}:
-            stored = " and ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise self._damaged(i, f"has arrays {stored}, which differ from the index")
+        stored = {spec: group[spec.name] for spec in stored_specs(group, self.arrays)}
+        wanted = {
+            spec: (spec.stored_shape(shape), spec.stored_dtype) for spec, shape in self._shapes(i).items()
+        }
+        if {spec: (array.shape, array.dtype) for spec, array in stored.items()} != wanted:
+            found = " and ".join(f"{spec.name} {array.shape}" for spec, array in stored.items())
+            raise self._damaged(i, f"has arrays {found}, which differ from the index")
         if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
             raise self._damaged(i, "is in a shard that was replaced after the index was written")
         return group
 
-    def _shapes(self, i: int) -> dict[str, tuple[int, ...]]:
-        """Return a dictionary that maps each array name to the shape that the array must have in sample `i`.
-
-        The shapes come from the index and the manifest. The names have the same order as the offsets of the arrays in the index.
-        """
-        latents = tuple(self.index.latent_shapes[i].tolist())
-        text = (int(self.index.text_lens[i]), self.null_text_embeds.shape[1])
-        embeds = tuple(self.manifest["variant"].get("image_embeds", ()))
-        shapes = {"latents": latents, "text_embeds": text, "image_latents": latents, "image_embeds": embeds}
-        shapes = {name: shapes[name] for name in self._names}
-        if self.mask_sums[i, 0] > 0:
-            shapes[MASK_ARRAY] = grid_size(self.latent_shape(i), self.manifest["variant"]["patch_size"])
+    def _shapes(self, i: int) -> dict[ArraySpec, tuple[int, ...]]:
+        """Return the shape of each array of sample `i`, in the order of the manifest, without optional arrays that it lacks."""
+        size = ClipSize(self.latent_shape(i), self.patch_size)
+        free = iter(self.index.free_lens[i].tolist())
+        offsets = self.index.offsets[i].tolist()
+        shapes = {}
+        for spec, offset in zip(self.arrays, offsets, strict=True):
+            lens = [next(free) for _ in range(spec.num_free)]
+            if offset or not spec.optional:
+                shapes[spec] = spec.shape(size, lens)
+        # The channels of the latents come from the index, so that a damaged index is noticed.
+        shapes[self.arrays[0]] = tuple(self.index.latent_shapes[i].tolist())
         return shapes
 
     def _damaged(self, i: int, what: str) -> CacheError:
@@ -301,20 +312,42 @@ class LatentCache(SampleFacts):
         )
 
 
+def _describe_conditions(conditions: Mapping[str, Any]) -> str:
+    """Return names of conditions as text, with what decides their arrays."""
+    texts = []
+    for name, settings in conditions.items():
+        facts = " ".join(f"{key}={value}" for key, value in settings.items()) if settings else ""
+        texts.append(f"{name} ({facts})" if facts else name)
+    return f"[{', '.join(texts)}]"
+
+
+def _describe_array(spec: ArraySpec | None) -> str:
+    return "none" if spec is None else f"{spec.dtype} {list(spec.dims)}"
+
+
 def _read_array(
-    file: BufferedReader[FileIO], shape: tuple[int, ...], offset: int, frames: tuple[int, int] | None
+    file: BufferedReader[FileIO],
+    spec: ArraySpec,
+    shape: tuple[int, ...],
+    offset: int,
+    frames: tuple[int, int] | None,
 ) -> np.ndarray:
-    """Read a stored array, and return it as uint16 bits of bf16.
+    """Read a stored array.
 
     Args:
         file: the shard.
-        shape: shape of the array. With `frames`, this is (latent channels, frames, rows, columns).
+        spec: description of the array.
+        shape: shape of the array.
         offset: position in bytes at which the array starts.
-        frames: (first, end) of the latent frames to read, without `end` itself. All other frames of the result are zero.
-            None reads the whole array.
+        frames: (first, end) of the range of indices along `spec.frames_axis` to read, without `end` itself. The rest of the
+            result is zero. None reads the whole array.
     """
-    array = np.zeros(shape, np.uint16)
-    pieces = [array] if frames is None else [channel[slice(*frames)] for channel in array]
+    array = np.zeros(spec.stored_shape(shape), spec.stored_dtype)
+    pieces = [array]
+    if frames is not None and spec.frames_axis is not None:
+        # The array is contiguous, so each index before the axis has one range of bytes.
+        flat = array.reshape(-1, *array.shape[spec.frames_axis :])
+        pieces = [outer[slice(*frames)] for outer in flat]
     for piece in pieces:
         file.seek(offset + piece.ctypes.data - array.ctypes.data)  # the file has the layout of the array
         if file.readinto(piece.data) < piece.nbytes:

@@ -17,8 +17,10 @@ from zipfile import BadZipFile
 
 import h5py
 import numpy as np
+from torch import Tensor
 
-from wands.data.cache.format import ARRAYS, checksum, digest, reason
+from wands.conditions.arrays import ArraySpec, ClipSize
+from wands.data.cache.format import checksum, digest, reason
 from wands.data.clips.rows import pick_license
 from wands.errors import CacheError
 
@@ -42,28 +44,28 @@ class IndexEntry:
     shard: str
     row: int
     latent_shape: tuple[int, int, int, int]
-    text_len: int
+    free_lens: tuple[int, ...]
+    """Sizes of the dimensions that the size of the sample does not decide, such as the number of text tokens."""
     crc32: int
     num_frames: int
     fps: float
     content: str
     offsets: tuple[int, ...]
-    """Position in bytes in the shard at which each array of the sample starts."""
+    """Position in bytes in the shard at which each array of the cache starts; 0 for an array that the sample lacks."""
     video: str = ""
     """Digest of the video that the latents were made from: the file, the time range, the crop and the mask. The caption does
     not change the digest. Empty for imported latents."""
     last: bool = False
     """Whether the sample contains the last window (range of frames) of its clip."""
     signature: tuple[int, int] = (0, 0)
-    """Bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for shards of earlier versions."""
+    """Bits by which nearly equal videos are found (`wands.data.holdout.signature`)."""
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
     imported latents."""
     license: str = ""
-    """License that the source states for the clip. "" without a license, and for shards of earlier versions."""
+    """License that the source states for the clip; "" without a license."""
     clip_seconds: float = 0.0
-    """Length of the clip in seconds, without the parts of the file outside the clip's time range. 0 for imported latents, and for
-    shards of earlier versions of wands."""
+    """Length of the clip in seconds, without the parts of the file outside the clip's time range. 0 for imported latents."""
     mask_sums: tuple[float, float] = (0.0, 0.0)
     """(sum of the weights of all tokens of the sample, sum of the weights of the tokens in its first latent frame). The
     weights are the values of the sample's mask. (0, 0) for a sample without a mask."""
@@ -105,28 +107,29 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     return file
 
 
-def stored_names(group: h5py.Group) -> list[str]:
-    """Return the names of the arrays in the HDF5 group of a stored sample, in the order of `ARRAYS`.
-
-    The result contains "latents" and "text_embeds" even if the group lacks them. Reading such a damaged sample then fails.
+def stored_specs(group: h5py.Group, arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
+    """Return the arrays in the HDF5 group of a stored sample. Arrays that are not optional are in the result even if the group
+    lacks them, so that reading such a damaged sample fails.
     """
-    return [name for name in ARRAYS if name in group or name in ARRAYS[:2]]
+    return [spec for spec in arrays if spec.name in group or not spec.optional]
 
 
-def read_offsets(group: h5py.Group) -> tuple[int, ...]:
-    """Return the position in bytes at which each array of a sample starts in the shard; 0 for an empty array. The arrays
-    have the order of `stored_names`.
+def read_offsets(group: h5py.Group, arrays: Sequence[ArraySpec]) -> tuple[int, ...]:
+    """Return the position in bytes at which each array starts in the shard; 0 for an array that the sample lacks.
 
     Raises:
         OSError: if an array is not contiguous.
     """
-    arrays = [group[name] for name in stored_names(group)]
-    offsets = [stored.id.get_offset() for stored in arrays]
-    if any(at is None and stored.size for at, stored in zip(offsets, arrays, strict=True)):
-        raise OSError(
-            "another program has changed the shard: an array is stored in chunks, but wands stores each array in one piece"
-        )
-    return tuple(at or 0 for at in offsets)
+    offsets = []
+    for spec in arrays:
+        stored = group[spec.name] if spec.name in group or not spec.optional else None
+        offset = None if stored is None else stored.id.get_offset()
+        if stored is not None and stored.size and offset is None:
+            raise OSError(
+                "another program has changed the shard: an array is stored in chunks, but wands stores each array in one piece"
+            )
+        offsets.append(offset or 0)
+    return tuple(offsets)
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
@@ -146,80 +149,99 @@ def read_shard_id(path: Path) -> str:
         return str(file.attrs["id"])
 
 
-def entries_of(file: h5py.File, shard: str) -> Iterator[IndexEntry]:
+def entries_of(file: h5py.File, shard: str, arrays: Sequence[ArraySpec]) -> Iterator[IndexEntry]:
     """Yield an index entry (shape, checksum and other facts) for each sample in an open shard.
 
     Args:
         file: the open shard.
         shard: file name of the shard, which becomes part of each entry.
+        arrays: arrays of the cache.
     """
     for name, group in file["samples"].items():
-        yield read_entry(group, shard, int(name))
+        yield read_entry(group, shard, int(name), arrays)
 
 
-def read_entry(group: h5py.Group, shard: str, row: int) -> IndexEntry:
+def read_entry(group: h5py.Group, shard: str, row: int, arrays: Sequence[ArraySpec]) -> IndexEntry:
     """Return the index entry (shape, checksum and other facts) of one stored sample.
 
     Args:
         group: HDF5 group of the sample.
         shard: file name of the shard.
         row: number of the sample in the shard.
+        arrays: arrays of the cache.
     """
     meta = json.loads(group.attrs["meta"])
+    free_lens: list[int] = []
+    for spec in arrays:
+        if spec.num_free:
+            shape = (
+                group[spec.name].shape if spec.name in group or not spec.optional else (0,) * len(spec.dims)
+            )
+            free_lens += spec.free_lens(shape)
     return IndexEntry(
         key=json.loads(group.attrs["key"]),
         shard=shard,
         row=row,
         latent_shape=tuple(group["latents"].shape),
-        text_len=group["text_embeds"].shape[0],
+        free_lens=tuple(free_lens),
         crc32=int(group.attrs["crc32"]),
-        offsets=read_offsets(group),
-        signature=tuple(group.attrs.get("signature", (0, 0))),
+        offsets=read_offsets(group, arrays),
+        signature=tuple(group.attrs["signature"]),
         display_size=tuple(meta.get("display_size", ())),
         license=pick_license(meta),
-        mask_sums=tuple(group.attrs.get("mask_sums", (0.0, 0.0))),
+        mask_sums=tuple(group.attrs["mask_sums"]),
         **{name: meta[name] for name in ("num_frames", "fps", "content")},
         **{name: meta[name] for name in ("video", "last", "clip_seconds") if name in meta},
     )
 
 
-def read_entries(path: Path, fingerprint: str) -> Iterator[IndexEntry]:
+def read_entries(path: Path, fingerprint: str, arrays: Sequence[ArraySpec]) -> Iterator[IndexEntry]:
     """Yield an index entry (shape, checksum and other facts) for each sample in a finished shard.
 
     Args:
         path: file of the shard.
         fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
+        arrays: arrays of the cache.
 
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
     """
     with damage_named(path), open_shard(path, fingerprint) as file:
-        yield from entries_of(file, path.name)
+        yield from entries_of(file, path.name, arrays)
 
 
-def read_stored(path: Path, fingerprint: str, row: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def read_stored(
+    path: Path, fingerprint: str, row: int, arrays: Sequence[ArraySpec], patch_size: tuple[int, int, int]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a sample of a finished shard, and verify the checksum of the sample.
 
     Args:
         path: file of the shard.
         fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
         row: number of the sample in the shard.
+        arrays: arrays of the cache.
+        patch_size: latent (frames, rows, columns) of one token.
 
     Returns:
-        (arrays, metadata). arrays: maps the name of each array of the sample to the bf16 bits (uint16). The text embedding
-        is left out, because callers reuse the other arrays with a new caption. metadata: facts about the sample as JSON
-        values, such as "fps" and "num_frames".
+        (arrays, metadata). arrays: maps the name of each array of the sample to the array. The text embedding is left out,
+        because callers reuse the other arrays with a new caption. metadata: facts about the sample as JSON values, such as
+        "fps" and "num_frames".
 
     Raises:
         CacheError: if the checksum is wrong, or the shard is damaged or belongs to another cache.
     """
     with damage_named(path), open_shard(path, fingerprint) as file:
         group = file[sample_path(row)]
-        arrays = {name: group[name][()] for name in stored_names(group)}
-        if checksum(*arrays.values()) != int(group.attrs["crc32"]):
+        stored = {spec: group[spec.name][()] for spec in stored_specs(group, arrays)}
+        if checksum(*stored.values()) != int(group.attrs["crc32"]):
             raise OSError(f"sample {json.loads(group.attrs['key'])} does not match its stored checksum")
-        del arrays["text_embeds"]
-        return arrays, json.loads(group.attrs["meta"])
+        size = ClipSize(tuple(group["latents"].shape[1:]), patch_size)
+        restored = {
+            spec.name: spec.restore(array, array.shape if spec.num_free else spec.shape(size))
+            for spec, array in stored.items()
+            if spec.name != "text_embeds"
+        }
+        return restored, json.loads(group.attrs["meta"])
 
 
 @contextmanager
@@ -232,7 +254,16 @@ def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, KeyError, ValueError, RuntimeError, EOFError, BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        KeyError,
+        ValueError,
+        RuntimeError,
+        TypeError,
+        EOFError,
+        BadZipFile,
+        zlib.error,
+    ) as error:
         raise CacheError(f"cache={path.parent} has a damaged {path.name} ({reason(error)}); {fix}") from None
 
 
@@ -251,21 +282,20 @@ class CacheIndex:
         shards: int32 [N], position in `shard_names` of the shard that contains the sample.
         rows: int32 [N], number of the sample inside its shard.
         latent_shapes: int32 [N, 4], latent (channels, frames, rows, columns).
-        text_lens: int32 [N], number of text tokens without padding.
+        free_lens: int32 [N, K], sizes of the dimensions that the size of a sample does not decide: one column for each such
+            dimension of `arrays`, such as the number of text tokens without padding. 0 for an array that the sample lacks.
         crc32: uint32 [N], checksum of all arrays of the sample.
         num_frames: int32 [N], number of pixel frames.
         fps: float32 [N], frames per second after resampling.
-        offsets: int64 [N, arrays of a sample], byte position in the shard at which each array starts, so that a reader can
-            read arrays without HDF5. The column for token weights exists only if a sample of the cache has a loss mask. It
-            contains 0 for samples without a mask.
+        offsets: int64 [N, number of `arrays`], byte position in the shard at which each array starts, so that a reader can
+            read arrays without HDF5. 0 for an array that the sample lacks.
         null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
-        signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`). Zeros for
-            samples that an earlier version of wands wrote.
+        signatures: uint64 [N, 2], bits by which nearly equal videos are found (`wands.data.holdout.signature`).
         license_names: licenses of the clips, each once.
         licenses: int32 [N], position in `license_names` of the license of the sample; -1 if the source states no license.
         mask_sums: float64 [N, 2], two sums of token weights for each sample with a mask. The first sum is over all tokens, and
             the second sum is over the tokens of the first latent frame. Zeros for a sample without a mask.
-            `index.npz` contains this array only if a sample has a mask.
+        arrays: arrays of the samples, in the order of the manifest.
     """
 
     keys: tuple[str, ...]
@@ -274,7 +304,7 @@ class CacheIndex:
     shards: np.ndarray
     rows: np.ndarray
     latent_shapes: np.ndarray
-    text_lens: np.ndarray
+    free_lens: np.ndarray
     crc32: np.ndarray
     num_frames: np.ndarray
     fps: np.ndarray
@@ -285,24 +315,41 @@ class CacheIndex:
     license_names: tuple[str, ...]
     licenses: np.ndarray
     mask_sums: np.ndarray
+    arrays: tuple[ArraySpec, ...]
 
     def __len__(self) -> int:
         return len(self.keys)
 
+    def lens_of(self, name: str) -> np.ndarray:
+        """Return the sizes of the free dimensions of an array, int32 [N, number of these dimensions]."""
+        column = 0
+        for spec in self.arrays:
+            if spec.name == name:
+                return self.free_lens[:, column : column + spec.num_free]
+            column += spec.num_free
+        raise KeyError(name)
+
+    @property
+    def text_lens(self) -> np.ndarray:
+        """Number of text tokens of each sample without padding, int32 [N]."""
+        return self.lens_of("text_embeds")[:, 0]
+
     @classmethod
-    def build(cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray) -> CacheIndex:
+    def build(
+        cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray, arrays: Sequence[ArraySpec]
+    ) -> CacheIndex:
         """Build the index of finished shards. The index is sorted by key.
 
         Args:
             path: cache folder that contains the shards.
             entries: entry of each sample, with its shape, checksum and other facts.
             null_text: uint16 [text tokens, width of the text encoder], bf16 bits of the embedding of "".
+            arrays: arrays of the cache.
         """
         entries = sorted(entries, key=lambda entry: entry.key)
         names = tuple(sorted({entry.shard for entry in entries}))
         number = {name: i for i, name in enumerate(names)}
-        width = max((len(entry.offsets) for entry in entries), default=2)
-        offsets = [(*entry.offsets, 0)[:width] for entry in entries]
+        num_free = sum(spec.num_free for spec in arrays)
         licenses = {name: i for i, name in enumerate(sorted({entry.license for entry in entries} - {""}))}
         return cls(
             keys=tuple(entry.key for entry in entries),
@@ -311,17 +358,18 @@ class CacheIndex:
             shards=np.array([number[entry.shard] for entry in entries], np.int32),
             rows=np.array([entry.row for entry in entries], np.int32),
             latent_shapes=np.array([entry.latent_shape for entry in entries], np.int32).reshape(-1, 4),
-            text_lens=np.array([entry.text_len for entry in entries], np.int32),
+            free_lens=np.array([entry.free_lens for entry in entries], np.int32).reshape(-1, num_free),
             crc32=np.array([entry.crc32 for entry in entries], np.uint32),
             num_frames=np.array([entry.num_frames for entry in entries], np.int32),
             fps=np.array([entry.fps for entry in entries], np.float32),
             null_text=null_text,
-            offsets=np.array(offsets, np.int64).reshape(-1, width),
+            offsets=np.array([entry.offsets for entry in entries], np.int64).reshape(-1, len(arrays)),
             shard_ids=tuple(read_shard_id(path / name) for name in names),
             signatures=np.array([entry.signature for entry in entries], np.uint64).reshape(-1, 2),
             license_names=tuple(licenses),
             licenses=np.array([licenses.get(entry.license, -1) for entry in entries], np.int32),
             mask_sums=np.array([entry.mask_sums for entry in entries], np.float64).reshape(-1, 2),
+            arrays=tuple(arrays),
         )
 
     def to_bytes(self) -> bytes:
@@ -329,10 +377,9 @@ class CacheIndex:
         pickle.
         """
         arrays = {name: value for name, value in vars(self).items() if isinstance(value, np.ndarray)}
-        if not self.mask_sums.any():
-            del arrays["mask_sums"]
         buffer = io.BytesIO()
         arrays |= {name: _join(getattr(self, name)) for name in TEXTS}
+        arrays["arrays"] = _join([json.dumps(spec.to_json()) for spec in self.arrays])
         np.savez(buffer, allow_pickle=False, **arrays)
         return buffer.getvalue()
 
@@ -345,16 +392,17 @@ class CacheIndex:
         """
         fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
         with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
-            zeros = np.zeros((len(npz["crc32"]), 2), np.uint64)
-            # Earlier versions of wands wrote no signatures and no licenses. Not all caches have masks.
-            arrays = {"signatures": zeros, "mask_sums": zeros.astype(np.float64), **npz}
-            arrays = {"licenses": np.full(len(zeros), -1), "license_names": _join(()), **arrays}
-            arrays = {name: arrays[name] for name in cls.__dataclass_fields__}
-            index = cls(**{**arrays, **{name: _split(arrays[name]) for name in TEXTS}})
-            of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text"}
+            arrays = {name: npz[name] for name in cls.__dataclass_fields__}
+            texts: dict[str, Any] = {name: _split(arrays[name]) for name in TEXTS}
+            specs = tuple(ArraySpec.from_json(json.loads(text)) for text in _split(arrays["arrays"]))
+            index = cls(**{**arrays, **texts, "arrays": specs})
+            of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text", "arrays"}
             wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
             if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                 raise ValueError("arrays with one item per sample (or per shard) have different lengths")
+            widths = len(specs), sum(spec.num_free for spec in specs)
+            if (index.offsets.shape[1], index.free_lens.shape[1]) != widths:
+                raise ValueError("the positions or lengths of the arrays have a wrong number of columns")
         return index
 
 

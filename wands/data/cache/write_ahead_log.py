@@ -37,7 +37,8 @@ class LogRecord:
         meta: metadata, as JSON values.
         path: file of the log.
         offset: position in bytes at which the arrays start in the file.
-        shapes: shapes of the arrays. All arrays are uint16.
+        shapes: shapes of the arrays.
+        dtypes: dtypes of the arrays, "uint16" or "uint8".
         crc32: CRC-32 of the arrays' bytes.
     """
 
@@ -46,15 +47,21 @@ class LogRecord:
     path: Path
     offset: int
     shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
     crc32: int
 
     @property
     def end(self) -> int:
         """Position in bytes in the log file at which the arrays of this record end."""
-        return self.offset + 2 * sum(math.prod(shape) for shape in self.shapes)
+        return self.offset + sum(self._sizes)
+
+    @property
+    def _sizes(self) -> list[int]:
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in pairs]
 
     def read(self) -> list[np.ndarray]:
-        """Read the record from the disk, and return its arrays. The arrays are uint16 and writable.
+        """Read the record from the disk, and return its arrays. The arrays are writable.
 
         Raises:
             CacheError: if the checksum is wrong, for example after a power failure.
@@ -67,9 +74,13 @@ class LogRecord:
                 f"cache={self.path.parent.parent} has a damaged {self.path.name} (wrong checksum of {self.name}); "
                 f"delete {self.path} and run the same wands preprocess command again."
             )
-        cuts = np.cumsum([math.prod(shape) for shape in self.shapes])[:-1]
-        parts = np.split(np.frombuffer(content, np.uint16), cuts)
-        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        arrays, begin = [], 0
+        for shape, dtype, size in zip(self.shapes, self.dtypes, self._sizes, strict=True):
+            part = np.frombuffer(content, np.uint8, size, begin)
+            begin += size
+            # A copy, because a part may begin at an odd byte.
+            arrays.append(part.copy().view(dtype).reshape(shape))
+        return arrays
 
 
 def read_records(path: Path) -> Iterator[LogRecord]:
@@ -91,7 +102,15 @@ def read_records(path: Path) -> Iterator[LogRecord]:
                 return
             header = json.loads(content)
             shapes = tuple(tuple(shape) for shape in header["shapes"])
-            record = LogRecord(header["name"], header["meta"], path, offset, shapes, crc32)
+            record = LogRecord(
+                name=header["name"],
+                meta=header["meta"],
+                path=path,
+                offset=offset,
+                shapes=shapes,
+                dtypes=tuple(header["dtypes"]),
+                crc32=crc32,
+            )
             position = offset + num_bytes
             if record.end != position:
                 return
@@ -140,15 +159,17 @@ class WriteAheadLog:
         Args:
             name: name of the record. The name is the digest of a caption, or the digest of a video followed by a suffix such as
                 "#0003#640x352" (see `LogRecord`).
-            arrays: uint16 arrays, contiguous.
+            arrays: uint16 or uint8 arrays, contiguous.
             meta: metadata, as JSON values.
 
         Raises:
             CacheError: if the disk is full. The log is unchanged.
         """
-        assert all(array.dtype == np.uint16 for array in arrays), [array.dtype for array in arrays]
+        dtypes = [str(array.dtype) for array in arrays]
+        assert {*dtypes} <= {"uint16", "uint8"}, dtypes
         content = b"".join(array.tobytes() for array in arrays)
-        fields = {"name": name, "shapes": [array.shape for array in arrays], "meta": meta}
+        shapes = [array.shape for array in arrays]
+        fields = {"name": name, "shapes": shapes, "dtypes": dtypes, "meta": meta}
         header = json.dumps(fields).encode()
         head = _HEAD.pack(_MAGIC, len(header), len(content), zlib.crc32(header), zlib.crc32(content))
         left = memoryview(head + header + content)

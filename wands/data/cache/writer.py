@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,8 @@ import h5py
 import numpy as np
 from torch import Tensor
 
+from wands.conditions.arrays import ArraySpec
 from wands.data.cache.format import (
-    ARRAYS,
-    IMAGE_ARRAYS,
     INDEX_NAME,
     MANIFEST_NAME,
     MASK_ARRAY,
@@ -34,6 +33,7 @@ from wands.data.cache.format import (
     disk_error,
     from_bits,
     read_manifest,
+    stored_arrays,
     to_bits,
     write_whole,
 )
@@ -66,24 +66,34 @@ class ShardWriter:
     Attributes:
         path: cache folder.
         digest: digest of the fingerprint (encoders and settings) in the manifest. Each shard stores the digest.
+        arrays: arrays of the cache, in the order of the manifest.
         entries: maps the key of a sample to its index entry, for the samples in all shards that this writer has finished. In
             the subclass `CacheWriter`, `entries` also contains the samples in all shards that `refresh` has read.
     """
 
     def __init__(
-        self, path: Path, fingerprint: str, max_samples: int = 512, max_bytes: int = 1 << 30
+        self,
+        path: Path,
+        fingerprint: str,
+        arrays: Sequence[ArraySpec],
+        max_samples: int = 512,
+        max_bytes: int = 1 << 30,
     ) -> None:
         """Store the settings. The first file is created when the first sample is added.
 
         Args:
             path: cache folder, which already contains a manifest.
             fingerprint: digest of the fingerprint (encoders and settings) in the manifest.
+            arrays: arrays of the cache, in the order of the manifest.
             max_samples: largest number of samples of a shard.
             max_bytes: a shard is finished when its arrays have at least this many bytes, so it may be larger by one sample.
         """
         self.path = path
-        self.max_samples, self.max_bytes = max_samples, max_bytes
-        self.digest, self._next = fingerprint, 0
+        self.max_samples = max_samples
+        self.max_bytes = max_bytes
+        self.digest = fingerprint
+        self.arrays = tuple(arrays)
+        self._next = 0
         self.entries: dict[str, IndexEntry] = {}
         self._begin_shard()
 
@@ -102,46 +112,51 @@ class ShardWriter:
         """
         return key in self.entries and self.entries[key].content == content
 
-    def add(
-        self,
-        key: str,
-        latents: Tensor,
-        text_embeds: Tensor,
-        meta: Mapping[str, Any],
-        **others: Tensor | None,
-    ) -> None:
+    def add(self, key: str, arrays: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         """Append a sample. Samples of a shard that differ only in the text share one copy of their other arrays.
 
         Args:
             key: unique sample id.
-            latents: bf16 [C, f, h, w] (latent channels, frames, rows, columns), normalized.
-            text_embeds: bf16 [L, D] (text tokens, width of the text encoder), without padding.
+            arrays: arrays of the sample by name, with the dtypes and shapes that the manifest describes. The text embedding has
+                no padding. At least one token weight must not be 0.
             meta: JSON values. Required: `num_frames`, `fps` and `content` (digest of everything that the sample was
                 made from, including the caption). Usual: `caption`, `source` (path of the file), `start_seconds`, `video`
                 (digest of everything that the latents were made from) and `last`. `last` tells whether the sample is the last
                 range of frames of its clip.
-            others: further arrays of the sample in bf16: image_latents, image_embeds and token_weights, as in `Sample`. At
-                least one token weight must not be 0. None for an array that the sample does not have.
 
         Raises:
             CacheError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
                 earlier samples. If the space was reserved and a write fails, the unfinished shard is removed.
         """
-        assert (latents.ndim, text_embeds.ndim) == (4, 2), (latents.shape, text_embeds.shape)
+        unknown = arrays.keys() - {spec.name for spec in self.arrays}
+        missing = {spec.name for spec in self.arrays if not spec.optional} - arrays.keys()
+        assert not unknown | missing, f"the cache stores other arrays: {sorted(unknown)}, {sorted(missing)}"
+        of_latents = dict(zip(("frames", "rows", "columns"), arrays["latents"].shape[1:], strict=True))
+        for spec in self.arrays:
+            if spec.name in arrays:
+                shape = tuple(arrays[spec.name].shape)
+                assert len(shape) == len(spec.dims), (spec.name, shape)
+                wanted = [of_latents.get(str(dim), dim) for dim in spec.dims]
+                fits = [not isinstance(dim, int) or n == dim for n, dim in zip(shape, wanted, strict=True)]
+                assert all(fits), (spec.name, shape, wanted)
+        stored = {spec.name: spec.store(arrays[spec.name]) for spec in self.arrays if spec.name in arrays}
+        self._add_stored(key, stored, meta)
+
+    def _add_stored(self, key: str, stored: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
+        """Append a sample whose arrays are in their stored form."""
         assert "\0" not in key, "the index separates keys by NUL"
-        given = {"latents": latents, "text_embeds": text_embeds, **others}
-        bits = {name: to_bits(tensor) for name in ARRAYS if (tensor := given.pop(name, None)) is not None}
-        assert not given, f"a cache does not store {list(given)}"
-        assert bits.get("image_latents", bits["latents"]).shape == bits["latents"].shape
-        row, crc32 = self._num_samples, checksum(*bits.values())
-        text_bits = bits.pop("text_embeds")
-        content = str([(array.shape, hashlib.blake2b(array.data).hexdigest()) for array in bits.values()])
+        ordered = {spec.name: stored[spec.name] for spec in self.arrays if spec.name in stored}
+        row = self._num_samples
+        crc32 = checksum(*ordered.values())
+        text_bits = ordered.pop("text_embeds")
+        content = str([(array.shape, hashlib.blake2b(array.data).hexdigest()) for array in ordered.values()])
         same = self._rows.get(content)
-        size = text_bits.nbytes + (sum(array.nbytes for array in bits.values()) if same is None else 0)
+        size = text_bits.nbytes + (sum(array.nbytes for array in ordered.values()) if same is None else 0)
+        text = json.dumps(meta)
         try:
-            file = self._open_shard(size + 4 * len(text := json.dumps(meta)))
+            file = self._open_shard(size + 4 * len(text))
             group = file.create_group(sample_path(row))
-            for array, values in bits.items():
+            for array, values in ordered.items():
                 if same is None:
                     group.create_dataset(array, data=values)
                 else:  # for example another caption of the same clip: link to the stored array
@@ -149,13 +164,9 @@ class ShardWriter:
             group.create_dataset("text_embeds", data=text_bits)
             # JSON escapes file names that are not Unicode; HDF5 strings must be Unicode. Strings of fixed length are
             # in the object's header, which HDF5 protects by a checksum.
-            group.attrs.update(
-                key=np.bytes_(json.dumps(key)), dtype=np.bytes_("bfloat16"), crc32=crc32, meta=np.bytes_(text)
-            )
-            group.attrs["signature"] = signature(latents)
-            if (token_weights := others.get(MASK_ARRAY)) is not None:
-                of_frames = token_weights.double().sum(dim=(1, 2))
-                group.attrs["mask_sums"] = [float(of_frames.sum()), float(of_frames[0])]
+            group.attrs.update(key=np.bytes_(json.dumps(key)), crc32=crc32, meta=np.bytes_(text))
+            group.attrs["signature"] = signature(from_bits(ordered["latents"]))
+            group.attrs["mask_sums"] = _mask_sums(ordered.get(MASK_ARRAY))
         except (OSError, RuntimeError) as error:
             raise self._drop_shard(size, error) from None
         self._num_samples += 1
@@ -182,13 +193,11 @@ class ShardWriter:
             samples = record.meta["samples"]
             if all(self.has(key, meta["content"]) for key, meta in samples):
                 continue
-            arrays = [from_bits(bits) for bits in record.read()]
-            # Earlier versions of wands wrote no names.
-            names = record.meta.get("arrays", ("latents", *IMAGE_ARRAYS.values()))
-            of_video = dict(zip(names, arrays[: -len(samples)], strict=False))
+            names, arrays = record.meta["arrays"], record.read()
+            of_video = dict(zip(names, arrays[: -len(samples)], strict=True))
             for text_embeds, (key, meta) in zip(arrays[-len(samples) :], samples, strict=True):
                 if not self.has(key, meta["content"]):
-                    self.add(key, text_embeds=text_embeds, meta=meta, **of_video)
+                    self._add_stored(key, {**of_video, "text_embeds": text_embeds}, meta)
         self.finish_shard()
 
     def finish_shard(self) -> None:
@@ -204,7 +213,7 @@ class ShardWriter:
             if partial in self._file:  # Ctrl-C interrupted the writing of a sample
                 del self._file[partial]
             if self._num_samples:
-                entries = list(entries_of(self._file, shard_name(self._next)))
+                entries = list(entries_of(self._file, shard_name(self._next), self.arrays))
                 self._file.attrs["id"] = shard_id(entries)
                 self._file.close()
                 _cut_slack(self._temporary)
@@ -276,6 +285,14 @@ class ShardWriter:
         return disk_error(self.path / shard_name(self._next), wanted, error)
 
 
+def _mask_sums(bits: np.ndarray | None) -> list[float]:
+    """Return two sums of token weights: over all tokens, and over the first latent frame. Zeros without a mask."""
+    if bits is None:
+        return [0.0, 0.0]
+    of_frames = from_bits(bits).double().sum(dim=(1, 2))
+    return [float(of_frames.sum()), float(of_frames[0])]
+
+
 def _cut_slack(shard: Path) -> None:
     """Release the reserved disk space that the shard did not need. HDF5 does not release this space when it closes the
     file.
@@ -303,8 +320,8 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
 
         Args:
             path: cache folder.
-            variant: variant (kind of Wan model) for which the samples are made, or the dict that `variant_contract` returns
-                for this variant. The manifest of a cache contains such a dict.
+            variant: variant (kind of Wan model) for which the samples are made, or its contract (`cache_contract`), which the
+                manifest of a cache contains.
             fingerprint: fingerprint of encoders and settings, as nested JSON values.
             limits: `max_samples` and `max_bytes` of a shard, see `ShardWriter`.
 
@@ -314,7 +331,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
             WandsError: if another process writes to the folder, or the folder cannot be created.
         """
         manifest = build_manifest(variant, fingerprint)
-        super().__init__(path, digest(manifest["fingerprint"]), **limits)
+        super().__init__(path, digest(manifest["fingerprint"]), stored_arrays(manifest), **limits)
         with ExitStack() as stack:
             stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
             self._enter(manifest)
@@ -331,7 +348,9 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         # A clip is encoded again if its caption or file has changed. Of two samples with one key, the later one counts.
         for shard in sorted(self.path.glob("shard-*.h5"), key=shard_number):
             if shard.name not in self._known:
-                self.entries.update((entry.key, entry) for entry in read_entries(shard, self.digest))
+                self.entries.update(
+                    (entry.key, entry) for entry in read_entries(shard, self.digest, self.arrays)
+                )
                 self._known.add(shard.name)
                 self._next = max(self._next, shard_number(shard) + 1)
 
@@ -348,7 +367,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         """
         self.finish_shard()
         entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]
-        index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds))
+        index = CacheIndex.build(self.path, entries, to_bits(null_text_embeds), self.arrays)
         write_whole(self.path / INDEX_NAME, index.to_bytes())
 
     def __exit__(self, *_: object) -> None:
@@ -359,7 +378,10 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         if (self.path / MANIFEST_NAME).exists():
             present = read_manifest(self.path)
             changes = differences(present["fingerprint"], manifest["fingerprint"])
-            changes += differences(present["variant"], manifest["variant"], "variant")
+            for part in ("variant", "conditions"):
+                changes += differences(present[part], manifest[part], part)
+            if not changes and present["arrays"] != manifest["arrays"]:
+                changes = [("arrays", present["arrays"], manifest["arrays"])]
             if changes:
                 text = ", ".join(f"{name}={cached} but this run has {this}" for name, cached, this in changes)
                 raise CacheError(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -222,21 +222,6 @@ def split_suffix(suffix: str) -> tuple[str, str]:
     match = re.fullmatch(r"((?:#\d+)?)((?:#\d+x\d+)?)", suffix)
     assert match, suffix
     return match[1], match[2]
-
-
-def check_frames(path: str, num_frames: int, conditions: Collection[str]) -> None:
-    """Raise DataError if the model is an image-to-video model and the sample has only one frame.
-
-    Args:
-        path: path of the clip, for the message.
-        num_frames: number of frames of the sample.
-        conditions: names of the model's additional inputs, such as "text" and "image". An image-to-video model has "image".
-    """
-    if num_frames == 1 and "image" in conditions:
-        raise DataError(
-            f"video={path} gives one frame, but an image-to-video model generates a video from the first frame and "
-            "needs more frames; remove images from SOURCE, or use a longer clip"
-        )
 
 
 def plan_windows(spec: ClipSpec, begin: float, finish: float) -> Iterator[tuple[float, int]]:

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from wands.conditions.clip_files import MASK_FILE, ClipFile
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS
 from wands.data.clips.filters import identifier
 from wands.data.clips.records import ClipRecord, Rejection, locate, records_of_clip, reject, store_clip
@@ -72,9 +73,25 @@ def scan_dataset(source: Source, name: str, folder: Path | None = None) -> Itera
             clip = re.sub(r"^.*/snapshots/[0-9a-f]{40}/", "", clip)
             # All records are in memory together, which has no room for the bytes of all clips.
             row = {name: cell for name, cell in row.items() if name not in source.video_names}
-            yield from records_of_clip(clip, path, captions, place, row)
+            row |= {kind.column: _stored_file(source, row.get(kind.column)) for kind in _kinds(source)}
+            yield from records_of_clip(clip, path, captions, place, row, kinds=source.files)
         except DataError as error:
             yield reject(place, written or place, error)
+
+
+def _kinds(source: Source) -> list[ClipFile]:
+    """Return the kinds of files that columns of a dataset may contain. Masks in datasets are rarely masks of the loss."""
+    return [kind for kind in source.files if kind != MASK_FILE]
+
+
+def _stored_file(source: Source, cell: Any) -> Any:
+    """Return the path of a file in a cell. Bytes in the cell are written to a file first."""
+    if isinstance(cell, bytes):
+        cell = {"bytes": cell}
+    if isinstance(cell, dict):
+        data, written = cell.get("bytes"), cell.get("path")
+        return str(write_clip(data, written, clips_dir(source))[1]) if data else written
+    return cell
 
 
 def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -92,6 +109,7 @@ def _read_rows(source: Source, name: str) -> Iterator[tuple[int, dict[str, Any]]
         data = _load_dataset(source, name)
         source.check_columns(data.column_names)
         wanted = {*source.video_names, *source.caption_names, *RANGE_COLUMNS, "crop", *LICENSE_COLUMNS}
+        wanted |= {kind.column for kind in _kinds(source)}
         wanted |= {name for name in data.column_names if identifier(name) in source.other_columns}
         data = data.select_columns([name for name in data.column_names if {name, name.lower()} & wanted])
         for column, feature in data.features.items():

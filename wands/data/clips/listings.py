@@ -89,7 +89,7 @@ def single_clip(source: Source) -> Iterator[ClipRecord | Rejection] | None:
     path = source.path
     if source.needs_caption or not (path.is_file() and path.name.lower().endswith(CLIP_EXTENSIONS)):
         return None
-    return records_of_clip(path.name, path, [""], path.name, {})
+    return records_of_clip(path.name, path, [""], path.name, {}, kinds=source.files)
 
 
 def listed_folder(source: Source) -> Iterator[ClipRecord | Rejection] | None:
@@ -177,7 +177,7 @@ def _scan_whole_folder(listing: Listing) -> Iterator[ClipRecord | Rejection]:
     table = f"the tables of {file.name}" if file.name == _MERGE else file.name
     problem = f"no readable row in {table} names"
     for root, files in walk(folder, unreadable, listing.source.recursive):
-        clips = [root / name for name in clip_names(files, wanted)]
+        clips = [root / name for name in clip_names(files, wanted, listing.source.files)]
         left = [path for path in clips if _composed(path) not in known and _node(path) not in nodes()]
         if len(left) <= max(_MAX_SINGLE_REPORTS, len(clips) - len(left)):
             for path in left:
@@ -239,7 +239,7 @@ def _scan_rows(
             name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
             captions = source.check_captions(caption, place)
-            yield from records_of_clip(name, path, captions, place, row, folders)
+            yield from records_of_clip(name, path, captions, place, row, folders, source.files)
         except DataError as error:
             yield reject(place, video or table, error)
 
@@ -305,7 +305,9 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
     present = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for archive in filter(is_tar, map(folder.joinpath, sorted(present))):
         yield from scan_tar(archive, folder, source, captions, used)
-    clips = [name_in_captions(name, captions, present) or name for name in clip_names(present)]
+    clips = [
+        name_in_captions(name, captions, present) or name for name in clip_names(present, kinds=source.files)
+    ]
     # captions.json of other tools may name clips in sub-folders.
     elsewhere = captions.keys() - used - set(clips)
     for name in (*clips, *sorted(elsewhere)):
@@ -314,7 +316,7 @@ def _scan_captioned_folder(listing: Listing, captions: dict[str, Any]) -> Iterat
             if name not in captions and source.needs_caption:
                 raise DataError(f"{file.name} has no entry for this clip ({name}); add its captions")
             texts = source.check_captions(captions.get(name), file.name)
-            yield from records_of_clip(located, path, texts, clip_key(located), {})
+            yield from records_of_clip(located, path, texts, clip_key(located), {}, kinds=source.files)
         except DataError as error:
             key = f"{file.name}:{name}" if name in elsewhere else clip_key(name)
             yield reject(key, folder / name, error)

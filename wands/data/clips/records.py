@@ -8,11 +8,12 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+from wands.conditions.clip_files import MASK_FILE, ClipFile, FoundFile
 from wands.data.clips.clip import Crop
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, explain_no_file
 from wands.data.clips.rows import is_empty, pick_crop, pick_license, read_range
@@ -22,15 +23,12 @@ from wands.texts import printable
 
 REJECTS_NAME = "rejects.jsonl"
 """File of a cache that lists the rejected clips. Each line is a JSON object with the fields of `Rejection`."""
-MASK_ENDINGS = (".mask.png", ".mask.mp4")
-"""Ends of the names of masks that are found next to a clip: a.mask.png is the mask of a.mp4. If a table names the mask, every
-image and video format is allowed."""
 MAX_PATH = 4096
 """Longest path in bytes on Linux. Unicode normalization of a much longer text could take minutes."""
 
-Part = tuple[float | None, float | None, Crop | None, Path | None]
-"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, mask). In this order, None is the start of the
-file, the end of the file, the whole frame, and no mask."""
+Part = tuple[float | None, float | None, Crop | None, tuple[FoundFile, ...]]
+"""Part of a file that a clip uses: (start in seconds, end in seconds, crop, files next to the clip). None is the start of the
+file, the end of the file, and the whole frame."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ class ClipRecord:
         crop: part of the frames to use. None is the whole frame.
         unmet: reason why the clip does not meet the condition of --where (`wands.data.clips.filters`). "" if the clip
             meets the condition.
-        mask: image or video that weights the loss, from black (0) to white (1). None weights all pixels with 1.
+        files: files next to the clip from which conditions are made, such as the loss mask.
     """
 
     key: str
@@ -70,12 +68,22 @@ class ClipRecord:
     row: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
     crop: Crop | None = None
     unmet: str = field(default="", compare=False)
-    mask: Path | None = None
+    files: tuple[FoundFile, ...] = ()
 
     @property
     def part(self) -> Part:
-        """Part of the file that the clip uses: (start in seconds, end in seconds, crop rectangle, path of the mask)."""
-        return self.start, self.end, self.crop, self.mask
+        """Part of the file that the clip uses: (start in seconds, end in seconds, crop rectangle, files next to the clip)."""
+        return self.start, self.end, self.crop, self.files
+
+    @property
+    def mask(self) -> Path | None:
+        """Image or video that weights the loss, from black (0) to white (1). None weights all pixels with 1."""
+        return next((path for kind, path in self.files if kind.column == MASK_FILE.column), None)
+
+    def with_mask(self, mask: Path) -> ClipRecord:
+        """Return a copy with another loss mask."""
+        others = [found for found in self.files if found.kind.column != MASK_FILE.column]
+        return replace(self, files=(FoundFile(MASK_FILE, mask), *others))
 
     @property
     def range_suffix(self) -> str:
@@ -127,6 +135,7 @@ def records_of_clip(
     place: str,
     row: Mapping[str, Any],
     folders: tuple[Path, ...] = (),
+    kinds: Sequence[ClipFile] = (MASK_FILE,),
 ) -> Iterator[ClipRecord | Rejection]:
     """Yield one record for each caption of a clip.
 
@@ -137,18 +146,22 @@ def records_of_clip(
             gives one record, and one rejection for the repetition.
         place: file or row that contains the captions, for the rejection.
         row: row or JSON object that describes the clip, with lower-case names. It may state a time range, a license, a crop
-            and a mask. {} if there is no row and no JSON object.
-        folders: folders to which the path of the mask may be relative. Default: the folder of the clip.
+            and paths of `kinds`. {} if there is no row and no JSON object.
+        folders: folders to which paths of `kinds` may be relative. Default: the folder of the clip.
+        kinds: kinds of files next to the clip that conditions are made from.
 
     Raises:
-        DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or the mask
-            does not exist.
+        DataError: if the name cannot be stored or printed, the time range is invalid, the crop is not a rectangle, or a file
+            of `kinds` does not exist.
     """
     _check_name(name)
     if repeated := next((caption for caption, count in Counter(captions).items() if count > 1), ""):
         yield reject(place, path, f"caption is listed twice ({repeated[:60]}); keep one of the two")
-    mask = _find_mask(path, row.get("mask"), folders or (path.parent,))
-    facts: dict[str, Any] = {"license": pick_license(row), "row": row, "crop": pick_crop(row), "mask": mask}
+    found = [
+        (kind, _find_file(kind, path, row.get(kind.column), folders or (path.parent,))) for kind in kinds
+    ]
+    files = tuple(FoundFile(kind, file) for kind, file in found if file is not None)
+    facts: dict[str, Any] = {"license": pick_license(row), "row": row, "crop": pick_crop(row), "files": files}
     start, end = read_range(row, path)
     for index, caption in enumerate(dict.fromkeys(captions)):
         yield ClipRecord("", path, caption, start, end, name, index > 0, **facts)
@@ -160,19 +173,18 @@ def _check_name(name: str) -> None:
         raise DataError("file name is not valid UTF-8 or contains control characters; rename the file")
 
 
-def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
-    """Return the loss mask of a clip: the file that `written` names, else the mask next to the clip, else None.
-
-    For a clip a.mp4, the mask next to the clip is a.mask.png or a.mask.mp4.
+def _find_file(kind: ClipFile, path: Path, written: object, folders: tuple[Path, ...]) -> Path | None:
+    """Return a file of a clip: the file that `written` names, else the file next to the clip, else None.
 
     Args:
+        kind: kind of the file. With the ending ".mask.png", a.mask.png belongs to the clip a.mp4.
         path: file of the clip.
-        written: path of the mask in the table row that describes the clip. Empty if the row names no mask.
+        written: path in the table row that describes the clip. Empty if the row names no file.
         folders: folders to which `written` may be relative.
 
     Raises:
         DataError: if `written` is not valid UTF-8, contains control characters or does not lead to a file. The error is also
-            raised if the mask next to the clip is not a file.
+            raised if the file next to the clip is not a file, or a required file is missing.
     """
     text = "" if is_empty(written) else str(written).strip()
     try:
@@ -180,22 +192,31 @@ def _find_mask(path: Path, written: object, folders: tuple[Path, ...]) -> Path |
             _check_name(text)
             return locate(text, folders)[1]
     except DataError as error:
-        raise DataError(f"for the mask, {error}") from None
-    masks = (path.with_name(path.stem + ending) for ending in MASK_ENDINGS)
-    mask = next(filter(os.path.lexists, masks), None)
-    if mask and not mask.is_file():  # a broken link must not become a clip without a mask
-        raise DataError(f"mask={mask} {explain_no_file(mask)}")
-    return mask
+        raise DataError(f"for the {kind.column}, {error}") from None
+    candidates = [path.with_name(path.stem + ending) for ending in kind.endings]
+    found = next(filter(os.path.lexists, candidates), None)
+    if found and not found.is_file():  # a broken link must not become a clip without the file
+        raise DataError(f"{kind.column}={found} {explain_no_file(found)}")
+    if found is None and kind.required:
+        wanted = " or ".join(candidate.name for candidate in candidates)
+        raise DataError(
+            f"video={path} has no {kind.column}; add {wanted} next to the clip, or write the path in the column {kind.column}"
+        )
+    return found
 
 
-def clip_names(files: Collection[str], extensions: tuple[str, ...] = CLIP_EXTENSIONS) -> list[str]:
-    """Return the sorted names of the clips among the files of a folder. Loss masks are left out.
+def clip_names(
+    files: Collection[str],
+    extensions: tuple[str, ...] = CLIP_EXTENSIONS,
+    kinds: Sequence[ClipFile] = (MASK_FILE,),
+) -> list[str]:
+    """Return the sorted names of the clips among the files of a folder. Files that belong to a clip are left out.
 
     For example, if the folder contains a.mp4, the file a.mask.png is a loss mask.
     """
     stems = {PurePosixPath(file).stem for file in files}
-    masks = {stem + ending for stem in stems for ending in MASK_ENDINGS}
-    return sorted(file for file in files if file.lower().endswith(extensions) and file not in masks)
+    others = {stem + ending for stem in stems for kind in kinds for ending in kind.endings}
+    return sorted(file for file in files if file.lower().endswith(extensions) and file not in others)
 
 
 def settle_keys(items: Iterable[ClipRecord | Rejection]) -> tuple[list[ClipRecord], list[Rejection]]:

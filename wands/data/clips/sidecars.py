@@ -22,7 +22,6 @@ from wands.data.clips.file_kinds import (
 )
 from wands.data.clips.hf_dataset import clips_dir, saved_dataset
 from wands.data.clips.records import (
-    MASK_ENDINGS,
     ClipRecord,
     Rejection,
     clip_key,
@@ -100,7 +99,7 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
         yield from _reject_unread(root, stems, source)
         for archive in filter(is_tar, map(root.joinpath, files)):
             yield from scan_tar(archive, folder, source)
-        for file in clip_names(files):
+        for file in clip_names(files, kinds=source.files):
             path = root / file
             name = path.relative_to(folder).as_posix()
             siblings = stems[path.stem]
@@ -118,7 +117,7 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                     wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
                     hint = "pass the path of a table with the captions as SOURCE"
                     captions, row = source.check_captions(None, f"{wanted} next to the clip, {hint}"), {}
-                yield from records_of_clip(name, path, captions, sidecar or name, row)
+                yield from records_of_clip(name, path, captions, sidecar or name, row, kinds=source.files)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
 
@@ -193,7 +192,7 @@ def _reject_unread(root: Path, stems: dict[str, list[str]], source: Source) -> I
         stems: maps each stem (file name without extension) to the names of the folder's files with this stem.
         source: source of the clips. Its `caption_names` are the keys under which a JSON caption file may store the caption.
     """
-    clips = {stem for stem, files in stems.items() if clip_names(files)}
+    clips = {stem for stem, files in stems.items() if clip_names(files, kinds=source.files)}
     has_sidecars = any(_sidecar_of(stems[stem], source.sidecars) for stem in clips)
     for stem, files in stems.items():
         sidecar = None if stem in clips else _sidecar_of(files, source.sidecars)
@@ -336,7 +335,10 @@ def scan_tar(
         with TarReader(archive) as reader:
             for sample, members in reader.samples.items():
                 key = f"{base}/{sample}"
-                masks = [members.pop(end[1:]) for end in MASK_ENDINGS if end[1:] in members]
+                files = {
+                    kind.column: [members.pop(end[1:]) for end in kind.endings if end[1:] in members]
+                    for kind in source.files
+                }
                 try:
                     (extension, video), *others = _clips_of_sample(members)
                     for _, other in others:
@@ -352,9 +354,14 @@ def scan_tar(
                         texts, row = _captions_of_sample(reader, sample, extension, source)
                     path = reader.unpack(video, clips_dir(source))
                     name = f"{key}.{extension}"
-                    # A mask of an archive is in the archive: a path in the .json file could lead to any file.
-                    row = row | {"mask": next((reader.unpack(mask, path.parent) for mask in masks), None)}
-                    yield from records_of_clip(name, path, texts, f"{place}:{written}", row)
+                    # Files of an archive are in the archive: a path in the .json file could lead to any file.
+                    unpacked = {
+                        column: next((reader.unpack(member, path.parent) for member in members_of), None)
+                        for column, members_of in files.items()
+                    }
+                    yield from records_of_clip(
+                        name, path, texts, f"{place}:{written}", row | unpacked, kinds=source.files
+                    )
                 except DataError as error:
                     yield reject(safe_name(key), place, error)
             for member, reason in reader.rejections:

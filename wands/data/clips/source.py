@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wands.conditions.clip_files import MASK_FILE, ClipFile
 from wands.data.clips.captions import check_caption
 from wands.data.clips.rows import first_filled, is_empty
 from wands.errors import DataError
@@ -40,6 +41,7 @@ class Source:
         other_columns: further columns to read from a Hugging Face dataset, written as in a --where
             condition, such as "motion_score" for the column "Motion score". In tables and caption files, all columns are read.
         sidecars: extensions of caption files next to a clip, in the order of preference. Only the first existing file is read.
+        files: kinds of files next to a clip from which conditions are made, such as loss masks.
         recursive: whether the sub-folders of a folder are searched for clips.
         log: function that receives messages about the dataset configuration of another trainer, such as a message for each
             setting that wands does not apply.
@@ -53,6 +55,7 @@ class Source:
     needs_caption: bool = True
     other_columns: tuple[str, ...] = ()
     sidecars: tuple[str, ...] = (".txt", ".json", ".jsonl")
+    files: tuple[ClipFile, ...] = (MASK_FILE,)
     recursive: bool = True
     log: Callable[[str], object] = field(default=logging.getLogger(__name__).warning, compare=False)
 

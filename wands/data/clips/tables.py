@@ -183,8 +183,8 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
 
     Args:
         record: the clip.
-        table: file of the new table. If a clip or a mask is in the folder of the new table, its path in the row is relative to
-            this folder.
+        table: file of the new table. If the clip, or a file next to it, is in the folder of the new table, its path in the row
+            is relative to this folder.
         columns: further columns, which replace columns of the same name.
     """
     folder = table.absolute().parent
@@ -192,11 +192,11 @@ def table_row(record: ClipRecord, table: Path, **columns: object) -> dict[str, o
     def written(path: Path) -> str:
         return (path.relative_to(folder) if path.is_relative_to(folder) else path).as_posix()
 
-    mask = {"mask": written(record.mask)} if record.mask else {}
+    files = {kind.column: written(path) for kind, path in record.files}
     times = {name: time for name in ("start", "end") if (time := getattr(record, name)) is not None}
     replaced = {*VIDEO_COLUMNS, *CAPTION_COLUMNS, *RANGE_COLUMNS}
     copied = {name: value for name, value in record.row.items() if name not in replaced}
-    return {"video": written(record.path), "caption": record.caption, **times, **copied, **mask, **columns}
+    return {"video": written(record.path), "caption": record.caption, **times, **copied, **files, **columns}
 
 
 def check_out(table: Path, source: str) -> None:

@@ -110,7 +110,8 @@ def _scan(source: Source, shared: _Settings, sections: list[_Settings]) -> Itera
             unmasked, of_stem = set[str](), {mask.stem: mask for mask in masks}
             for item in (clip for clip in clips if not str(clip.path).lower().endswith(ignored)):
                 if isinstance(item, ClipRecord):
-                    item = replace(item, mask=of_stem.get(PurePosixPath(item.name).stem, item.mask))
+                    mask = of_stem.get(PurePosixPath(item.name).stem)
+                    item = item.with_mask(mask) if mask else item
                     unmasked |= set() if item.mask else {item.name}
                     roots[item.name].add(root)
                     if prefix and item.caption:

@@ -9,8 +9,8 @@ need it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
@@ -21,6 +21,7 @@ import av
 import numpy as np
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 
+from wands.conditions.clip_files import FoundFile
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
 from wands.data.clips.video_file import LONGEST_HOLD, RECODE, VideoFrame, VideoInfo, VideoReader, open_video
@@ -29,10 +30,8 @@ from wands.files import atomic_path
 if TYPE_CHECKING:
     import torch
 
-MASK_RATIO = 0.01
-"""Largest allowed relative difference between the aspect ratios of a mask and its clip."""
-_MASK_LEVELS = np.clip((np.arange(256, dtype=np.float32) - 5) / 245, 0, 1)
-"""Maps a brightness to a weight. Codecs change black and white a little, so 0 to 5 is black and 250 to 255 is white."""
+FILE_RATIO = 0.01
+"""Largest allowed relative difference between the aspect ratios of a clip and of a file next to it, such as a mask."""
 
 
 @dataclass
@@ -53,8 +52,7 @@ class DecodedClip:
         interlaced: whether any frame up to the end of this window is interlaced: alternate lines show two different
             moments.
         span: (start, end) in seconds of the part of the file that the clip uses.
-        token_weights: float [latent frames, token rows, token columns], loss weight of each video token. The weight is the mean
-            brightness of the loss mask inside the token, from 0 (black) to 1 (white). None if the clip has no loss mask.
+        files: maps the column of each file next to the clip, such as "mask", to what `ClipFile.of_window` returned.
     """
 
     frames: np.ndarray
@@ -65,7 +63,7 @@ class DecodedClip:
     variable_fps: bool = False
     interlaced: bool = False
     span: tuple[float, float] = (0.0, 0.0)
-    token_weights: np.ndarray | None = None
+    files: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def _choose(reader: VideoReader, times: Iterator[float]) -> Iterator[VideoFrame]:
@@ -166,24 +164,21 @@ class _Renderer:
         return upright[top : top + height, left : left + width]
 
 
-def _read_mask(
-    mask: Path,
+def _read_file(
+    file: FoundFile,
     clip: VideoReader,
     crop: Crop | None,
     sizes: Mapping[str, FrameSize],
     side: int,
     times: Iterator[float],
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the brightness of a loss mask in each video token, frame by frame. Item i belongs to the i-th time in `times`.
+    """Yield what `ClipFile.of_frame` keeps of a file next to a clip, frame by frame. Item i belongs to the i-th time in `times`.
 
-    The iterator does not end: after the last time, or after the end of the mask, it repeats the last item. The caller takes
-    one item for each frame of the clip.
-
-    Each item is a dictionary. Its keys are the keys of `sizes`. A value is a float array [token rows, token columns]: the
-    mean brightness of the mask in each token, from 0 (black) to 1 (white).
+    The iterator does not end: after the last time, or after the end of the file, it repeats the last item. The caller takes
+    one item for each frame of the clip. Each item is a dictionary with the keys of `sizes`.
 
     Args:
-        mask: image or video. An image is the mask of every frame.
+        file: image or video. An image stands for every frame.
         clip: open video of the clip.
         crop: part of the clip's frames to use; None for the whole frame.
         sizes: frame sizes in which the clip is encoded. The keys are suffixes of sample keys: "" or, for example, "#640x352".
@@ -191,21 +186,27 @@ def _read_mask(
         times: times in seconds of the clip's frames that are used.
 
     Raises:
-        DataError: if the mask cannot be decoded, or its aspect ratio or duration differs from the clip's.
+        DataError: if the file cannot be decoded, or its aspect ratio or duration differs from the clip's.
     """
-    with open_video(mask) as reader:
-        info, of_clip, is_image = reader.info, clip.info, mask.suffix.lower() in IMAGE_EXTENSIONS
+    kind, what = file.kind, file.kind.column
+    with open_video(file.path) as reader:
+        info, of_clip = reader.info, clip.info
+        is_image = file.path.suffix.lower() in IMAGE_EXTENSIONS
+        if is_image and not kind.allows_image and clip.path.suffix.lower() not in IMAGE_EXTENSIONS:
+            raise reader.error(
+                f"is an image, but a {what} of a video must be a video", f"make a video of the {what}"
+            )
         (width, height), (clip_width, clip_height) = info.display_size, of_clip.display_size
         ratio, wanted = float(width / height), float(clip_width / clip_height)
         # Many programs make a mask with the stored pixels of the clip, and forget their aspect ratio.
         stored = wanted * float(of_clip.sar) ** (1 if of_clip.rotation % 180 else -1)
-        if all(abs(ratio / allowed - 1) > MASK_RATIO for allowed in (wanted, stored)):
-            shape = f"is a mask of aspect ratio {ratio:.3f} for a clip of aspect ratio {wanted:.3f}"
-            raise reader.error(shape, "make a mask with the aspect ratio of the clip")
-        # A mask may have one or two frames less or more: programs round durations.
+        if all(abs(ratio / allowed - 1) > FILE_RATIO for allowed in (wanted, stored)):
+            shape = f"is a {what} of aspect ratio {ratio:.3f} for a clip of aspect ratio {wanted:.3f}"
+            raise reader.error(shape, f"make a {what} with the aspect ratio of the clip")
+        # A file may have one or two frames less or more: programs round durations.
         if not is_image and abs(info.duration - of_clip.duration) > 2.1 / min(info.fps, of_clip.fps):
-            length = f"is a mask of {info.duration:.2f} s for a clip of {of_clip.duration:.2f} s"
-            raise reader.error(length, "make a mask as long as the clip")
+            length = f"is a {what} of {info.duration:.2f} s for a clip of {of_clip.duration:.2f} s"
+            raise reader.error(length, f"make a {what} as long as the clip")
         cropper, scale = None, (width / clip_width, height / clip_height) * 2
         if crop:
             x, y, w, h = (int(value * factor) for value, factor in zip(crop, scale, strict=True))
@@ -214,32 +215,13 @@ def _read_mask(
         chosen = repeat(reader.first) if is_image else _choose(reader, times)
         latest = None
         for found in chain(chosen, repeat(None)):
-            frame = found or latest or reader.first  # after the end of the mask, its last frame
+            frame = found or latest or reader.first  # after the end of the file, its last frame
             if frame is not latest:
-                weights = {suffix: _levels(render(frame.image), side) for suffix, render in renders.items()}
+                kept = {
+                    suffix: kind.of_frame(render(frame.image), side) for suffix, render in renders.items()
+                }
             latest = frame
-            yield weights
-
-
-def _levels(image: np.ndarray, side: int) -> np.ndarray:
-    """Return the mean brightness of a mask image in each token, from 0 (black) to 1 (white): [token rows, token columns].
-
-    A token covers `side` x `side` pixels.
-    """
-    return _MASK_LEVELS[image].reshape(len(image) // side, side, -1, side * 3).mean(axis=(1, 3))
-
-
-def _average(grids: np.ndarray, frame_stride: int) -> np.ndarray:
-    """Return the loss weights of each latent frame's tokens: the mean over the frames that this latent frame encodes.
-
-    The first latent frame encodes one frame. Each other latent frame encodes `frame_stride` frames.
-
-    Args:
-        grids: loss weights of the tokens of each frame, [frames, token rows, token columns].
-        frame_stride: temporal stride of the VAE.
-    """
-    rest = grids[1:].reshape(-1, frame_stride, *grids.shape[1:])
-    return np.concatenate([grids[:1], rest.mean(axis=1)])
+            yield kept
 
 
 def _render_window(
@@ -272,7 +254,7 @@ def decode_clip(
     start: float | None = None,
     end: float | None = None,
     crop: Crop | None = None,
-    mask: Path | None = None,
+    files: Sequence[FoundFile] = (),
 ) -> Iterator[DecodedClip]:
     """Decode the windows (ranges of frames) that ``spec`` selects in a clip, lazily and in time order.
 
@@ -286,8 +268,8 @@ def decode_clip(
         start: time in seconds. Earlier frames are not used. None is the start of the file.
         end: time in seconds. Frames at or after this time are not used. None is the end of the file.
         crop: part of the frames to use, before scaling. None is the whole frame.
-        mask: image or video that weights the loss (`ClipRecord.mask`). A window in which the whole mask is black is not
-            yielded, and a DataError follows after all other windows.
+        files: files next to the clip (`ClipRecord.files`). A window that a file makes unusable, such as a mask that is black
+            throughout the window, is not yielded, and a DataError follows after all other windows.
 
     Yields:
         A `DecodedClip` for each window at each frame size. If `spec.clip_mode` is ``head`` or ``middle``, there is one window.
@@ -296,8 +278,8 @@ def decode_clip(
 
     Raises:
         DataError: if the file cannot be opened, has no video or no frame, is too short or too small, or is truncated or
-            corrupt inside a window. The error is also raised if `end`, `crop` or `mask` does not fit the clip. All usable
-            `DecodedClip`s are yielded before the error if the whole mask is black in a window, or if the frames are smaller
+            corrupt inside a window. The error is also raised if `end`, `crop` or a file does not fit the clip. All usable
+            `DecodedClip`s are yielded before the error if a file makes a window unusable, or if the frames are smaller
             than some, but not all, of the sizes that `spec.max_pixels` and the list `spec.more_pixels` lead to.
     """
     with open_video(path) as reader:
@@ -321,11 +303,13 @@ def decode_clip(
             return (t + i / spec.fps for t, length in windows() for i in range(length))
 
         chosen = _choose(reader, times())
-        masks = _read_mask(mask, reader, crop, sizes, spec.size_multiple, times()) if mask else None
-        is_black = False
+        others = [
+            (file, _read_file(file, reader, crop, sizes, spec.size_multiple, times())) for file in files
+        ]
+        unusable: tuple[str, str] | None = None
         for index, (window_start, length) in enumerate(windows()):
             images, filled = _render_window(chosen, renders, length)
-            weights = list(islice(masks, filled)) if masks else []
+            kept_of = [(file, list(islice(items, filled))) for file, items in others]
             if filled < length and reader.reached < duration - slack:
                 raise reader.error(
                     f"is truncated: the header says {duration:.2f} s, but the video ends at {reader.reached:.2f} s, inside the "
@@ -340,17 +324,20 @@ def decode_clip(
                 flags = reader.variable_fps, reader.interlaced, (begin, finish)
                 for suffix, frames in images.items():
                     clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
-                    if masks:
-                        grids = np.stack([of_tokens[suffix] for of_tokens in weights[:kept]])
-                        clip.token_weights = _average(grids, spec.frame_stride)
-                    if clip.token_weights is None or clip.token_weights.any():
-                        yield clip
+                    for file, items in kept_of:
+                        kept_frames = np.stack([item[suffix] for item in items[:kept]])
+                        try:
+                            clip.files[file.kind.column] = file.kind.of_window(kept_frames, spec.frame_stride)
+                        except ValueError as error:
+                            column = file.kind.column
+                            unusable = f"has the {column} {file.path}, which {error}", f"correct the {column}"
+                            break
                     else:
-                        is_black = True
+                        yield clip
             if filled < length:
                 break
-        if is_black:
-            raise reader.error(f"has the mask {mask}, which is black throughout a sample", "correct the mask")
+        if unusable:
+            raise reader.error(*unusable)
         if size_error:
             raise size_error
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from diffusers.models.modeling_utils import no_init_weights
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
@@ -111,6 +112,7 @@ def load_transformer(
     merge: Callable[[str, Tensor], Tensor] = lambda name, weight: weight,
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
+    config: Mapping[str, Any] | None = None,
 ) -> PackedWanTransformer:
     """Build a DiT (diffusion transformer), and load its weights or initialize them at random.
 
@@ -130,6 +132,8 @@ def load_transformer(
         storage: policy that chooses the dtype in which each parameter is stored after `merge`. The dtypes in the files
             have no influence.
         key: option or recipe key that the user typed, for error messages.
+        config: config of the model to build, which may have more input channels than the config in `path`. The weights of
+            these channels are zero, so that the model gives the same results as without them. None uses the config in `path`.
 
     Returns:
         The model in training mode, on the CPU or on the device of `zero_init_context`.
@@ -141,12 +145,27 @@ def load_transformer(
     assert init in ("pretrained", "random"), init
     where = f"{key}={path}"
     folder = None if init == "random" else _find_folder(path, subfolder, _MODEL_FILES, key)
-    config = _read_dit_config(where, folder) if folder else load_config(path, subfolder, key=key)
-    model = build_empty(config)
+    stored = _read_dit_config(where, folder) if folder else load_config(path, subfolder, key=key)
+    model = build_empty(dict(config or stored))
     num_params = sum(parameter.numel() for parameter in model.parameters())
-    make = _open_weights(where, folder, model) if folder else partial(_initial_value, seed=seed)
+    make = _open_weights(where, folder, build_empty(stored)) if folder else partial(_initial_value, seed=seed)
+    num_added = model.config["in_channels"] - stored["in_channels"]
+    assert num_added >= 0, (model.config["in_channels"], stored["in_channels"])
+
+    def make_stored(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name == "patch_embedding.weight":
+            shape = (shape[0], shape[1] - num_added, *shape[2:])
+        return make(name, shape)
+
+    def merge_widened(name: str, weight: Tensor) -> Tensor:
+        merged = merge(name, weight)
+        if name == "patch_embedding.weight" and num_added:
+            # The padding of a 5D weight [width, channels, frames, rows, columns] is given from the last dimension on.
+            return F.pad(merged, (0, 0, 0, 0, 0, 0, 0, num_added))
+        return merged
+
     with _freed_is_returned():
-        _fill(model, make, merge, storage, zero_init_context)
+        _fill(model, make_stored, merge_widened, storage, zero_init_context)
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 

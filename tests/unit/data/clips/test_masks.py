@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.clips.test_listings import tar
+from wands.conditions.clip_files import MASK_FILE, FoundFile
 from wands.data.clips.captions import add_trigger
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.layouts import load_source
@@ -48,13 +49,13 @@ def expected(frames: np.ndarray, side: int = 32) -> np.ndarray:
 def test_a_video_is_averaged_over_latent_frames_and_tokens(tmp_path: Path):
     clip = write_clip(tmp_path)
     save_video(tmp_path / "a.mask.mp4", moving(), 16)
-    [window] = decode_clip(clip, SPEC, mask=tmp_path / "a.mask.mp4")
+    [window] = decode_clip(clip, SPEC, files=[FoundFile(MASK_FILE, tmp_path / "a.mask.mp4")])
     assert window.frames.shape == (13, 64, 96, 3)
     truth = expected(moving()[:13])
-    assert window.token_weights.shape == truth.shape == (4, 4, 6)
-    np.testing.assert_allclose(window.token_weights, truth, atol=0.02)
+    assert window.files["mask"].shape == truth.shape == (4, 4, 6)
+    np.testing.assert_allclose(window.files["mask"], truth, atol=0.02)
     late = expected(moving()[1:14])  # a mask that is one frame late
-    assert np.abs(window.token_weights - late).max() > 0.2
+    assert np.abs(window.files["mask"] - late).max() > 0.2
 
 
 def test_windows_ranges_and_crops_are_those_of_the_clip(tmp_path: Path):
@@ -62,15 +63,17 @@ def test_windows_ranges_and_crops_are_those_of_the_clip(tmp_path: Path):
     small = moving()[:, ::2, ::2]  # half the size of the clip
     save_video(tmp_path / "m.mp4", small, 16)
     slide = replace(SPEC, max_frames=5, clip_mode="slide")
-    windows = list(decode_clip(clip, slide, 1 / 16, None, None, tmp_path / "m.mp4"))
+    windows = list(decode_clip(clip, slide, 1 / 16, None, None, [FoundFile(MASK_FILE, tmp_path / "m.mp4")]))
     assert len(windows) == 3
     for number, window in enumerate(windows):
         begin = 1 + 5 * number
-        np.testing.assert_allclose(window.token_weights, expected(moving()[begin : begin + 5]), atol=0.03)
+        np.testing.assert_allclose(window.files["mask"], expected(moving()[begin : begin + 5]), atol=0.03)
     crop = (64, 0, 128, 128)
-    [window] = decode_clip(clip, ClipSpec(fps=16, max_frames=5), 5 / 16, None, crop, tmp_path / "m.mp4")
+    [window] = decode_clip(
+        clip, ClipSpec(fps=16, max_frames=5), 5 / 16, None, crop, [FoundFile(MASK_FILE, tmp_path / "m.mp4")]
+    )
     truth = expected(moving()[5:10], side=16)[:, :, 4:]
-    np.testing.assert_allclose(window.token_weights, truth, atol=0.06)
+    np.testing.assert_allclose(window.files["mask"], truth, atol=0.06)
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "RGB"])
@@ -78,18 +81,18 @@ def test_an_image_applies_to_all_frames(tmp_path: Path, mode: str):
     clip = write_clip(tmp_path)
     frame = moving(4)[3]
     Image.fromarray(frame).convert(mode).save(tmp_path / "m.png")
-    [window] = decode_clip(clip, SPEC, mask=tmp_path / "m.png")
-    np.testing.assert_allclose(window.token_weights, expected(np.stack([frame] * 13)), atol=0.01)
+    [window] = decode_clip(clip, SPEC, files=[FoundFile(MASK_FILE, tmp_path / "m.png")])
+    np.testing.assert_allclose(window.files["mask"], expected(np.stack([frame] * 13)), atol=0.01)
     Image.new(mode, (192, 128), "white").save(tmp_path / "ones.png")
-    [window] = decode_clip(clip, SPEC, mask=tmp_path / "ones.png")
-    assert (window.token_weights == 1).all()
+    [window] = decode_clip(clip, SPEC, files=[FoundFile(MASK_FILE, tmp_path / "ones.png")])
+    assert (window.files["mask"] == 1).all()
 
 
 def test_a_white_video_is_a_mask_of_ones(tmp_path: Path):
     clip = write_clip(tmp_path)
     save_video(tmp_path / "m.mp4", np.full((16, 128, 192, 3), 255, np.uint8), 16)
-    [window] = decode_clip(clip, SPEC, mask=tmp_path / "m.mp4")
-    assert (window.token_weights == 1).all()
+    [window] = decode_clip(clip, SPEC, files=[FoundFile(MASK_FILE, tmp_path / "m.mp4")])
+    assert (window.files["mask"] == 1).all()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_a_mask_that_does_not_fit_rejects_the_clip(tmp_path: Path, frames: np.nd
     clip = write_clip(tmp_path)
     save_video(tmp_path / "m.mp4", frames, 16)
     with pytest.raises(DataError, match=message):
-        list(decode_clip(clip, SPEC, mask=tmp_path / "m.mp4"))
+        list(decode_clip(clip, SPEC, files=[FoundFile(MASK_FILE, tmp_path / "m.mp4")]))
 
 
 def test_black_windows_are_left_out(tmp_path: Path):
@@ -114,7 +117,7 @@ def test_black_windows_are_left_out(tmp_path: Path):
     frames[:6] = 0
     save_video(tmp_path / "m.mp4", frames, 16)
     slide = replace(SPEC, max_frames=5, clip_mode="slide")
-    windows = decode_clip(clip, slide, mask=tmp_path / "m.mp4")
+    windows = decode_clip(clip, slide, files=[FoundFile(MASK_FILE, tmp_path / "m.mp4")])
     assert [next(windows).suffix, next(windows).suffix] == ["#0001", "#0002"]
     with pytest.raises(DataError, match="black throughout a sample"):
         next(windows)
