@@ -1,7 +1,12 @@
 """The public names of wands, which `import wands` offers."""
 
+from wands.conditions.arrays import ArraySpec, ClipSize
+from wands.conditions.clip_files import ClipFile
+from wands.conditions.condition import Channels, ClipFrames, Condition, CrossAttention
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import load_recipe
+from wands.data.clips.video import to_pixels
+from wands.data.patchify import patchify
 from wands.engine.engine import build_model, build_schedule
 from wands.flow.rng import SampleKey, rng
 from wands.model.adapter_off import adapter_off
@@ -14,8 +19,15 @@ from wands.train.trainer import Trainer
 from wands.train.training import Training
 
 __all__ = [
+    "ArraySpec",
+    "Channels",
     "ClipCosts",
     "ClipFacts",
+    "ClipFile",
+    "ClipFrames",
+    "ClipSize",
+    "Condition",
+    "CrossAttention",
     "FinishedStep",
     "FlowMatching",
     "Forwards",
@@ -32,6 +44,8 @@ __all__ = [
     "build_schedule",
     "load_plugins",
     "load_recipe",
+    "patchify",
     "prepare_run",
     "rng",
+    "to_pixels",
 ]

@@ -92,6 +92,19 @@ def load_plugins(names: Sequence[str] = ()) -> Plugin:
     return joined
 
 
+def plugin_importer(names: Sequence[str]) -> Callable[[], object] | None:
+    """Return the function with which a new process imports the modules of `--import`; None without modules.
+
+    The process can then unpickle objects of their classes.
+    """
+    return partial(_import_all, tuple(names)) if names else None
+
+
+def _import_all(names: Sequence[str]) -> None:
+    for name in names:
+        _import(name)
+
+
 def _checked(label: str, load: Callable[[], Any]) -> Plugin:
     try:
         found = load()

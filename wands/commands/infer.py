@@ -41,6 +41,7 @@ from wands.encoders.image import PipelineEncoders
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path, write_text
 from wands.model.files.hashes import check_files
+from wands.plugin import load_plugins
 from wands.sampling.contact_sheet import SheetRow, pick_frames, save_contact_sheet
 from wands.sampling.extra_inputs import (
     NO_INPUTS,
@@ -107,7 +108,7 @@ def infer(
         options: options of the command.
         more_requests: requests to sample after the prompts of `options`. Fields that are set in a request override
             `options`.
-        conditions: conditions of outside code.
+        conditions: conditions of outside code, in addition to those of `--import`.
 
     Returns:
         One result per request, in order. Ranks other than the first return an empty list.
@@ -121,6 +122,7 @@ def infer(
         WandsError: if a file cannot be written, or a sample has values that are not finite.
     """
     with start_together():
+        conditions = (*conditions, *load_plugins(options.imports).conditions)
         source, requests, images, files, dims, device = _check_requests(options, more_requests, conditions)
     is_bf16 = options.dtype == "bf16" or (options.dtype == "auto" and device != "cpu")
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")

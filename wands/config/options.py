@@ -35,7 +35,7 @@ class RecipeOptions(PluginOptions):
     config` lists all keys."""
 
 
-class ClipOptions(PluginOptions):
+class ClipOptions(Options):
     """Options that choose clips from SOURCE (a folder, table or dataset), and the size and length of the samples."""
 
     source: Annotated[str, ARGUMENT]
@@ -248,7 +248,7 @@ class MeasureOptions(Options):
     """Number of clips that are decoded at the same time [default: one per CPU core]."""
 
 
-class CheckOptions(ClipOptions):
+class CheckOptions(ClipOptions, PluginOptions):
     """Report which clips can be used, and why other clips cannot.
 
     SOURCE and the clip options are the same as for wands preprocess. The command needs no model and no GPU. The exit
@@ -278,7 +278,7 @@ class CheckOptions(ClipOptions):
     """Write all results of the check, with thumbnails of the clips, to this HTML file."""
 
 
-class PreprocessOptions(ClipOptions):
+class PreprocessOptions(ClipOptions, PluginOptions):
     """Encode clips and captions into a latent cache.
 
     Training reads the cache instead of the clips. To resume an interrupted run, run the same command again. --workers or
@@ -651,7 +651,7 @@ class EvaluateOptions(PluginOptions):
     """Write all mean losses, and the list of the evaluated clips, to this JSON file."""
 
 
-class ExportOptions(PluginOptions):
+class ExportOptions(Options):
     """Export a checkpoint as a diffusers pipeline or LoRA files.
 
     A checkpoint of a full finetune becomes a pipeline folder. A checkpoint of a LoRA run becomes a folder of LoRA files.
@@ -793,7 +793,7 @@ class VerifyOptions(Options):
     from wands or from the Hub, because only these models have stored hashes."""
 
 
-class SelftestOptions(Options):
+class SelftestOptions(PluginOptions):
     """Compare a model with stock diffusers on this machine.
 
     The command prints one line per check. The exit code is 0 if no check fails, 1 if a check fails, and 2 if --model or

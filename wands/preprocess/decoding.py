@@ -25,6 +25,7 @@ from wands.data.clips.clip import ClipSpec, TooSmallError
 from wands.data.clips.isolated import Crash, Hang, IsolatedWorker, run_in_workers
 from wands.data.clips.video import DecodedClip, decode_clip
 from wands.errors import DataError
+from wands.plugin import plugin_importer
 from wands.preprocess.clip_rules import LIMIT_SECONDS, NO_MEMORY, crash_reason
 from wands.preprocess.scan import Clip
 
@@ -142,7 +143,13 @@ def decode_clips(
                 end = ClipEnd(clip, str(error) or NO_MEMORY)
             yield end
 
-    return run_in_workers(decode_next, min(NUM_DECODERS, len(clips)), [DecodedClip.__module__], NUM_READY)
+    return run_in_workers(
+        decode_next,
+        min(NUM_DECODERS, len(clips)),
+        [DecodedClip.__module__],
+        NUM_READY,
+        initialize=plugin_importer(settings.options.imports),
+    )
 
 
 def _decoded_windows(

@@ -32,6 +32,7 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.text import CLEANING_VERSION, TextSpool
 from wands.encoders.vae import TILE, TILE_STRIDE
 from wands.errors import CacheError, ConfigError, DataError, WandsError
+from wands.plugin import load_plugins, plugin_importer
 from wands.preprocess.clip_rules import plan_samples, read_source
 from wands.preprocess.decoding import ClipEnd, EncodeSettings
 from wands.preprocess.encoding import Done, WorkerTimes, encode_captions, encode_clips
@@ -75,7 +76,7 @@ def preprocess(
     Args:
         options: options of the command.
         max_samples: largest number of samples in a shard.
-        conditions: conditions of outside code.
+        conditions: conditions of outside code, in addition to those of `--import`.
 
     Returns:
         The report of the run. Under a launcher, ranks other than rank 0 return None.
@@ -86,7 +87,8 @@ def preprocess(
         CacheError: if the cache was made with other settings, or the disk is full.
     """
     started = time.monotonic()
-    with WorkerPool(options.workers, options.device, options.text_device) as pool:
+    conditions = (*conditions, *load_plugins(options.imports).conditions)
+    with WorkerPool(options.workers, options.device, options.text_device, options.imports) as pool:
         if pool.rank > 0:
             pool.follow()
             return None
@@ -283,7 +285,8 @@ class PreprocessRun:
             path.unlink()
         suspected_clips = [clip for clip in clips if clip.video in suspects]
         for clip in suspected_clips:
-            with closing(IsolatedWorker(method="spawn")) as worker:
+            initialize = plugin_importer(self.settings.options.imports)
+            with closing(IsolatedWorker(method="spawn", initialize=initialize)) as worker:
                 arguments = (self.settings, 0, self.pool.devices(0), [clip])
                 try:
                     for event in worker.run(encode_clips, *arguments, limit_seconds=SUSPECT_SECONDS):

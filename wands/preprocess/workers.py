@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from wands.data.clips.isolated import Crash, IsolatedWorker, run_in_threads
 from wands.errors import CacheError, ConfigError, WandsError, one_line
+from wands.plugin import plugin_importer
 from wands.preprocess.encoding import Devices, Done, WorkerTimes
 from wands.texts import log_to_stderr
 
@@ -64,7 +65,13 @@ class WorkerPool:
             captions and clips.
     """
 
-    def __init__(self, workers: int | None, device: str | None, text_device: str | None) -> None:
+    def __init__(
+        self,
+        workers: int | None,
+        device: str | None,
+        text_device: str | None,
+        imports: Sequence[str] = (),
+    ) -> None:
         """Choose the workers and their devices. No process is started.
 
         A launcher is recognized by the environment variables RANK, LOCAL_RANK and WORLD_SIZE.
@@ -75,6 +82,7 @@ class WorkerPool:
                 device waste memory, because each worker loads all encoders.
             device: device of the VAE and of CLIP. None uses cuda if a GPU exists, else cpu.
             text_device: device of the text encoder UMT5. None uses the device of the VAE.
+            imports: modules of outside code, which each worker process imports.
 
         Raises:
             ConfigError: if a device cannot be used, or `workers` is above 1 although a launcher has started several processes.
@@ -93,6 +101,7 @@ class WorkerPool:
         self.rank = int(os.environ.get("RANK", "0")) if self.launched else 0
         self._local_rank = int(os.environ.get("LOCAL_RANK", self.rank)) if self.launched else 0
         self._device, self._text_device = device, text_device
+        self._initialize = plugin_importer(imports)
         self.devices(self._local_rank)
         self.slots = list(range(self.size))
         self._processes: dict[int, IsolatedWorker] = {}
@@ -152,7 +161,9 @@ class WorkerPool:
         else:
             runs = []
             for slot, share in shares.items():
-                worker = self._processes.setdefault(slot, IsolatedWorker(method="spawn"))
+                worker = self._processes.setdefault(
+                    slot, IsolatedWorker(method="spawn", initialize=self._initialize)
+                )
                 level = logging.getLogger("wands").getEffectiveLevel() if slot == 0 else logging.ERROR
                 arguments = (level, self.size, task, settings, slot, self.devices(slot), share)
                 runs.append(_with_losses(slot, worker.run(_run_in_subprocess, *arguments)))

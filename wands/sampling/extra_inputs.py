@@ -29,7 +29,7 @@ Files = Mapping[str, np.ndarray]
 
 
 class ExtraInputs(NamedTuple):
-    """What the model gets of the conditions of outside code for one video.
+    """Inputs that the model gets of the conditions of outside code for one video.
 
     Attributes:
         channels: [1, C', f, h, w], channels to append to the latents. None for no channels.

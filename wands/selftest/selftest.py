@@ -16,6 +16,7 @@ from wands.conditions.condition import Condition
 from wands.config.options import SelftestOptions
 from wands.encoders.components import quiet_loading
 from wands.errors import ConfigError, WandsError, one_line
+from wands.plugin import load_plugins
 from wands.selftest import dit_parity as dit
 from wands.selftest import encoder_parity as encoders
 from wands.selftest import expert_ranges as experts
@@ -77,7 +78,7 @@ def selftest(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> 
 
     Args:
         options: options of the command; they name the model, the clip and the checks.
-        conditions: conditions of outside code.
+        conditions: conditions of outside code, in addition to those of `--import`.
 
     Yields:
         The result of each check as soon as the check is finished.
@@ -89,7 +90,7 @@ def selftest(options: SelftestOptions, conditions: Sequence[Condition] = ()) -> 
     for choice in options.only:
         if not any(_is_chosen(name, (choice,)) for name in NAMES):
             raise ConfigError(f"--only={choice} is not a check; use one of {', '.join(NAMES)}.")
-    setup = load_setup(options, conditions)
+    setup = load_setup(options, (*conditions, *load_plugins(options.imports).conditions))
     log.info("selftest of %s: %s on %s in %s", options.model, setup.variant.name, setup.device, setup.dtype)
     # By default cuDNN's convolutions in PyTorch round to TF32, which causes errors of 1e-3.
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from wands.checkpoint.step_folders import finish_publish
+from wands.conditions.condition import Condition
 from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
@@ -48,6 +49,7 @@ class Trainer:
         deepspeed: DeepSpeed JSON, or the name of a shipped config, such as "zero3". None sets only ZeRO-2.
         resume: None for a new run, "auto" for the newest checkpoint of the run folder, or the path of a checkpoint or run.
         objective: computes the loss. None is `FlowMatching`.
+        conditions: inputs of the model in addition to those of its variant.
         model: function with the arguments and the result of `build_model`, which it may call.
         optimizer: function of (named trained parameters, learning rate) that returns a torch optimizer.
         schedule: function of (`optim` section of the recipe, number of steps) that returns a function from a number of
@@ -67,6 +69,7 @@ class Trainer:
         deepspeed: str | Path | None = None,
         resume: str | Path | None = None,
         objective: Objective | None = None,
+        conditions: Sequence[Condition] = (),
         model: Callable[..., Any] | None = None,
         optimizer: Callable[..., Any] | None = None,
         schedule: Callable[..., Any] | None = None,
@@ -81,7 +84,12 @@ class Trainer:
                 "overrides apply to a recipe that is given by name or file; pass them to wands.load_recipe instead."
             )
         own = Plugin(
-            objective=objective, model=model, optimizer=optimizer, schedule=schedule, jobs=tuple(jobs)
+            objective=objective,
+            conditions=tuple(conditions),
+            model=model,
+            optimizer=optimizer,
+            schedule=schedule,
+            jobs=tuple(jobs),
         )
         self._plugin = own.joined(plugin) if plugin else own
         self._recipe = recipe

@@ -41,6 +41,7 @@ from wands.data.clips.video import DecodedClip, decode_clip, probe
 from wands.data.clips.video_file import VideoInfo
 from wands.data.packing import plan_epoch
 from wands.errors import DataError, failed_rules
+from wands.plugin import load_plugins, plugin_importer
 from wands.preprocess import clip_rules
 from wands.preprocess.progress import progress
 from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
@@ -99,13 +100,14 @@ def check(
         variant: model variant. None reads the variant from the pipeline `options.model`. If `options.model` is None, too, the
             variant is Wan 2.1 text-to-video.
         max_clips: largest number of clips to decode, spread evenly over the source; None decodes all clips.
-        conditions: conditions of outside code. They are not used if `variant` is given.
+        conditions: conditions of outside code, in addition to those of `--import`. They are not used if `variant` is given.
 
     Raises:
         ConfigError: if options exclude each other or the model does not exist.
         DataError: if the source does not exist or contains no clip.
     """
     started = time.monotonic()
+    conditions = (*conditions, *load_plugins(options.imports).conditions)
     if variant is None and options.model:
         from wands.encoders.components import read_variant
 
@@ -128,7 +130,7 @@ def check(
         *((row.path, *row.part) for row in rows),
         *((Path(item.path),) if _is_clip(item.path) else None for item in rejections),
     ]
-    findings = _decode_all(decode, tasks, options.num_workers)
+    findings = _decode_all(decode, tasks, options.num_workers, plugin_importer(options.imports))
     clips = [
         CheckedClip(item.key, item.path, source=clip.source, reason=item.reason, thumbnail=clip.thumbnail)
         for item, clip in zip(rejections, findings[len(rows) :], strict=True)
@@ -265,7 +267,10 @@ def _thumbnail(frame: np.ndarray) -> bytes:
 
 
 def _decode_all(
-    decode: Callable[[_Task], CheckedClip], tasks: Sequence[_Task | None], num_workers: int | None
+    decode: Callable[[_Task], CheckedClip],
+    tasks: Sequence[_Task | None],
+    num_workers: int | None,
+    initialize: Callable[[], object] | None,
 ) -> list[CheckedClip]:
     """Decode clips in worker processes, and return one result for each task (clip to decode), in the order of `tasks`.
 
@@ -276,13 +281,19 @@ def _decode_all(
         tasks: clips to decode; None for an entry of the source that was rejected and has no clip file. The result for None is an
             empty `CheckedClip`.
         num_workers: number of worker processes; None starts one process per CPU core.
+        initialize: function that each worker process calls at its start.
     """
     distinct = list(dict.fromkeys(filter(None, tasks)))
     findings: dict[_Task | None, CheckedClip] = {None: CheckedClip("", "")}
     with progress("clips", len(distinct)) as advance:
         limit = clip_rules.LIMIT_SECONDS
         for index, result in map_isolated(
-            decode, distinct, num_workers=num_workers, limit_seconds=limit, preload=[__name__]
+            decode,
+            distinct,
+            num_workers=num_workers,
+            limit_seconds=limit,
+            preload=[__name__],
+            initialize=initialize,
         ):
             task = distinct[index]
             if isinstance(result, Crash):

@@ -49,7 +49,10 @@ class IsolatedWorker:
     """
 
     def __init__(
-        self, preload: Sequence[str] = (), method: Literal["forkserver", "spawn"] = "forkserver"
+        self,
+        preload: Sequence[str] = (),
+        method: Literal["forkserver", "spawn"] = "forkserver",
+        initialize: Callable[[], object] | None = None,
     ) -> None:
         """Choose how to start the subprocess. The first call of `run` starts it.
 
@@ -57,12 +60,14 @@ class IsolatedWorker:
             preload: modules that the fork server imports once for all its subprocesses. Not used with "spawn".
             method: "forkserver" starts a subprocess in milliseconds. "spawn" is slower, but its subprocess may start
                 subprocesses itself.
+            initialize: function that a new subprocess calls before it receives a function. It is pickled.
         """
         # Never fork: this process may have threads, and torch does not survive a fork.
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             self._context.set_forkserver_preload([__name__, *preload])
         self._method = method
+        self._initialize = initialize
         self._process: Any = None
         self._pipe: Connection | None = None
         self.killed = False
@@ -86,7 +91,7 @@ class IsolatedWorker:
         if self._pipe is None:
             self._pipe, child_end = self._context.Pipe()
             daemon = self._method == "forkserver"  # a daemon could not start subprocesses itself
-            process = self._context.Process(target=_serve, args=(child_end,), daemon=daemon)
+            process = self._context.Process(target=_serve, args=(child_end, self._initialize), daemon=daemon)
             process.start()
             self._process = process  # only now: `kill` of another thread needs a process that has started
             child_end.close()  # otherwise this process would not notice the end of the subprocess
@@ -133,13 +138,15 @@ class IsolatedWorker:
             self._pipe = self._process = None
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, initialize: Callable[[], object] | None) -> None:
     """Run the functions that arrive through the pipe, and send back the values that they yield. Runs in the subprocess."""
     import traceback
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent handles it
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent closed its end
+        if initialize is not None:
+            initialize()
         pipe.send(("ready", None))
         while True:
             function, arguments = pipe.recv()
@@ -218,6 +225,7 @@ def map_isolated(
     num_workers: int | None = None,
     limit_seconds: float,
     preload: Sequence[str] = (),
+    initialize: Callable[[], object] | None = None,
 ) -> Iterator[tuple[int, Result | Crash]]:
     """Call a function on each item in subprocesses, and yield the results in the order in which the calls finish.
 
@@ -229,6 +237,7 @@ def map_isolated(
         limit_seconds: longest time in seconds for one call, or for one value of a generator function. When the time is
             exceeded, the subprocess is killed.
         preload: modules to import once for all subprocesses.
+        initialize: see `IsolatedWorker`.
 
     Yields:
         (index of the item, result of the call). The result is a `Crash` if the subprocess died or was killed.
@@ -247,7 +256,8 @@ def map_isolated(
                 result = crash
             yield index, result
 
-    return run_in_workers(results, min(num_workers or num_cores(), len(items)), preload)
+    number = min(num_workers or num_cores(), len(items))
+    return run_in_workers(results, number, preload, initialize=initialize)
 
 
 def run_in_workers(
@@ -255,6 +265,7 @@ def run_in_workers(
     num_workers: int,
     preload: Sequence[str],
     num_waiting: int = 0,
+    initialize: Callable[[], object] | None = None,
 ) -> Generator[Result, None, None]:
     """Call `run` once for each of several worker processes. Yield the values of all calls in the order in which the values
     are ready.
@@ -267,8 +278,9 @@ def run_in_workers(
         preload: modules that the worker processes import once.
         num_waiting: largest number of computed values that the caller has not taken yet. At this limit, the threads pause. 0
             sets no limit.
+        initialize: see `IsolatedWorker`.
     """
-    workers = [IsolatedWorker(preload) for _ in range(num_workers)]
+    workers = [IsolatedWorker(preload, initialize=initialize) for _ in range(num_workers)]
     try:
         yield from run_in_threads([run(worker) for worker in workers], num_waiting)
     finally:
