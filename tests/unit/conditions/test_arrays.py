@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from data_tools.export import export
+from data_tools.export import export_cache
 from data_tools.import_cache import import_cache
 from data_tools.merge import merge
-from data_tools.verify import verify
+from data_tools.verify import verify_cache
 from tests.plugin.control import Control
 from tests.plugin.facts import Facts
 from tests.support.samples import narrow_text, with_arrays
@@ -64,9 +64,9 @@ def check_arrays(path: Path) -> None:
 
 def test_every_dtype_goes_through_every_tool(folder: Path, tmp_path: Path):
     check_arrays(folder)
-    assert verify(folder).problems == []
+    assert verify_cache(folder).problems == []
     merge(tmp_path / "merged", [folder])
-    export(folder, tmp_path / "files", "safetensors")
+    export_cache(folder, tmp_path / "files", "safetensors")
     import_cache(tmp_path / "files", tmp_path / "imported")
     for out in ("merged", "imported"):
         check_arrays(tmp_path / out)
