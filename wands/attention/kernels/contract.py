@@ -13,56 +13,7 @@ blocks. The gradients of q from all blocks therefore add up to the gradient of q
 kernel once, with the keys of the text. varlen.py then merges the padding keys into `out` and `lse` without a kernel.
 Sources: Dao et al. 2022, "FlashAttention", algorithm 4; Liu et al. 2023, "Ring Attention".
 
-How to add a kernel:
-
-1. Write the kernel's two functions (`run_forward`, `run_backward`): in flash.py for a `FlashBackend`, otherwise in a new
-   file. Put Triton code into a new file next to flash.py. Import the new file inside the two functions. wands has no build
-   step: compile CUDA code at the first use with torch.utils.cpp_extension.load, and list the CUDA files in `package-data`
-   of pyproject.toml. Alternatively, publish the kernel as a package (step 3).
-   For a kernel that runs on CUDA in bf16 or fp16, add a `FlashBackend` to `FLASH_BACKENDS`. `attention.backend=auto`
-   skips a kernel that fails the check of its results in the run's dtype or head dim. Training in bf16 measures the kernels
-   that pass this check, and uses the kernel with the smallest sum of times over several segment lengths. cuDNN can also be
-   combined with another kernel (`fastest_backend` in wands/engine/attention_choice.py). Everywhere else, `auto` uses the
-   first kernel of the list that passes, so the list begins with the kernels that are expected to be fastest.
-   For any other kernel, add a `Backend` to `BACKENDS` in registry.py, and add the kernel's requirements to
-   `_unmet_requirement`. Examples are a kernel for CPUs, and an fp8 kernel whose errors exceed `TOLERANCE` and
-   `LSE_TOLERANCE` of self_check.py. A new kernel that is not a `FlashBackend` is not checked at the start of a run.
-   Training runs the kernel only if the user sets `attention.backend` to the kernel's name. `wands infer` and
-   `wands selftest` never run the kernel: `infer --attention-backend` accepts only auto and native, and `selftest` has no
-   option for the attention kernel.
-2. Add the kernel's name to `AttentionConfig.backend` in wands/config/recipe.py, to the docstring of this field, and to
-   the docstring of `choose_backend` in registry.py, and add a line to CHANGELOG.md.
-3. For an optional package, import the package inside the two functions. Add an extra to pyproject.toml and to the table
-   of extras in docs/quickstart.md. Add the package to `ONE_IMPORTER` in tests/unit/test_layering.py.
-4. Add tests and documentation:
-   - A `FlashBackend`: add the kernel's name to `CUDA_BACKENDS` of tests/support/plain.py, with the module that the kernel
-     imports (the module of a package, `triton`, or `torch`). In tests/unit/attention/test_kernels.py, add the name to the
-     tests of `auto`, which list the order of all kernels. For a package, also add a fake module with the package's
-     signatures, so that machines without a GPU test the two functions. Add the name to the order of `auto` in
-     docs/performance.md and in the help text of `InferOptions.attention_backend`. In wands/planning/hardware.py, add the
-     kernel's measured speeds on the GPUs that run the kernel: the TFLOP/s of the forward pass and of the backward pass,
-     each divided by `PEAK_TFLOPS`. Measure one clip of 32,760 tokens with 12 heads. For `auto`, `wands plan` uses the
-     speeds of the fastest kernel that hardware.py lists for the GPU. If the new kernel is the fastest, also update the
-     predictions in docs/performance.md and docs/long-videos.md.
-   - A CPU kernel: add its name and its dtypes to `CPU_DTYPES` of tests/support/plain.py. Also add its name to the tests
-     of padding rows, autocast and self-check in test_kernels.py.
-   - Any other CUDA kernel, such as the fp8 kernel of step 1: in test_kernels.py, write a test marked `gpu`, with the
-     steps of `check_against_plain` and the kernel's own tolerance.
-
-   Add every CUDA kernel to the table in docs/performance.md. `bash scripts/gpu.sh --only attention` measures the TFLOP/s
-   of all kernels that run on the GPU, for several numbers of heads and clips. Then run scripts/build_reference.py.
-5. Run `python -m pytest tests/unit/attention -m gpu`, which compares the kernel with float64 attention on the GPU. The
-   tests use bf16 and fp16, and head dims 64 and 128. Wan needs only bf16 and head dim 128. If the kernel supports no
-   other dtype or head dim, skip the unsupported cases in `test_cuda_backend_keeps_the_contract`.
-   `bash scripts/gpu.sh --only step --set attention.backend=NAME --out FOLDER` measures whole training steps with the
-   kernel. Run it again with another kernel and another folder to compare them.
-   Also run `python scripts/bench_attention.py --device cuda`, which measures every `FlashBackend` that runs on the machine.
-   With one GPU, it computes the blocks of rings of 2, 4 and 8 ranks, and compares the merged result with a single call of
-   the kernel. For the kernel, Ulysses differs from a single process only in the number of heads and in the strides, which
-   the tests vary. With several GPUs, it runs Ulysses and the ring of wands over NCCL, and compares their results with a
-   single call.
-   Once per process, a training run checks each `FlashBackend` that it may use (self_check.py), and rejects a kernel whose
-   results are wrong.
+`docs/extending.md` has the steps to add a kernel.
 
 What the two functions receive (`Backend.forward` and `Backend.backward` list all arguments and their shapes):
 

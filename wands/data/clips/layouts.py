@@ -5,26 +5,7 @@ table, archive or dataset). The function returns None if the source has another 
 clip records and rejections. `load_source` calls these functions in the order of `LAYOUTS`, and uses the first result that
 is not None.
 
-To add a layout:
-
-1. Write a function ``(source: Source) -> Iterator[ClipRecord | Rejection] | None`` in a file of this folder. Detect
-   the layout cheaply, from names of files. The function must not contain `yield`, because a generator function never
-   returns None. Write a second function, a generator function. The first function returns the second function's generator.
-2. In the generator function, check the captions of each clip with `source.check_captions`. Pass the checked captions to
-   `records.records_of_clip`, and yield its records. `check_captions` and `records_of_clip` raise DataError. Catch this
-   error for each clip, and yield `records.reject(key, path, error)`. `_scan_folder` in sidecars.py is an example. Never use
-   a file name as a caption.
-3. Add the function of step 1 to one of two tuples, before every function that would also accept the same source.
-   If a dataset configuration of another trainer (such as musubi-tuner) can name the source, the tuple is
-   `SECTION_LAYOUTS` in trainer_configs.py. `LAYOUTS` includes all functions of `SECTION_LAYOUTS`. For any other
-   source, the tuple is `LAYOUTS` in this file.
-4. Add a test with a small folder to tests/unit/data/clips/test_layouts.py. If the layout comes from another trainer,
-   add the test to test_listings.py instead. If the layout has a file that lists clips, also add an example of this file
-   to the dictionary `LISTINGS` in test_listings.py. A test damages these examples at random.
-
-A table with other column names needs no layout: add the names to `source.VIDEO_COLUMNS` or `source.CAPTION_COLUMNS`. For
-a table with another file name, add the name to `_TABLES` in `listings.py`. For a JSON table of another shape, extend
-`_json_rows` in `tables.py`.
+`docs/extending.md` has the steps to add a layout.
 """
 
 from __future__ import annotations
