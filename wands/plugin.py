@@ -35,9 +35,9 @@ class Plugin:
     Attributes:
         objective: objective of the run; None for `FlowMatching`.
         conditions: inputs of the model in addition to those of its variant, as `wands.conditions.condition.Condition` objects.
-        model: function with the arguments and the result of `wands.train.engine.build_model`.
+        model: function with the arguments and the result of `wands.engine.engine.build_model`.
         optimizer: function of (named parameters, learning rate) that returns a torch optimizer.
-        schedule: function with the arguments and the result of `wands.train.engine.build_schedule`.
+        schedule: function with the arguments and the result of `wands.engine.engine.build_schedule`.
         jobs: `wands.Job` objects, which run after the jobs of wands.
         sources: where the parts come from, for the description of a run. `load_plugins` sets it.
     """

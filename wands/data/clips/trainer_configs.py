@@ -186,7 +186,7 @@ def _note(key: str, value: Any) -> str:
             note = f"use {_pixels(key, value)}"
     except (IndexError, OverflowError, RecursionError, TypeError, ValueError):
         text, note = "...", "not used, because wands cannot read this value"
-    return printable(f"{key[:99]} = {text[:99]}: {note[:199]}")
+    return printable(f"{key[:99]} = {text[:180]}: {note[:199]}")
 
 
 def _pixels(key: str, value: Any) -> str:

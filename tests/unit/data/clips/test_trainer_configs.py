@@ -153,7 +153,7 @@ def test_musubi_tuner(tmp_path: Path) -> None:
         "all sections: batch_size = 1: not used; set packing.max_tokens in the recipe",
         f"all sections: enable_bucket = true: {shape}",
         f"all sections: bucket_no_upscale = false: {unknown}",
-        f'section 1: cache_directory = "{tmp_path}/cache_images": {unknown}'[:250],
+        f'section 1: cache_directory = "{tmp_path}/cache_images": {unknown}',
         f'section 1: control_directory = "{tmp_path}/control": not supported, so it is ignored',
         f'section 2: cache_directory = "{tmp_path}/cache_videos": {unknown}',
         "section 2, section 4: target_frames = [1, 25, 45]: use --max-frames 45",
