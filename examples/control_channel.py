@@ -5,7 +5,7 @@ weights, so that it starts as the base. Every command gets the same --import:
 
     wands preprocess clips --model BASE --out cache --import examples/control_channel.py
     wands train wan2.1-t2v-1.3b-finetune --set data.cache=cache --import examples/control_channel.py
-    wands infer --model EXPORTED --prompt "..." --input control=pose.mp4 --import examples/control_channel.py
+    wands infer --model EXPORTED --prompt "..." --input control=pose.mp4 --out samples --import examples/control_channel.py
 """
 
 from typing import Any

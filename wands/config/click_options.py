@@ -24,7 +24,7 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Co
     """Return a subcommand that stores the parsed command line in an instance of `options`, and calls `run` with this
     instance.
 
-    The help text lists the required parameters first, and otherwise keeps the order of the fields.
+    The help text lists the required parameters first and --import last, and otherwise keeps the order of the fields.
 
     Args:
         options: class whose fields are the options of the subcommand.
@@ -44,7 +44,8 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Co
     return click.Command(
         command_name(options),
         callback=parse_and_run,
-        params=sorted(parameters, key=lambda parameter: not parameter.required),
+        # --import, which commands inherit, comes last.
+        params=sorted(parameters, key=lambda parameter: (not parameter.required, parameter.name == "imports")),
         help=_help_text(options),
         short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
     )
