@@ -136,7 +136,8 @@ class Wands(Plain):
                     "content": "",
                     "caption": "A clip.",
                 }
-                writer.add(f"folder/clip {i:06d}", latents, text, meta)
+                arrays = {"latents": latents, "text_embeds": text}
+                writer.add(f"folder/clip {i:06d}", arrays, meta)
             writer.commit(torch.zeros(1, 4096, dtype=torch.bfloat16))
         self.cache = LatentCache(self.folder)
 

@@ -45,7 +45,9 @@ def build_command(options: type[Options], run: Callable[[Any], Any]) -> click.Co
         command_name(options),
         callback=parse_and_run,
         # --import, which commands inherit, comes last.
-        params=sorted(parameters, key=lambda parameter: (not parameter.required, parameter.name == "imports")),
+        params=sorted(
+            parameters, key=lambda parameter: (not parameter.required, parameter.name == "imports")
+        ),
         help=_help_text(options),
         short_help=str(inspect.getdoc(options)).partition("\n")[0].rstrip("."),
     )

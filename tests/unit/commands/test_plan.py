@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from tests.support.commands import plan
 from tests.support.runs import MOCK
 from wands.cli import main
-from wands.commands import train as commands_train
 from wands.commands.calibrate import calibrate
 from wands.commands.plan import what_fits
 from wands.commands.train import run_train
@@ -25,6 +24,7 @@ from wands.config.recipe_loading import load_recipe
 from wands.errors import CacheError, ConfigError
 from wands.planning.hardware import MACHINES, Machine, measurement_file
 from wands.texts import format_seconds
+from wands.train import trainer
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -265,8 +265,8 @@ def train(tiny_pipeline, tmp_path, monkeypatch):
             raise Started
 
         host = Machine("a small host", memory=memory, host_memory=memory)
-        monkeypatch.setattr(commands_train, "machine_here", lambda *_: host)
-        monkeypatch.setattr(commands_train, "init_process_group", begin)
+        monkeypatch.setattr(trainer, "machine_here", lambda *_: host)
+        monkeypatch.setattr(trainer, "init_process_group", begin)
         data = "data.mock={num_samples: 4, shapes: [[8, 44, 96]]}"  # 8,448 tokens: the memory is activations
         keys = [
             f"model.path={tiny_pipeline}",

@@ -68,7 +68,7 @@ def read_another_length(patch: pytest.MonkeyPatch, run: PreparedRun) -> None:
 
     def halved(i: int, frames: tuple[int, int] | None) -> collate.Sample:
         sample = read(i, frames)
-        return replace(sample, latents=sample.latents[:, :, :2])
+        return replace(sample, arrays={**sample.arrays, "latents": sample.latents[:, :, :2]})
 
     patch.setattr(run.data, "read", halved)
 
