@@ -312,7 +312,7 @@ def compare_pictures_on_ranks(folder: Path) -> str:
     images = [{"image": noise_picture(rank)}]
     try:
         dims = ParallelDims(2, rank, ring_degree=2)
-        check_ranks(find_pipeline(folder), {"dtype": "fp32"}, [request], images, dims)
+        check_ranks(find_pipeline(folder), {"dtype": "fp32"}, [request], images, [{}], dims)
     except ConfigError as error:
         return str(error)
     return ""

@@ -48,7 +48,8 @@ def damaged_clip(factor: float = torch.nan) -> Iterator[None]:
 
     def reading(data: MockDataset, index: int, *args: Any) -> Sample:
         sample = read(data, index, *args)
-        return replace(sample, latents=sample.latents * factor) if sample.sample_id == BAD else sample
+        damaged = {**sample.arrays, "latents": sample.latents * factor}
+        return replace(sample, arrays=damaged) if sample.sample_id == BAD else sample
 
     with mock.patch.object(MockDataset, "read", reading):
         yield
