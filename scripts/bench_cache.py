@@ -238,8 +238,9 @@ def open_large(root: Path, num_samples: int) -> tuple[int, float, float]:
     with CacheWriter(root, VARIANTS["wan2.1-t2v-1.3b"], {}) as writer:
         for i in range(3):
             meta = {"num_frames": 1, "fps": 16.0, "content": ""}
-            writer.add(str(i), torch.zeros(16, 1 + i, 2, 2).bfloat16(), torch.zeros(1, 8).bfloat16(), meta)
-        writer.commit(torch.zeros(1, 8, dtype=torch.bfloat16))
+            arrays = {"latents": torch.zeros(16, 1 + i, 2, 2), "text_embeds": torch.zeros(1, 4096)}
+            writer.add(str(i), {name: array.bfloat16() for name, array in arrays.items()}, meta)
+        writer.commit(torch.zeros(1, 4096, dtype=torch.bfloat16))
     index = CacheIndex.from_file(root / INDEX_NAME)
     names = [shard_name(i) for i in range(-(-num_samples // 512))]
     for name in names[1:]:

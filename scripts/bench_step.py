@@ -62,7 +62,7 @@ def make_samples(device: str, text_len: int | None) -> list[Sample]:
     for index, ((f, h, w), length) in enumerate(zip(GRIDS[device], TEXT_LENS, strict=False)):
         latents = torch.randn(16, f, 2 * h, 2 * w, generator=generator)
         text = torch.randn(text_len or length, text_dim, generator=generator)
-        samples.append(Sample(str(index), latents, text))
+        samples.append(Sample(str(index), {"latents": latents, "text_embeds": text}))
     return samples
 
 
@@ -140,7 +140,10 @@ def measure(device: str, rounds: int, text_len: int | None, clock: Callable[[], 
     collate = PackingCollator(shape, FlowConfig(cfg_dropout=0.0), 0, samples[0].text_embeds)
     batch = collate(samples, [0] * len(samples), 0)
     shard = to_device(batch.rank_slice(ContextLayout.build(batch.seq_lens)), device)
-    samples = [Sample(s.sample_id, s.latents.to(device), s.text_embeds.to(device)) for s in samples]
+    samples = [
+        Sample(sample.sample_id, {name: array.to(device) for name, array in sample.arrays.items()})
+        for sample in samples
+    ]
     timesteps = torch.linspace(20, 980, len(samples), device=device)
     steps = {
         "packed": (packed_step(packed, shard, timesteps), packed),
