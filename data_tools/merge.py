@@ -81,7 +81,12 @@ def merge(out: str | Path, paths: Sequence[str | Path]) -> Merged:
             f"caches. The new cache KEPT lacks these keys; merge KEPT instead of CACHE. At most {SHOWN} keys are shown."
         )
     copied = copy_samples(caches[0], Path(out), list(places.values()))
-    return Merged(len(places), copied, duplicates, _join_rejects(caches, Path(out)))
+    return Merged(
+        num_samples=len(places),
+        num_copied=copied,
+        duplicates=duplicates,
+        num_rejected=_join_rejects(caches, Path(out)),
+    )
 
 
 def _join_rejects(caches: Sequence[LatentCache], out: Path) -> int:

@@ -148,7 +148,12 @@ class _Blocks(torch.autograd.Function):
 
 @cache
 def groups_of(ring: int, ulysses: int, device: torch.device) -> ProcessGroups:
-    return ProcessGroups.build(ParallelDims(dist.get_world_size(), dist.get_rank(), ulysses, ring), device)
+    return ProcessGroups.build(
+        ParallelDims(
+            world_size=dist.get_world_size(), rank=dist.get_rank(), ulysses_degree=ulysses, ring_degree=ring
+        ),
+        device,
+    )
 
 
 def context_parallel(
@@ -175,7 +180,13 @@ def context_parallel(
     attention = context_attention(backend, groups.ulysses, groups.ring, groups.ring_grad, fused=fused)
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(lens)
-    meta = PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones)
+    meta = PackedMeta(
+        positions=positions,
+        segment_ids=layout.segment_ids,
+        chunk_lens=layout.plan.chunk_lens,
+        local_seq_lens=layout.local_seq_lens,
+        text_lens=ones,
+    )
     meta = to_device(meta, device)
     formula = sum(layout.plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
     return Variant(name, layout.token_index.to(device), lambda q, k, v: attention(q, k, v, meta), formula)
@@ -242,7 +253,13 @@ def padded_samples(inputs: Sequence[Tensor], lens: Sequence[int], backend: Backe
             start += length
         chunk_lens.append(tuple(columns))
         rows.append(torch.cat(index))
-    plan = ContextPlan(tuple(lens), 1, world, tuple(chunk_lens), len(rows[rank]))
+    plan = ContextPlan(
+        seq_lens=tuple(lens),
+        ulysses_degree=1,
+        ring_degree=world,
+        chunk_lens=tuple(chunk_lens),
+        row_len=len(rows[rank]),
+    )
     formula = sum(plan.comm_bytes(inputs[0][0].numel(), inputs[0].itemsize))
     attention = RingAttention(
         backend, groups.ring, groups.ring_grad

@@ -104,7 +104,16 @@ def build_step(args: argparse.Namespace) -> tuple[PackedWanTransformer, Callable
     lens = (args.tokens - args.tokens // 3, args.tokens // 3)
     positions = torch.zeros(args.tokens, 3, dtype=torch.int64)
     texts = (TEXT_TOKENS,) * len(lens)
-    meta = to_device(PackedMeta(positions, segment_ids_of(lens), (lens,), lens, texts), device)
+    meta = to_device(
+        PackedMeta(
+            positions=positions,
+            segment_ids=segment_ids_of(lens),
+            chunk_lens=(lens,),
+            local_seq_lens=lens,
+            text_lens=texts,
+        ),
+        device,
+    )
     tokens = torch.randn(args.tokens, 64, device=device)
     timesteps = torch.tensor([250.0, 750.0], device=device)
     text = torch.randn(sum(texts), TEXT_DIM, device=device)
@@ -128,7 +137,7 @@ def measure(args: argparse.Namespace) -> dict[str, Measured]:
     """
     model, step = build_step(args)
     ways = {
-        name: SelectiveCheckpoint(model.blocks, saved, offloaded, OPERATORS)
+        name: SelectiveCheckpoint(blocks=model.blocks, saved=saved, offloaded=offloaded, operators=OPERATORS)
         for name, (saved, offloaded) in MODES.items()
         if name != "none"
     }

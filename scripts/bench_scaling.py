@@ -39,7 +39,9 @@ from wands.variants import VARIANTS, DiTShape
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 H100 = MACHINES["h100"]
 SIZES = {"480p": (480, 832), "720p": (720, 1280)}
-TI2V_5B = DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48, text_dim=4096)
+TI2V_5B = DiTShape(
+    num_heads=24, head_dim=128, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48, text_dim=4096
+)
 MODELS = {  # VAE stride in frames, height, width
     "1.3B": (VARIANTS["wan2.1-t2v-1.3b"].dit, (4, 8, 8)),
     "TI2V-5B": (TI2V_5B, (4, 16, 16)),

@@ -137,7 +137,9 @@ def measure(device: str, rounds: int, text_len: int | None, clock: Callable[[], 
     samples = make_samples(device, text_len)
     stock, packed = build_models(device)
     shape = DiTShape.from_config(stock.config)
-    collate = PackingCollator(shape, FlowConfig(cfg_dropout=0.0), 0, samples[0].text_embeds)
+    collate = PackingCollator(
+        shape=shape, flow=FlowConfig(cfg_dropout=0.0), seed=0, null_text_embeds=samples[0].text_embeds
+    )
     batch = collate(samples, [0] * len(samples), 0)
     shard = to_device(batch.rank_slice(ContextLayout.build(batch.seq_lens)), device)
     samples = [

@@ -304,7 +304,7 @@ class Variant:
         return math.prod(side // patch for side, patch in sides)
 
 
-_5B = DiTShape(24, 128, 30, 14336, in_channels=48, out_channels=48)
+_5B = DiTShape(num_heads=24, head_dim=128, num_layers=30, ffn_dim=14336, in_channels=48, out_channels=48)
 _14B = DiTShape(num_heads=40, head_dim=128, num_layers=40, ffn_dim=13824)
 _14B_I2V = replace(_14B, in_channels=36)
 _14B_CLIP = replace(_14B_I2V, image_dim=1280, image_len=IMAGE_LEN)
@@ -321,7 +321,11 @@ _I2V_A14B = replace(_720P, num_inference_steps=40, guidance_scale=3.5, guidance_
 _T2V_A14B = replace(_I2V_A14B, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0)
 _TI2V_5B = replace(_720P, height=704, num_frames=121, scheduler_shift=5.0)
 _ROWS = (
-    Variant("wan2.1-t2v-1.3b", DiTShape(12, 128, 30, 8960), sampling=_480P_SMALL),
+    Variant(
+        "wan2.1-t2v-1.3b",
+        DiTShape(num_heads=12, head_dim=128, num_layers=30, ffn_dim=8960),
+        sampling=_480P_SMALL,
+    ),
     Variant("wan2.1-t2v-14b", _14B, sampling=_720P),
     Variant("wan2.1-i2v-14b", _14B_CLIP, sampling=_480P_I2V, conditions=(*_I2V, "clip")),
     Variant("wan2.1-flf2v-14b", _14B_CLIP_2, sampling=_FLF2V, conditions=_FIRST_LAST),

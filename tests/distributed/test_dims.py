@@ -102,7 +102,12 @@ def test_every_rank_has_its_own_place_and_ulysses_is_innermost():
 
 def _members(ring: int, ulysses: int) -> dict[str, list[int] | None]:
     init_process_group()
-    grid = ParallelDims(int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"]), ulysses, ring)
+    grid = ParallelDims(
+        world_size=int(os.environ["WORLD_SIZE"]),
+        rank=int(os.environ["RANK"]),
+        ulysses_degree=ulysses,
+        ring_degree=ring,
+    )
     groups = ProcessGroups.build(grid)
     return {
         name: dist.get_process_group_ranks(group) if (group := getattr(groups, name)) else None

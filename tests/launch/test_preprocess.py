@@ -700,7 +700,19 @@ def test_long_reports_end() -> None:
     rejected = tuple(
         Rejection(f"clip{i}", f"clip{i}.mp4", reasons[i % 10 // 8 + i % 10 // 9]) for i in range(60)
     )
-    report = PreprocessReport(Path("c"), "wan2.1-t2v-1.3b", 1, 0, 0, 3, rejected, np.array([80]), 1, 10, 1.0)
+    report = PreprocessReport(
+        out=Path("c"),
+        variant="wan2.1-t2v-1.3b",
+        num_accepted=1,
+        num_reused=0,
+        num_left_out=0,
+        num_cut_captions=3,
+        rejected=rejected,
+        tokens=np.array([80]),
+        num_shards=1,
+        num_bytes=10,
+        seconds=1.0,
+    )
     text = str(report)
     assert "clip19: a=1" in text
     assert "clip20: broken" not in text

@@ -42,13 +42,21 @@ def groups_of(ring: int, ulysses: int) -> ProcessGroups:
     if not dist.is_initialized():
         init_process_group()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return ProcessGroups.build(ParallelDims(world, rank, ulysses, ring))
+    return ProcessGroups.build(
+        ParallelDims(world_size=world, rank=rank, ulysses_degree=ulysses, ring_degree=ring)
+    )
 
 
 def meta_of(layout: ContextLayout) -> PackedMeta:
     positions = torch.zeros(layout.num_tokens, 3, dtype=torch.int64)
     ones = (1,) * len(layout.seq_lens)
-    return PackedMeta(positions, layout.segment_ids, layout.plan.chunk_lens, layout.local_seq_lens, ones)
+    return PackedMeta(
+        positions=positions,
+        segment_ids=layout.segment_ids,
+        chunk_lens=layout.plan.chunk_lens,
+        local_seq_lens=layout.local_seq_lens,
+        text_lens=ones,
+    )
 
 
 def shard_rows(x: Tensor, layout: ContextLayout) -> Tensor:

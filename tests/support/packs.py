@@ -115,12 +115,12 @@ def make_meta(
         for clean, length in zip(num_cond_tokens, layout.seq_lens, strict=False)
     ]
     return PackedMeta(
-        torch.cat(positions),
-        layout.segment_ids,
-        layout.plan.chunk_lens,
-        layout.local_seq_lens,
-        tuple(text_lens),
-        tuple(length for lens in parted for length in lens),
+        positions=torch.cat(positions),
+        segment_ids=layout.segment_ids,
+        chunk_lens=layout.plan.chunk_lens,
+        local_seq_lens=layout.local_seq_lens,
+        text_lens=tuple(text_lens),
+        timestep_lens=tuple(length for lens in parted for length in lens),
     )
 
 

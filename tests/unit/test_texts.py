@@ -95,7 +95,14 @@ def test_reports_of_clips(monkeypatch: pytest.MonkeyPatch) -> None:
         CLEAR, f"/home/carol/{CLEAR}", reason=f"/home/carol/{CLEAR} cannot be read; download it"
     )
     report = CheckReport(
-        "/home/carol/clips", "wan2.1-t2v-1.3b", ClipSpec(fps=16), (clip,), True, 0, None, 0.0
+        source="/home/carol/clips",
+        variant="wan2.1-t2v-1.3b",
+        spec=ClipSpec(fps=16),
+        clips=(clip,),
+        exact_text=True,
+        cache_bytes=0,
+        packing=None,
+        seconds=0.0,
     )
     page = render_check_page(report)
     text = report.render()

@@ -71,7 +71,13 @@ class ContextPlan:
         chunk_lens = split_over_ring(tuple(seq_lens), ring_degree)
         longest = max(map(sum, chunk_lens))
         row_len = -(-longest // ulysses_degree) * ulysses_degree
-        return cls(tuple(seq_lens), ulysses_degree, ring_degree, chunk_lens, row_len)
+        return cls(
+            seq_lens=tuple(seq_lens),
+            ulysses_degree=ulysses_degree,
+            ring_degree=ring_degree,
+            chunk_lens=chunk_lens,
+            row_len=row_len,
+        )
 
     @property
     def num_pads(self) -> int:
@@ -103,7 +109,12 @@ class ContextPlan:
         exchanged = 4 * (self.row_len // ulysses) * (dim - dim // ulysses) * itemsize
         # Keys and values are sent to every other ring row. Their gradients are sent the same number of times.
         sent = (ring_rounds(self.chunk_lens) - 1) * 2 * self.row_len * (dim // ulysses)
-        return CommBytes(exchanged, exchanged, sent * itemsize, sent * (itemsize + grad_itemsize))
+        return CommBytes(
+            ulysses_forward=exchanged,
+            ulysses_backward=exchanged,
+            ring_forward=sent * itemsize,
+            ring_backward=sent * (itemsize + grad_itemsize),
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,13 @@ class ContextLayout:
         num_pads = num_tokens - sum(lens)
         segment_ids = segment_ids_of((*lens[:-1], lens[-1] + num_pads))
         token_index = torch.cat([*index, torch.full((num_pads,), -1)])
-        return cls(plan, token_index, segment_ids, lens, tuple(ranges))
+        return cls(
+            plan=plan,
+            token_index=token_index,
+            segment_ids=segment_ids,
+            local_seq_lens=lens,
+            token_ranges=tuple(ranges),
+        )
 
     @property
     def seq_lens(self) -> tuple[int, ...]:

@@ -386,7 +386,16 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
         optimizer = engine.optimizer
         group, offset, partition = optimizer.grad_position[optimizer.get_param_id(parameter)]
         flat, shape = optimizer.fp32_partitioned_groups_flat[group], list(parameter.ds_shape)
-        return Fragment(name, *_own_range(parameter, partition), shape, flat, offset, order[id(flat)])
+        start, numel = _own_range(parameter, partition)
+        return Fragment(
+            name=name,
+            start=start,
+            numel=numel,
+            shape=shape,
+            tensor=flat,
+            offset=offset,
+            flat=order[id(flat)],
+        )
     shape = list(parameter.shape)
     if hasattr(parameter, "_hp_mapping"):  # ZeRO-1 and 2
         mapping = parameter._hp_mapping
@@ -394,8 +403,24 @@ def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) 
             return None
         flat = engine.optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
         start, place = mapping.lp_fragment_address.start, mapping.hp_fragment_address
-        return Fragment(name, start, place.numel, shape, flat, place.start, order[id(flat)])
-    return Fragment(name, 0, parameter.numel(), shape, parameter, 0, order[id(parameter)])
+        return Fragment(
+            name=name,
+            start=start,
+            numel=place.numel,
+            shape=shape,
+            tensor=flat,
+            offset=place.start,
+            flat=order[id(flat)],
+        )
+    return Fragment(
+        name=name,
+        start=0,
+        numel=parameter.numel(),
+        shape=shape,
+        tensor=parameter,
+        offset=0,
+        flat=order[id(parameter)],
+    )
 
 
 def _own_range(parameter: Any, partition: int) -> tuple[int, int]:
@@ -421,6 +446,9 @@ def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
             continue
         if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part
             values = parameter.ds_tensor
-            yield Fragment(name, *_own_range(parameter, values.numel()), list(parameter.ds_shape), values)
+            start, numel = _own_range(parameter, values.numel())
+            yield Fragment(name=name, start=start, numel=numel, shape=list(parameter.ds_shape), tensor=values)
         elif dist.get_rank() == 0:
-            yield Fragment(name, 0, parameter.numel(), list(parameter.shape), parameter)
+            yield Fragment(
+                name=name, start=0, numel=parameter.numel(), shape=list(parameter.shape), tensor=parameter
+            )

@@ -138,7 +138,12 @@ def follow_data(
                 f"--resume {folder}: the training sample {key} was encoded again since the checkpoint was saved. Restore the "
                 "cache of the checkpoint's run, or export the checkpoint (wands export) and start a new run from the export."
             )
-    plan = EpochPlan(steps, sampler.seq_lens, sampler.max_tokens, tuple(values["totals"]))
+    plan = EpochPlan(
+        steps=steps,
+        seq_lens=sampler.seq_lens,
+        max_tokens=sampler.max_tokens,
+        planned_totals=tuple(values["totals"]),
+    )
     start = (values["epoch"] + 1, values["first_step"] + len(steps))
     given = {**sampler.given, **({values["epoch"]: plan} if state.step < start[1] else {})}
     before, after = {*values["unused"], *(key for key, *_ in samples)}, set(data.keys)

@@ -249,7 +249,9 @@ def find_source(options: InferOptions, conditions: Sequence[Condition] = ()) -> 
             if part in dits:
                 raise ConfigError(f"{dits[part].label} and {label} replace the same DiT; remove one option.")
             load = partial(load_full_weights, step, part, base, options.ema, "--model")
-            dits[part] = DiTSource(str(step), part, label, state.transformer_config, load)
+            dits[part] = DiTSource(
+                folder=str(step), subfolder=part, label=label, config=state.transformer_config, load=load
+            )
     elif options.ema:
         raise ConfigError(
             "--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from wands export --ema."

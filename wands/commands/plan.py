@@ -144,9 +144,17 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
     for quantize in ([], ["lora.quantize=nf4"]) if kind == "lora" else ([],):
         recipe = load_recipe(f"{name}-{kind}", [f"packing.max_tokens={lens[0]}", *quantize])
         weights = list_weights(recipe, variant.dit.to_config(), variant.experts)
-        workload = Workload(recipe, variant.dit, weights, len(variant.experts), gpus)
+        workload = Workload(
+            recipe=recipe,
+            shape=variant.dit,
+            weights=weights,
+            num_models=len(variant.experts),
+            world_size=gpus,
+        )
         ds_configs = {ds_name: load_ds_config(ds_name) for ds_name in SHIPPED}
-        if candidates := search(Task(workload, lens, machine, ds_configs)):
+        if candidates := search(
+            Task(workload=workload, seq_lens=lens, machine=machine, ds_configs=ds_configs)
+        ):
             best = candidates[0].workload
             cp = f"cp {best.cp_size}" if best.cp_size > 1 else ""
             words = candidates[0].ds_name, cp, best.recipe.model.checkpointing, "nf4" if quantize else ""
@@ -183,8 +191,20 @@ def build_task(
         )
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
     weights = list_weights(recipe, config, experts)
-    workload = Workload(recipe, variant.dit, weights, len(experts), options.gpus, **load)
-    return Task(workload, lens, machine, {name: load_ds_config(name) for name in names})
+    workload = Workload(
+        recipe=recipe,
+        shape=variant.dit,
+        weights=weights,
+        num_models=len(experts),
+        world_size=options.gpus,
+        **load,
+    )
+    return Task(
+        workload=workload,
+        seq_lens=lens,
+        machine=machine,
+        ds_configs={name: load_ds_config(name) for name in names},
+    )
 
 
 def find_model(recipe: Recipe, variant: str | None = None, conditions: Sequence[Condition] = ()) -> Model:

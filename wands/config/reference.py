@@ -74,7 +74,12 @@ def list_sections(model: type[BaseModel] = Recipe, name: str = "", text: str | N
     fields = {f"{prefix}{key}": field for key, field in model.model_fields.items()}
     inner = {key: section for key, field in fields.items() if (section := inner_section(field.annotation))}
     keys = (
-        Key(key, _type_text(field), _default_text(field), field.description or "")
+        Key(
+            name=key,
+            type=_type_text(field),
+            default=_default_text(field),
+            description=field.description or "",
+        )
         for key, field in fields.items()
         if key not in inner
     )

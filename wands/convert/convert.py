@@ -90,7 +90,9 @@ def convert(options: ConvertOptions) -> ConvertResult:
             )
         if not loras:
             rest = fetch_model(base, key="--base", ignore=_DIT_FILES) if base else None
-            ModelConversion(options, options.to, root, unfinished, rest, result).run()
+            ModelConversion(
+                options=options, to=options.to, root=root, out=unfinished, rest=rest, result=result
+            ).run()
         write_hashes(unfinished)
     return result
 

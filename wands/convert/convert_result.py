@@ -78,7 +78,11 @@ class ConvertResult:
             details: further fields of `ComponentSummary`.
         """
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
-        self.summaries.append(ComponentSummary(name, read, len(tensors), renamed, num_bytes, **details))
+        self.summaries.append(
+            ComponentSummary(
+                name=name, read=read, written=len(tensors), renamed=renamed, num_bytes=num_bytes, **details
+            )
+        )
 
     def __str__(self) -> str:
         notes = (f"note: {note}" for note in self.notes)

@@ -306,7 +306,7 @@ def select_sources(section: DataConfig, data: Dataset) -> Sequence[SelectedSourc
     if isinstance(data, CombinedDataset):
         return data.sources
     config = _configured_sources(section)[0]
-    return [SelectedSource(config, data, np.arange(len(data.keys)), Fraction(1))]
+    return [SelectedSource(config=config, data=data, chosen=np.arange(len(data.keys)), repeat=Fraction(1))]
 
 
 def list_sources(section: DataConfig, data: Dataset) -> list[dict[str, Any]]:
@@ -372,7 +372,9 @@ def _configured_sources(section: DataConfig) -> list[SourceConfig]:
 
 def _open_sources(section: DataConfig, variant: Variant, seed: int, fingerprint: Fingerprint) -> list[Data]:
     if section.mock is not None:
-        return [MockDataset(section.mock, variant.dit, seed, conditions_of(variant))]
+        return [
+            MockDataset(mock=section.mock, shape=variant.dit, seed=seed, conditions=conditions_of(variant))
+        ]
     encoders, caches = fingerprint(), list[LatentCache]()
     for number, source in enumerate(_configured_sources(section)):
         name = "data.cache" if section.sources is None else f"data.sources.{number}.path"

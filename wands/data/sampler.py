@@ -290,7 +290,14 @@ class PlanSampler:
         samples = [i for bin in bins for i in bin]
         num_tokens = int(self.seq_lens[samples].sum())
         return StepPlan(
-            step, epoch, step_in_epoch, bins, len(samples), num_tokens, self.repeat_index_of, plan
+            step=step,
+            epoch=epoch,
+            step_in_epoch=step_in_epoch,
+            bins=bins,
+            num_samples=len(samples),
+            num_tokens=num_tokens,
+            repeat_index_of=self.repeat_index_of,
+            epoch_plan=plan,
         )
 
     def rows(self, epoch: int) -> np.ndarray | None:

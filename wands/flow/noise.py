@@ -91,7 +91,7 @@ def add_noise(
         index = num_timesteps.cumsum(0) - 1  # index of each sample's last timestep, 1000 * sigma
         timesteps = timesteps.new_zeros(int(index[-1]) + 1).index_copy_(0, index, timesteps)
     noisy = (1.0 - token_sigmas) * clean + token_sigmas * noise
-    return NoisyBatch(noisy, noise - clean, sigmas, timesteps, trained)
+    return NoisyBatch(tokens=noisy, target=noise - clean, sigmas=sigmas, timesteps=timesteps, trained=trained)
 
 
 def draw_sigma(seed: int, key: SampleKey, flow: FlowConfig, sigma_range: tuple[float, float]) -> float:

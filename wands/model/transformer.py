@@ -129,7 +129,9 @@ class PackedWanTransformer(WanTransformer3DModel):
             return
         self.num_recomputed = len(self.blocks) if num_blocks is None else num_blocks
         blocks = self.blocks[: self.num_recomputed]
-        self.selective_checkpoint = SelectiveCheckpoint(blocks, saved, offloaded, operators, offloader)
+        self.selective_checkpoint = SelectiveCheckpoint(
+            blocks=blocks, saved=saved, offloaded=offloaded, operators=operators, offloader=offloader
+        )
         self.enable_gradient_checkpointing(self.selective_checkpoint)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:

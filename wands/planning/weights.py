@@ -106,11 +106,19 @@ def list_weights(
         rank = recipe.lora.rank
         for name, linear in find_targets(model, recipe.lora.targets).items():
             shapes = {"lora_A": (rank, linear.in_features), "lora_B": (linear.out_features, rank)}
-            added += [Weight(f"{name}.{part}.weight", shape, FP32, True) for part, shape in shapes.items()]
+            added += [
+                Weight(name=f"{name}.{part}.weight", shape=shape, element_size=FP32, trained=True)
+                for part, shape in shapes.items()
+            ]
         model.requires_grad_(False)
     WeightDtypePolicy.of(recipe).apply(model)
     stored = [
-        Weight(name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad)
+        Weight(
+            name=name,
+            shape=tuple(parameter.shape),
+            element_size=parameter.element_size(),
+            trained=parameter.requires_grad,
+        )
         for name, parameter in model.named_parameters()
     ]
     return (*stored, *added)

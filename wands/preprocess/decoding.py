@@ -174,7 +174,9 @@ def _decoded_windows(
                     if decoded.suffix not in finished and clip.lacks(decoded.suffix):
                         frames = torch.from_numpy(decoded.frames)
                         frames = frames.pin_memory() if pin_memory else frames
-                        window = Window(clip, decoded.suffix, _meta(clip, decoded, last), frames)
+                        window = Window(
+                            clip=clip, suffix=decoded.suffix, meta=_meta(clip, decoded, last), frames=frames
+                        )
                         window.files = {name: torch.from_numpy(file) for name, file in decoded.files.items()}
                         yield window
                     finished.add(decoded.suffix)

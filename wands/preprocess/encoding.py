@@ -259,7 +259,12 @@ class _ClipEncoder:
 
     def _move_to_shard(self) -> None:
         settings = self.settings
-        writer = ShardWriter(settings.cache, settings.fingerprint, settings.arrays, settings.max_samples)
+        writer = ShardWriter(
+            path=settings.cache,
+            fingerprint=settings.fingerprint,
+            arrays=settings.arrays,
+            max_samples=settings.max_samples,
+        )
         writer.add_log(self.samples.path)
         self.samples.clear()
 

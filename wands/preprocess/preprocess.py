@@ -88,7 +88,12 @@ def preprocess(
     """
     started = time.monotonic()
     conditions = (*conditions, *load_plugins(options.imports).conditions)
-    with WorkerPool(options.workers, options.device, options.text_device, options.imports) as pool:
+    with WorkerPool(
+        workers=options.workers,
+        device=options.device,
+        text_device=options.text_device,
+        imports=options.imports,
+    ) as pool:
         if pool.rank > 0:
             pool.follow()
             return None
@@ -133,7 +138,7 @@ def _lead(
         )
         run = PreprocessRun(writer, pool, settings)
         run.prepare()
-        run.scan(SourceScan(rows, rejected, spec, run.quarantine))
+        run.scan(SourceScan(rows=rows, rejected=rejected, spec=spec, quarantine=run.quarantine))
         run.encode()
         return run.commit(variant, started)
 

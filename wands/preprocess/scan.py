@@ -266,7 +266,12 @@ def _examine(row: ClipRecord) -> Clip | Rejection:
         content, video = _digests(row, caption)
     except OSError as error:
         return Rejection(row.key, str(row.path), no_access_reason(row.path, one_line(error)))
-    return Clip(str(row.path), row.part, video, (Row(row.key, caption, content, row.license),))
+    return Clip(
+        path=str(row.path),
+        part=row.part,
+        video=video,
+        rows=(Row(key=row.key, caption=caption, content=content, license=row.license),),
+    )
 
 
 _PIECE, _PIECES = 1 << 16, 8

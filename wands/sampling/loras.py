@@ -113,7 +113,7 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
     if not experts:
         if subfolder == EXPERTS[0] and EXPERT_NAMES[EXPERTS[1]] in root.name:
             log.warning(f"{flag}={path} goes to the high-noise expert; use --lora-2 for the low-noise expert")
-        return [Lora(path, find_lora_file(root, flag), subfolder, scale, flag)]
+        return [Lora(path=path, file=find_lora_file(root, flag), subfolder=subfolder, scale=scale, flag=flag)]
     if flag == "--lora-2":
         if subfolder not in experts:
             raise ConfigError(
@@ -122,7 +122,10 @@ def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
             )
         experts = [subfolder]
     files = {expert: find_lora_file(root, flag, expert) for expert in experts}
-    return [Lora(path if on_hub else str(file), file, expert, scale, flag) for expert, file in files.items()]
+    return [
+        Lora(path=path if on_hub else str(file), file=file, subfolder=expert, scale=scale, flag=flag)
+        for expert, file in files.items()
+    ]
 
 
 def _fetch(path: str, flag: str) -> Path:

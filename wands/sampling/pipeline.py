@@ -155,7 +155,14 @@ def find_pipeline(
             f"{fitting[0]}. Use the pipeline that the transformer was trained from."
         )
     check_encoders(label, root, variant, origin)
-    return PipelineSource(name, index["_class_name"], sources, config, variant, tuple(loras))
+    return PipelineSource(
+        model=name,
+        class_name=index["_class_name"],
+        dits=sources,
+        config=config,
+        variant=variant,
+        loras=tuple(loras),
+    )
 
 
 def _read_pipeline_config(path: Path, label: str) -> dict[str, Any]:

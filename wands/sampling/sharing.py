@@ -196,7 +196,9 @@ def shard_transformer(
         dims: sizes of the parallel dimensions (Ulysses, ring) that `self_attention` uses, and this rank's index in each.
         group: ranks that share a sample, in the order of `dims.cp_rank`; None for one rank.
     """
-    processor = ShardedAttentionProcessor(self_attention, transformer.config.patch_size, dims, group)
+    processor = ShardedAttentionProcessor(
+        self_attention=self_attention, patch_size=transformer.config.patch_size, dims=dims, group=group
+    )
     transformer.rope.register_forward_hook(processor.angles)
     transformer.condition_embedder.register_forward_pre_hook(processor.timesteps, with_kwargs=True)
     transformer.blocks[0].register_forward_pre_hook(processor.tokens)
@@ -342,7 +344,13 @@ def token_index(
     mine = layouts[dims.cp_rank]
     index = mine.token_index.clamp(min=0)
     positions = torch.cartesian_prod(*map(torch.arange, grid))[index]
-    meta = PackedMeta(positions, mine.segment_ids, mine.plan.chunk_lens, mine.local_seq_lens, (TEXT_LEN,))
+    meta = PackedMeta(
+        positions=positions,
+        segment_ids=mine.segment_ids,
+        chunk_lens=mine.plan.chunk_lens,
+        local_seq_lens=mine.local_seq_lens,
+        text_lens=(TEXT_LEN,),
+    )
     return to_device((meta, index, order), device)
 
 

@@ -158,7 +158,7 @@ class PackedSamples:
         pt, ph, pw = self.shape.patch_size
         shapes = [(f * pt, h * ph, w * pw) for f, h, w in GRIDS]
         mock = MockConfig(num_samples=len(GRIDS), shapes=shapes, text_lens=TEXT_LENS)
-        data = MockDataset(mock, self.shape, SEED, conditions_of(setup.variant))
+        data = MockDataset(mock=mock, shape=self.shape, seed=SEED, conditions=conditions_of(setup.variant))
         self.samples = [data.read(i) for i in range(len(GRIDS))]
         collator = PackingCollator(
             shape=self.shape,
@@ -285,7 +285,7 @@ def compare_to_stock(setup: Setup, i2v_ratio: float = 0.0) -> Comparison:
         del stock
         clear_device_cache(garbage_collection=True)
     tested = bin.run_packed(_load_packed(setup, setup.dtype), setup.dtype)
-    return Comparison(tested, answers[0], answers[-1], "stock diffusers")
+    return Comparison(tested=tested, expected=answers[0], rounded=answers[-1], origin="stock diffusers")
 
 
 def compare_with_first_frame(setup: Setup) -> Comparison:
@@ -325,7 +325,7 @@ def compare_to_one_process(setup: Setup) -> Comparison:
     _set_attention(setup, model, dtype, groups.ulysses, groups.ring, groups.ring_grad)
     tested = bin.run_packed(model, dtype, dims.layout(bin.batch.seq_lens))
     origin = f"one process, Ulysses {dims.ulysses_degree} x ring {dims.ring_degree}"
-    return Comparison(tested, expected, rounded, origin)
+    return Comparison(tested=tested, expected=expected, rounded=rounded, origin=origin)
 
 
 def _load_packed(setup: Setup, dtype: torch.dtype) -> PackedWanTransformer:

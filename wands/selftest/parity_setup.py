@@ -126,7 +126,15 @@ def load_setup(options: SelftestOptions, conditions: Sequence[Condition] = ()) -
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_gpu else "cpu")
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype or ("bf16" if on_gpu else "fp32")]
     frames = _make_frames() if options.clip is None else _read_frames(options.clip, variant)
-    return Setup(options, folder, variant, device, dtype, frames, variant.experts[0])
+    return Setup(
+        options=options,
+        folder=folder,
+        variant=variant,
+        device=device,
+        dtype=dtype,
+        frames=frames,
+        expert=variant.experts[0],
+    )
 
 
 def find_folder(model: str) -> Path:

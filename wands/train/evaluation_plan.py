@@ -117,7 +117,15 @@ class EvaluationPlan(StrictModel):
             if source is not None:
                 rows |= {(side, key): (source, i) for i, key in enumerate(source.keys)}
         return [
-            EvaluationSample(expert, kind, number, quantile, sigma, clip.num_tokens, row)
+            EvaluationSample(
+                expert=expert,
+                kind=kind,
+                clip=number,
+                quantile=quantile,
+                sigma=sigma,
+                num_tokens=clip.num_tokens,
+                row=row,
+            )
             for expert in experts
             for kind in kinds_of(conditions_of(variant))
             for number, clip in enumerate(self.clips)

@@ -117,7 +117,9 @@ def run_steps(
     """Run the steps of this process, and the jobs between them. Return the number of the last step."""
     step = run.start_step
     models = [engine.module for engine in training.engines.values()]
-    compute_times = ComputeTimes(models, training.device, training.events, training.log)
+    compute_times = ComputeTimes(
+        models=models, device=training.device, events=training.events, log=training.log
+    )
     reader = run.reader(training.groups.dims)
     batches = reader.prefetched(step, run.recipe.data.prefetch, pins=training.device.type == "cuda")
     with training.events, ExitStack() as stack, memory_snapshots(training):

@@ -81,7 +81,12 @@ class PreparedRun:
 
     def grid(self, rank: int) -> ParallelDims:
         """Return the parallel dimensions of a rank."""
-        return ParallelDims(self.world_size, rank, self.degrees.ulysses, self.degrees.ring)
+        return ParallelDims(
+            world_size=self.world_size,
+            rank=rank,
+            ulysses_degree=self.degrees.ulysses,
+            ring_degree=self.degrees.ring,
+        )
 
     def reader(self, dims: ParallelDims) -> BatchReader:
         """Return the reader of the training data of one rank."""

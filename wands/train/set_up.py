@@ -54,7 +54,7 @@ def build_training(
             "num_tokens": int(run.schedule.num_tokens.sum()),
         },
     }
-    events = EventLog(run.output_dir, rank, run.start_step, facts)
+    events = EventLog(output_dir=run.output_dir, rank=rank, step=run.start_step, facts=facts)
     store = ActivationOffloader(device)  # experts run one after the other and share this host memory
     build = run.plugin.model or build_model
     engines = {}
@@ -128,7 +128,7 @@ def build_jobs(
         watchdog: watchdog of this process.
     """
     past_losses = run.checkpoint.state.loss if run.checkpoint else []
-    step_log = StepLog(training, run.model, run.schedule, past_losses)
+    step_log = StepLog(training=training, model=run.model, schedule=run.schedule, past_losses=past_losses)
     checkpoints = Checkpoints(
         saver,
         replace(run.state, attention=attention),
@@ -146,11 +146,13 @@ def build_jobs(
     )
     jobs: list[Job] = [step_log]
     if run.recipe.eval:
-        jobs.append(Evaluator(run, training, step_log, watchdog))
+        jobs.append(Evaluator(run=run, training=training, step_log=step_log, watchdog=watchdog))
     jobs.append(RankComparison(training, checkpoints))
     jobs.append(checkpoints)
     if run.samples:
-        jobs.append(RunSamples(training, run.samples, encoded_samples, watchdog))
-    jobs.append(Pushes(training, push, lambda: saver.saved, watchdog))
+        jobs.append(
+            RunSamples(training=training, requests=run.samples, tensors=encoded_samples, watchdog=watchdog)
+        )
+    jobs.append(Pushes(training=training, push=push, saved=lambda: saver.saved, watchdog=watchdog))
     jobs += run.plugin.jobs
     return jobs

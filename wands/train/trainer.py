@@ -186,7 +186,9 @@ class Trainer:
         name = str(self._deepspeed or "zero2")
         ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(self._deepspeed)}
         machine = machine_here(workload.device_type, ranks_per_node())
-        return check_memory(Task(workload, num_tokens, machine, ds_configs), name)
+        return check_memory(
+            Task(workload=workload, seq_lens=num_tokens, machine=machine, ds_configs=ds_configs), name
+        )
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:

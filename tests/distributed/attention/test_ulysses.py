@@ -65,7 +65,12 @@ def attention_classes(model: Path, output_dir: Path, ring: int, ulysses: int) ->
     rank, world_size, device = init_process_group()
     trained = model_of(run, ProcessGroups.build(run.grid(rank), device), device)
     pipeline = load_pipeline(find_pipeline(model))
-    share_pipeline(pipeline, ParallelDims(world_size, int(os.environ["RANK"]), ulysses, ring))
+    share_pipeline(
+        pipeline,
+        ParallelDims(
+            world_size=world_size, rank=int(os.environ["RANK"]), ulysses_degree=ulysses, ring_degree=ring
+        ),
+    )
     models = {"training": trained, "sampling": pipeline.transformer}
     return {
         name: {type(block.attn1.processor.self_attention) for block in transformer.blocks}

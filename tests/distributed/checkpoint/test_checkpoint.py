@@ -361,7 +361,10 @@ def test_no_disk_space_is_one_sentence_and_nothing_half_written(
 @pytest.mark.parametrize(("whole", "needed"), [(True, 4 * 250_000 + 12 * 25_000), (False, 12 * 25_000)])
 def test_frozen_weights_need_room_for_themselves_alone(whole: bool, needed: int):
     """And none where only what is trained is saved."""
-    weights = [Weight("0.weight", (250, 1000), 4, False), Weight("1.weight", (100, 250), 4, True)]
+    weights = [
+        Weight(name="0.weight", shape=(250, 1000), element_size=4, trained=False),
+        Weight(name="1.weight", shape=(100, 250), element_size=4, trained=True),
+    ]
     recipe, shape = load_recipe(None, [] if whole else ["lora.rank=4"]), VARIANTS["wan2.1-t2v-1.3b"].dit
     ds_config = {"zero_optimization": {"stage": 2}}
     workload = Workload(recipe, shape, weights, num_models=1, world_size=2, ds_config=ds_config)

@@ -588,7 +588,9 @@ def test_8_bits_step_as_32_do(device: str):
     ):
         parameter = torch.nn.Parameter(start.clone().to(device))
         optimizer = build(parameter)
-        optimizer.fragments = {parameter: [Fragment("p", 0, 10_001, [10_001], parameter)]}
+        optimizer.fragments = {
+            parameter: [Fragment(name="p", start=0, numel=10_001, shape=[10_001], tensor=parameter)]
+        }
         for gradient in gradients:
             parameter.grad = gradient.to(device)
             optimizer.step()

@@ -174,7 +174,11 @@ def training_input(made: Made, key: str) -> tuple[Sample, PackedBatch]:
     cached, variant = LatentCache(made.cache, verify=True), made.variant
     cached.check_fits(variant, fingerprint_pipeline(made.model))
     collate = PackingCollator(
-        variant.dit, FlowConfig(i2v_ratio=1.0), 0, cached.null_text_embeds, conditions_of(variant)
+        shape=variant.dit,
+        flow=FlowConfig(i2v_ratio=1.0),
+        seed=0,
+        null_text_embeds=cached.null_text_embeds,
+        conditions=conditions_of(variant),
     )
     sample = cached.read(cached.find(key))
     return sample, collate([sample], [0], 0)

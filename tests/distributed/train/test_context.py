@@ -412,7 +412,10 @@ def run_series(
     }
     # one rank of each group that shares bins, and each clip once
     standing = [
-        ParallelDims(grid.world_size, rank, grid.ulysses, grid.ring) for rank in range(grid.world_size)
+        ParallelDims(
+            world_size=grid.world_size, rank=rank, ulysses_degree=grid.ulysses, ring_degree=grid.ring
+        )
+        for rank in range(grid.world_size)
     ]
     assert written.keys() == {one.rank for one in standing if one.cp_rank == 0}
     clips = [

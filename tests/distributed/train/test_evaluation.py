@@ -429,7 +429,15 @@ def test_every_rank_has_the_same_number_of_forward_passes(tiny_pipeline: Path, t
     samples = plan_evaluation(run).samples(model.experts, model.variant, run.data, run.held_out)[:13]
     for packs in (True, False):
         max_tokens = 24 if packs else 0
-        ranks = [own_bins(samples, model.shape, max_tokens, ParallelDims(2, rank, 1, 1)) for rank in range(2)]
+        ranks = [
+            own_bins(
+                samples,
+                model.shape,
+                max_tokens,
+                ParallelDims(world_size=2, rank=rank, ulysses_degree=1, ring_degree=1),
+            )
+            for rank in range(2)
+        ]
         assert len(ranks[0]) == len(ranks[1])
         assert sorted(i for own in ranks for _, bin in own for i in bin) == list(range(13))
         bins = [bin for own in ranks for _, bin in own]

@@ -153,7 +153,13 @@ def test_an_empty_sample_is_a_programmer_mistake(bad: list[int]):
 def make_meta(seq_lens: tuple[int, ...], num_rows: int) -> PackedMeta:
     ids = segment_ids_of((*seq_lens[:-1], seq_lens[-1] + num_rows - sum(seq_lens)))
     positions = torch.zeros(num_rows, 3, dtype=torch.int64)
-    return PackedMeta(positions, ids, (seq_lens,), seq_lens, (1,) * len(seq_lens))
+    return PackedMeta(
+        positions=positions,
+        segment_ids=ids,
+        chunk_lens=(seq_lens,),
+        local_seq_lens=seq_lens,
+        text_lens=(1,) * len(seq_lens),
+    )
 
 
 def test_rows_behind_the_last_sample_count_as_its_rows():
@@ -172,6 +178,18 @@ def test_meta_keeps_its_parts_when_moved():
 def test_meta_refuses_parts_that_do_not_belong_together():
     meta = make_meta((3, 2), 5)
     with pytest.raises(AssertionError, match="2 samples, but 1 texts"):
-        PackedMeta(meta.positions, meta.segment_ids, meta.chunk_lens, (3, 2), (1,))
+        PackedMeta(
+            positions=meta.positions,
+            segment_ids=meta.segment_ids,
+            chunk_lens=meta.chunk_lens,
+            local_seq_lens=(3, 2),
+            text_lens=(1,),
+        )
     with pytest.raises(AssertionError):
-        PackedMeta(meta.positions[:4], meta.segment_ids, meta.chunk_lens, (3, 2), (1, 1))
+        PackedMeta(
+            positions=meta.positions[:4],
+            segment_ids=meta.segment_ids,
+            chunk_lens=meta.chunk_lens,
+            local_seq_lens=(3, 2),
+            text_lens=(1, 1),
+        )

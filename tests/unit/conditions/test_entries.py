@@ -40,9 +40,11 @@ def wide(name: str, *conditions: Condition) -> Variant:
 
 def pack(variant: Variant, flow: FlowConfig, **changes: Any) -> tuple[Any, list[Any]]:
     conditions = conditions_of(variant)
-    data = MockDataset(MOCK, variant.dit, 0, conditions)
+    data = MockDataset(mock=MOCK, shape=variant.dit, seed=0, conditions=conditions)
     samples = [data.read(i) for i in range(3)]
-    collator = PackingCollator(variant.dit, flow, 0, data.null_text_embeds, conditions)
+    collator = PackingCollator(
+        shape=variant.dit, flow=flow, seed=0, null_text_embeds=data.null_text_embeds, conditions=conditions
+    )
     return replace(collator, **changes)(samples, [0] * 3, 0), samples
 
 
@@ -84,7 +86,13 @@ def test_dropout_replaces_the_arrays_by_absent_ones():
 def test_a_sample_without_the_array_is_refused():
     variant = wide("wan2.1-t2v-1.3b", Control())
     plain = MockDataset(MOCK, variant.published_dit, 0)
-    collator = PackingCollator(variant.dit, FlowConfig(), 0, plain.null_text_embeds, conditions_of(variant))
+    collator = PackingCollator(
+        shape=variant.dit,
+        flow=FlowConfig(),
+        seed=0,
+        null_text_embeds=plain.null_text_embeds,
+        conditions=conditions_of(variant),
+    )
     with pytest.raises(
         DataError, match=r"has control_latents of shape none, but the model takes \[16, 2, 4, 4\]"
     ):

@@ -34,7 +34,9 @@ def sample(name: str, grid: tuple[int, int, int] = (2, 2, 3), text_len: int = 4)
 
 
 def collator(cfg_dropout: float = 0.0, seed: int = 0) -> PackingCollator:
-    return PackingCollator(SHAPE, FlowConfig(cfg_dropout=cfg_dropout), seed, NULL)
+    return PackingCollator(
+        shape=SHAPE, flow=FlowConfig(cfg_dropout=cfg_dropout), seed=seed, null_text_embeds=NULL
+    )
 
 
 THREE = [sample("a", (1, 1, 2), 3), sample("b", (3, 2, 2), 1), sample("c", (2, 1, 1), 5)]
@@ -191,7 +193,7 @@ def test_samples_that_do_not_fit_the_model_are_named(bad: Sample, words: str):
 
 def test_a_null_caption_of_another_encoder_is_refused():
     with pytest.raises(DataError, match="the empty caption"):
-        PackingCollator(SHAPE, FlowConfig(), 0, torch.zeros(2, 9))
+        PackingCollator(shape=SHAPE, flow=FlowConfig(), seed=0, null_text_embeds=torch.zeros(2, 9))
 
 
 # Mock data.
@@ -203,9 +205,9 @@ def test_mock_data_look_like_a_cache():
     data = MockDataset(MOCK, SHAPE, seed=0)
     assert len(data.keys) == len(set(data.keys)) == 5
     assert data.num_tokens((1, 2, 2)).tolist() == [2, 6, 2, 6, 2]
-    batch = PackingCollator(SHAPE, FlowConfig(cfg_dropout=0.0), 0, data.null_text_embeds)(
-        [data.read(i) for i in range(5)], [0] * 5, 0
-    )
+    batch = PackingCollator(
+        shape=SHAPE, flow=FlowConfig(cfg_dropout=0.0), seed=0, null_text_embeds=data.null_text_embeds
+    )([data.read(i) for i in range(5)], [0] * 5, 0)
     assert batch.seq_lens == (2, 6, 2, 6, 2)
     assert batch.text_lens == (7, 1, 3, 7, 1)
     assert [key.sample_id for key in batch.keys] == data.keys

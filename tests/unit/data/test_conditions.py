@@ -95,9 +95,13 @@ def check_model_input(
     text = torch.zeros(1, shape.text_dim)
     given = make(folder, frames, last_image)
     sample = sample_of("clip", torch.zeros_like(noise), text, image_latents=given, image_embeds=embeds)
-    batch = PackingCollator(shape, FlowConfig(), 0, text, published_conditions(shape, row.conditions))(
-        [sample], [0], 0
-    )
+    batch = PackingCollator(
+        shape=shape,
+        flow=FlowConfig(),
+        seed=0,
+        null_text_embeds=text,
+        conditions=published_conditions(shape, row.conditions),
+    )([sample], [0], 0)
     shard = batch.rank_slice(ContextLayout.build(batch.seq_lens))
     found = shard.model_inputs(patchify(noise, PATCH), torch.zeros(1))["tokens"]
     wanted = patchify(wanted, PATCH)
@@ -167,7 +171,11 @@ def check_clean_frame(folder: Path, num_cond_tokens: Callable[[PackingCollator, 
     shape = DiTShape.from_config(pipeline.transformer.config)
     text = torch.zeros(1, shape.text_dim)
     collator = PackingCollator(
-        shape, FlowConfig(i2v_ratio=1.0), 0, text, published_conditions(shape, ("text", "first_frame"))
+        shape=shape,
+        flow=FlowConfig(i2v_ratio=1.0),
+        seed=0,
+        null_text_embeds=text,
+        conditions=published_conditions(shape, ("text", "first_frame")),
     )
     timesteps = (mask[0][0][:, ::2, ::2] * 700.0).flatten()  # as the pipeline makes them
     expected = torch.full((len(timesteps),), 700.0)

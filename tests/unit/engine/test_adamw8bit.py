@@ -34,7 +34,14 @@ def cut(bounds: Sequence[int]) -> list[FragmentAdamW8bit]:
             lower, upper = max(begin, first), min(begin + size, last)
             if lower < upper:
                 fragments.append(
-                    Fragment(name, lower - begin, upper - lower, SHAPES[name], flat, lower - first)
+                    Fragment(
+                        name=name,
+                        start=lower - begin,
+                        numel=upper - lower,
+                        shape=SHAPES[name],
+                        tensor=flat,
+                        offset=lower - first,
+                    )
                 )
             begin += size
         optimizer = FragmentAdamW8bit([flat.requires_grad_()], **SETTINGS)

@@ -201,7 +201,18 @@ def test_a_block_keeps_what_the_memory_estimate_says(compiled: bool, lora: bool)
     recipe = load_recipe(None, [*settings, "precision.compute=bf16"])
     shape = DiTShape.from_config(model.config)
     ds_config = {"zero_optimization": {"stage": 2}}
-    workload = Workload(recipe, shape, (), 1, 1, "cpu", 0, ds_config, max_tokens=num_tokens, max_samples=0)
+    workload = Workload(
+        recipe=recipe,
+        shape=shape,
+        weights=(),
+        num_models=1,
+        world_size=1,
+        device_type="cpu",
+        text_len=0,
+        ds_config=ds_config,
+        max_tokens=num_tokens,
+        max_samples=0,
+    )
     activations = Activations(workload)
     assert kept[1] - kept[0] == pytest.approx(activations._block() - activations._copies(), rel=0.02)
 

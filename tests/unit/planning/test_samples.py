@@ -81,7 +81,9 @@ def test_decoding_needs_what_the_published_vae_needs(name: str, frames: int) -> 
 @pytest.mark.parametrize("ffn_dim", [512, 1024])  # attention needs more, then the feed-forward
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_a_forward_without_gradients_needs_what_was_measured(compute: str, ffn_dim: int) -> None:
-    shape = DiTShape(8, 32, 2, ffn_dim, 16, 16, 64)
+    shape = DiTShape(
+        num_heads=8, head_dim=32, num_layers=2, ffn_dim=ffn_dim, in_channels=16, out_channels=16, text_dim=64
+    )
     model = build_empty({"_class_name": "WanTransformer3DModel", **shape.to_config()})
     rope, model = model.rope, model.to_empty(device="cpu").eval()
     model.rope = rope
@@ -96,7 +98,16 @@ def test_a_forward_without_gradients_needs_what_was_measured(compute: str, ffn_d
         model(*inputs)
     recipe = load_recipe(None, [f"precision.compute={compute}"])
     ds_config = {"zero_optimization": {"stage": 0}}
-    workload = Workload(recipe, shape, (), 1, 1, "cpu", ds_config=ds_config, video_tokens=len(index))
+    workload = Workload(
+        recipe=recipe,
+        shape=shape,
+        weights=(),
+        num_models=1,
+        world_size=1,
+        device_type="cpu",
+        ds_config=ds_config,
+        video_tokens=len(index),
+    )
     assert Activations(workload).without_gradients() == pytest.approx(measured.bytes, rel=CLOSE)
 
 

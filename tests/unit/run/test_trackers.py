@@ -55,7 +55,7 @@ def build_log(run: PreparedRun, board: Trackers, start_step: int = 0) -> StepLog
         trackers=board,
         log=lambda text: None,
     )
-    return StepLog(training, run.model, run.schedule, [])
+    return StepLog(training=training, model=run.model, schedule=run.schedule, past_losses=[])
 
 
 def finished(run: PreparedRun, number: int, loss: float) -> FinishedStep:

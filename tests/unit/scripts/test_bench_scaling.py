@@ -207,7 +207,10 @@ def test_frozen_weights_cost_no_gradients_of_their_own():
     base = replace(base, ds_config={**base.ds_config, "zero_optimization": {"stage": 2}})
     full, lora = (
         predict(replace(base, weights=weights), H100, [1000] * 32)
-        for weights in (base.weights, [Weight("lora_A", (10_000_000,), 4, True)])
+        for weights in (
+            base.weights,
+            [Weight(name="lora_A", shape=(10_000_000,), element_size=4, trained=True)],
+        )
     )
     assert lora.compute < 0.85 * full.compute
     assert lora.zero.total < 0.01 * full.zero.total

@@ -72,7 +72,12 @@ def test_events_time_the_linear_layers_of_the_feed_forward(monkeypatch: pytest.M
     )
     block = torch.nn.ModuleDict({"ffn": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))})
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block]), "head": torch.nn.Linear(4, 4)})
-    times = ComputeTimes([model], torch.device("cuda"), EventLog(tmp_path, 0, 0, {}), print)
+    times = ComputeTimes(
+        models=[model],
+        device=torch.device("cuda"),
+        events=EventLog(output_dir=tmp_path, rank=0, step=0, facts={}),
+        log=print,
+    )
     for _ in range(3):
         model["head"](block["ffn"](torch.ones(5, 4)))
     model.eval()["head"](block["ffn"](torch.ones(50, 4)))  # samples and evaluations are not part of the step

@@ -268,7 +268,14 @@ FLASH_BACKENDS = (
         install="Run pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130 (or another CUDA version)",
     ),
     # On 8.x, the package has a forward pass but no backward pass.
-    FlashBackend("flash4", _flash4_forward, _flash4_backward, 9, max_major=12, package="flash-attn-4"),
+    FlashBackend(
+        name="flash4",
+        run_forward=_flash4_forward,
+        run_backward=_flash4_backward,
+        min_major=9,
+        max_major=12,
+        package="flash-attn-4",
+    ),
     # Measured on an H100 with 12 heads: up to 1,024 tokens, FlashAttention-2 takes less time; from 2,048 on, cuDNN.
     replace(cudnn_backend(2048, _TORCH), name="cudnn"),
     FlashBackend("flash2", _flash2_forward, _flash2_backward, min_major=8, package="flash-attn"),

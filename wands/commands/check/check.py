@@ -216,7 +216,14 @@ def _decode(spec: ClipSpec, variant: Variant, thumbnails: bool, task: _Task) -> 
             result.digests += (hashlib.blake2b(content, digest_size=16).hexdigest(),)
             num_frames, height, width, _ = frames.shape
             tokens = variant.num_tokens(num_frames, height, width)
-            sample = CheckedSample(clip.suffix, clip.start_seconds, num_frames, height, width, tokens)
+            sample = CheckedSample(
+                key=clip.suffix,
+                start_seconds=clip.start_seconds,
+                num_frames=num_frames,
+                height=height,
+                width=width,
+                num_tokens=tokens,
+            )
             result.samples += (sample,)
             if thumbnails and not result.thumbnail:
                 result.thumbnail = _thumbnail(frames[len(frames) // 2])

@@ -164,7 +164,16 @@ def records_of_clip(
     facts: dict[str, Any] = {"license": pick_license(row), "row": row, "crop": pick_crop(row), "files": files}
     start, end = read_range(row, path)
     for index, caption in enumerate(dict.fromkeys(captions)):
-        yield ClipRecord("", path, caption, start, end, name, index > 0, **facts)
+        yield ClipRecord(
+            key="",
+            path=path,
+            caption=caption,
+            start=start,
+            end=end,
+            name=name,
+            is_extra_caption=index > 0,
+            **facts,
+        )
 
 
 def _check_name(name: str) -> None:

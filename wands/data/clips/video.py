@@ -321,9 +321,17 @@ def decode_clip(
                 raise reader.error(f"has no frame at or after {window_start:.3f} s", "correct the start")
             if kept == length or index == 0 or kept > spec.frame_stride:
                 window = f"#{index:04d}" if spec.clip_mode == "slide" else ""
-                flags = reader.variable_fps, reader.interlaced, (begin, finish)
                 for suffix, frames in images.items():
-                    clip = DecodedClip(frames[:kept], spec.fps, window_start, window + suffix, info, *flags)
+                    clip = DecodedClip(
+                        frames=frames[:kept],
+                        fps=spec.fps,
+                        start_seconds=window_start,
+                        suffix=window + suffix,
+                        source=info,
+                        variable_fps=reader.variable_fps,
+                        interlaced=reader.interlaced,
+                        span=(begin, finish),
+                    )
                     for file, items in kept_of:
                         kept_frames = np.stack([item[suffix] for item in items[:kept]])
                         try:

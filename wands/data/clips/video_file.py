@@ -372,5 +372,5 @@ class VideoReader:
                 before = time
                 healed = image.key_frame and not self._is_avi
                 damaged = image.is_corrupt or (damaged and not healed)
-                yield VideoFrame(time, end, image, damaged, lost)
+                yield VideoFrame(time=time, end=end, image=image, damaged=damaged, after_loss=lost)
                 lost = False

@@ -48,12 +48,14 @@ class LazyTensor:
     def of(cls, name: str, value: Tensor, dtype: torch.dtype | None = None) -> LazyTensor:
         """Return a LazyTensor for a tensor in memory. Its function `read` casts the tensor to `dtype`; None keeps the dtype."""
         dtype = dtype or value.dtype
-        return cls(name, tuple(value.shape), dtype, partial(value.detach().to, dtype))
+        return cls(name=name, shape=tuple(value.shape), dtype=dtype, read=partial(value.detach().to, dtype))
 
     def derived(self, name: str, change: Callable[[Tensor], Tensor]) -> LazyTensor:
         """Return a LazyTensor with a new name, whose function `read` applies `change` to the values of this tensor."""
         result = change(torch.empty(self.shape, dtype=self.dtype, device="meta"))
-        return LazyTensor(name, tuple(result.shape), result.dtype, lambda: change(self.read()))
+        return LazyTensor(
+            name=name, shape=tuple(result.shape), dtype=result.dtype, read=lambda: change(self.read())
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +91,9 @@ class TensorFiles:
             is_pickle = file.suffix in PICKLES
             for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
                 read = partial(self.read, name)
-                self.tensors[name] = LazyTensor(name, tuple(value.shape), value.dtype, read)
+                self.tensors[name] = LazyTensor(
+                    name=name, shape=tuple(value.shape), dtype=value.dtype, read=read
+                )
                 self._stored[name] = value if is_pickle else file
 
     @property

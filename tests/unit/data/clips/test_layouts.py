@@ -681,7 +681,9 @@ def test_hub_dataset_by_name(dataset: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found, rejections = load_source("owner/name", split="test")
     assert asked == [("owner/name", "test", True)]
-    assert found == [ClipRecord("videos/a@0.500", snapshot / "videos/a.mp4", "one", 0.5)]
+    assert found == [
+        ClipRecord(key="videos/a@0.500", path=snapshot / "videos/a.mp4", caption="one", start=0.5)
+    ]
     assert rejections == []
 
     def fail(*_: object, **__: object) -> None:

@@ -334,7 +334,7 @@ def test_dfm_meta_json_counts_frames(tmp_path: Path) -> None:
     write(tmp_path / "meta.json", [entry, whole, *bad, broken])
     rows, rejections = load_source(str(tmp_path))
     assert rows == [
-        ClipRecord("a@0.500-1.125", tmp_path / "a.mp4", "part", 0.5, 1.125),
+        ClipRecord(key="a@0.500-1.125", path=tmp_path / "a.mp4", caption="part", start=0.5, end=1.125),
         ClipRecord("b", tmp_path / "b.mp4", "whole"),
     ]
     assert [r.key for r in rejections] == [f"meta.json:{line}" for line in (3, 4, 5, 6)]
@@ -351,9 +351,9 @@ def test_a_range_in_a_file_beside_a_clip(tmp_path: Path) -> None:
     write(tmp_path / "d.json", {"caption": "none", "start": 2, "end": 1})
     rows, rejections = load_source(str(tmp_path))
     assert rows == [
-        ClipRecord("a@0.500-1.500", tmp_path / "a.mp4", "seconds", 0.5, 1.5),
-        ClipRecord("b@0.500-1.125", tmp_path / "b.mp4", "frames", 0.5, 1.125),
-        ClipRecord("c@1.000", tmp_path / "c.mp4", "open", 1.0),
+        ClipRecord(key="a@0.500-1.500", path=tmp_path / "a.mp4", caption="seconds", start=0.5, end=1.5),
+        ClipRecord(key="b@0.500-1.125", path=tmp_path / "b.mp4", caption="frames", start=0.5, end=1.125),
+        ClipRecord(key="c@1.000", path=tmp_path / "c.mp4", caption="open", start=1.0),
     ]
     assert [(r.key, "start=2.0 and end=1.0" in r.reason) for r in rejections] == [("d", True)]
 

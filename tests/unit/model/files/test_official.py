@@ -77,7 +77,10 @@ def test_an_official_folder_is_loaded(kind: str, tmp_path: Path):
 def test_an_official_folder_in_shards(tmp_path: Path):
     state = write_official(tmp_path)
     (tmp_path / f"{STEM}.safetensors").unlink()
-    entries = [LazyTensor(name, tuple(v.shape), v.dtype, lambda value=v: value) for name, v in state.items()]
+    entries = [
+        LazyTensor(name=name, shape=tuple(v.shape), dtype=v.dtype, read=lambda value=v: value)
+        for name, v in state.items()
+    ]
     assert len(write_sharded(tmp_path, STEM, entries, max_shard_size=100_000)) > 2
     assert_same(load_transformer(tmp_path), converted(state))
     (tmp_path / f"{STEM}.safetensors.index.json").unlink()  # numbered files say enough

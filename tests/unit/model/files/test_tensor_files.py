@@ -21,7 +21,10 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
         "none": torch.tensor(float("nan")),
         "empty": torch.zeros(0, 3),
     }
-    entries = [LazyTensor(n, tuple(v.shape), v.dtype, lambda value=v: value) for n, v in values.items()]
+    entries = [
+        LazyTensor(name=n, shape=tuple(v.shape), dtype=v.dtype, read=lambda value=v: value)
+        for n, v in values.items()
+    ]
     (path,) = write_sharded(tmp_path, "model", entries)
     for name, value in load_file(path).items():
         assert value.dtype == values[name].dtype
@@ -34,7 +37,10 @@ def test_written_files_are_what_safetensors_reads(tmp_path: Path):
 
 def test_shards_hold_no_more_than_they_may(tmp_path: Path):
     values = {f"w{i}": torch.full((10,), float(i)) for i in range(7)}
-    entries = [LazyTensor(n, (10,), torch.float32, lambda value=v: value) for n, v in values.items()]
+    entries = [
+        LazyTensor(name=n, shape=(10,), dtype=torch.float32, read=lambda value=v: value)
+        for n, v in values.items()
+    ]
     paths = write_sharded(tmp_path, "model", entries, max_shard_size=100)
     assert [len(load_file(path)) for path in paths] == [2, 2, 2, 1]
     assert find_weights(tmp_path, "model") == paths
