@@ -1,4 +1,4 @@
-"""Stored results that later commits must reproduce: command options, a checkpoint, loss series.
+"""Stored results that later commits must reproduce: command options, a cache, a checkpoint, loss series.
 
 CONTRIBUTING.md says when a stored result may be replaced.
 """
@@ -16,10 +16,15 @@ from safetensors.torch import load_file
 
 from tests.support.commands import export
 from tests.support.runs import losses, run_training
+from tests.support.store_cache import CAPTIONS
+from tests.support.store_cache import STORED as STORED_CACHE
+from tests.support.store_cache import VARIANT as CACHED_FOR
 from tests.support.store_checkpoint import SETTINGS, VARIANT
 from tests.support.store_checkpoint import STORED as STORED_CHECKPOINT
 from tests.support.world import WorldPool
 from wands.cli import main
+from wands.data.cache.format import to_bits
+from wands.data.cache.reader import LatentCache
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORED: dict[str, list[float]] = json.loads((FIXTURES / "series.json").read_text())
@@ -31,6 +36,22 @@ CASES = {
     "experts": ("wan2.2-t2v-a14b", ("model.experts=both",)),
 }
 DEFAULT_TIER = {("t2v", 2), ("lora", 1), ("i2v", 1), ("experts", 2)}
+CACHED = {
+    "bikes": {
+        "latents": "930087f2",
+        "text_embeds": "a2c0336c",
+        "image_latents": "6674f33b",
+        "image_embeds": "eb1fdfcf",
+    },
+    "man": {
+        "latents": "52c0b408",
+        "text_embeds": "953cc733",
+        "image_latents": "a423b727",
+        "image_embeds": "cbace7e5",
+        "token_weights": "046d4a7d",
+    },
+}
+"""Sample -> array -> start of the SHA-256 of its bits. Only one clip has a mask."""
 EXPORTED = {False: "4a06c673ddcb4198", True: "97560636f977bd09"}
 """`--ema` -> start of the SHA-256 of the exported names and weights."""
 TOLERANCE = 2e-6
@@ -66,6 +87,26 @@ def test_the_stored_checkpoint_resumes(
     assert losses(rows)[-3:] == pytest.approx(STORED["resumed checkpoint"], rel=TOLERANCE)
     # The average goes on after step 3: (1 + 6) / (10 + 6).
     assert rows[-1]["ema_decay"] == pytest.approx(7 / 16)
+
+
+def test_the_stored_cache_opens(tmp_path: Path):
+    """With every checksum right, and with the bits that were stored."""
+    cache = LatentCache(STORED_CACHE, verify=True)
+    found = {}
+    for index, key in enumerate(cache.keys):
+        arrays = cache.read(index).arrays
+        found[key] = {
+            name: hashlib.sha256(to_bits(value).tobytes()).hexdigest()[:8] for name, value in arrays.items()
+        }
+    assert found == CACHED
+    assert cache.meta(1)["caption"] == CAPTIONS["man.mp4"]
+
+
+def test_the_stored_cache_trains(tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool):
+    """A model of the same architecture, whose encoders have other weights."""
+    settings = ("packing.max_tokens=30", "train.max_steps=2", f"data.cache={STORED_CACHE}", "data.mock=null")
+    rows = worlds[2].run(run_training, tiny_variant(CACHED_FOR), tmp_path, settings, {})[0]
+    assert [row["samples"] for row in rows] == [2, 2]
 
 
 @pytest.mark.parametrize(("ema", "digest"), EXPORTED.items())
