@@ -71,7 +71,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """Every test starts from the same seed and leaves the default dtype and the environment of children as they were."""
+    """Every test starts from the same seed and leaves the default dtype and the environment of children as they were.
+
+    No test may join a process group in this process: its children would take this process for their launcher.
+    """
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:  # torch.manual_seed would also store a call and its stack for each kind of GPU that is absent
@@ -79,6 +82,7 @@ def _fresh_state():
     yield
     os.environ.pop("PYTHONSAFEPATH", None)  # of a command that ran in this process
     torch.set_default_dtype(torch.float32)
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.fixture(scope="session")

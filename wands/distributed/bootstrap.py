@@ -59,8 +59,11 @@ def init_process_group() -> tuple[int, int, torch.device]:
     # killed compiler leaves a lock that hangs the next run, and each rank leaves 66 MiB in /dev/shm, where Docker gives 64.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
     if "RANK" not in os.environ:  # plain `wands train`
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", str(get_free_port()))
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    is_alone = os.environ.get("WORLD_SIZE") == "1" and "MASTER_PORT" not in os.environ
+    if is_alone:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ["MASTER_PORT"] = str(get_free_port())
     if accelerator_type() == "cuda":
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
@@ -70,6 +73,8 @@ def init_process_group() -> tuple[int, int, torch.device]:
             # Ranks that each start a thread per core compete for the cores and run a hundred times slower.
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
     deepspeed.init_distributed(dist_backend=backend, timeout=group_timeout(), verbose=False)
+    if is_alone:  # a `wands train` that a notebook starts now needs a port of its own
+        del os.environ["MASTER_PORT"]
     return dist.get_rank(), dist.get_world_size(), device
 
 
