@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from wands.errors import ConfigError
+
 TEXT_LEN = 512
 """Number of text tokens that every sample attends to.
 
@@ -390,9 +392,9 @@ def variant_of(
     if shape.image_dim is None or shape.image_positions:
         for condition in conditions:
             if condition.cross_tokens:
-                raise ValueError(
-                    f"condition {condition.name} enters the cross-attention to images, which this transformer does not have for "
-                    "further tokens"
+                raise ConfigError(
+                    f"condition {condition.name} enters the cross-attention to images, which only models of Wan 2.1 I2V have "
+                    "(image_dim in transformer/config.json); use such a model, or let it enter by channels."
                 )
     rows = [row for row in VARIANTS.values() if row.name.startswith(f"{family}-")]
     shift = rows[0].sampling.scheduler_shift
@@ -431,7 +433,8 @@ def check_extra(trained: Mapping[str, Any], config: Mapping[str, Any], place: st
     )
     if names != present:
         raise ValueError(
-            f"{place} was trained with {names}, but this command has {present}; give the same conditions"
+            f"{place} was trained with {names}, but this command has {present}; add --import FILE, where FILE defines the same "
+            "inputs"
         )
 
 
@@ -451,8 +454,9 @@ def _sort_extra(
     for entry in config.get(EXTRA_KEY) or ():
         name, channels = entry["name"], entry["channels"]
         if name not in given:
-            raise ValueError(
-                f"the transformer was trained with the input {name}, but no condition of this name is given"
+            raise ConfigError(
+                f"the transformer was trained with the input {name}, but no condition of this name is given; add --import FILE, "
+                f"where FILE defines {name}."
             )
         if given[name].channels != channels:
             raise ValueError(

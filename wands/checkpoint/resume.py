@@ -129,8 +129,8 @@ def check_resumable(saved: TrainState, current: TrainState, label: str) -> None:
         and current.base_fingerprint != saved.base_fingerprint,
         f"the objective {objectives[0]} must equal the checkpoint's {objectives[1]}; pass that objective, or "
         f"{new_run}.": objectives[0] != objectives[1],
-        f"the optimizer {types[0]} of the DeepSpeed JSON must equal the checkpoint's {types[1]}; use the DeepSpeed JSON of "
-        f"the checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
+        f"the optimizer {types[0]} must equal the checkpoint's {types[1]}; use the DeepSpeed JSON and the plugin of the "
+        f"checkpoint's run, or {new_run}.": None not in types and types[0] != types[1],
     }
     fixed_keys = [(name, reason) for reason, names in _FIXED_KEYS.items() for name in names]
     if saved.recipe["lora"]:

@@ -10,6 +10,7 @@ To add a condition in outside code, subclass `Condition` and pass the object to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.conditions.clip_files import ClipFile
 from wands.config.recipe import FlowConfig
+from wands.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -224,3 +226,15 @@ class Condition:
     def dropout_purpose(self) -> str:
         """Purpose of the random number that decides the dropout."""
         return f"drop {self.name}"
+
+
+def check_entry(condition: Condition, entry: Entry, size: ClipSize) -> None:
+    """Raise DataError if the channels of an entry are not those that the condition declares."""
+    if not isinstance(entry, Channels):
+        return
+    width, patch = entry.rows.shape[1], math.prod(size.patch_size)
+    if width != condition.channels * patch:
+        raise DataError(
+            f"enter of condition {condition.name} returns {width} values for each token, but channels={condition.channels} and "
+            f"patches of {patch} latent pixels make {condition.channels * patch}; correct channels or enter."
+        )

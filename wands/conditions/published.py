@@ -230,6 +230,9 @@ def given_frames(pixels: Tensor, last_image: bool) -> Tensor:
     return video
 
 
+PUBLISHED = ("text", "image", "clip", "first_frame", "mask")
+
+
 def published_conditions(dit: DiTShape, names: Sequence[str] = ("text",)) -> tuple[Condition, ...]:
     """Return the conditions of a published model, in the order in which they enter the model.
 

@@ -27,6 +27,7 @@ from wands.conditions.condition import (
     Entry,
     LossWeights,
     TextTokens,
+    check_entry,
 )
 from wands.conditions.published import Text, published_conditions, specs_of
 from wands.config.recipe import FlowConfig
@@ -374,6 +375,7 @@ class PackingCollator:
                     for name, array in absent.items()
                 }
             if (entry := condition.enter(own, size)) is not None:
+                check_entry(condition, entry, size)
                 entries.append(entry)
         return entries
 

@@ -334,7 +334,7 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
     """Describe the data in lines of text, with one line per source.
 
     If `data.holdout` is set, another line describes the split into training and held-out clips. If `data.exclude` names
-    samples, another line contains their number.
+    samples, another line contains their number. Another line names inputs of a cache that the run does not use.
     """
     listed = list_sources(section, data)
     lines = [
@@ -355,6 +355,10 @@ def describe_data(section: DataConfig, data: Dataset) -> list[str]:
         if gap or duplicates:
             lines[-1] += f"; left out: {gap:,} next to and {duplicates:,} nearly equal to held-out clips"
     lines += [f"data.exclude leaves out {len(section.exclude):,} samples"] * bool(section.exclude)
+    for part in select_sources(section, data):
+        if isinstance(part.data, LatentCache) and part.data.unused:
+            names = ", ".join(part.data.unused)
+            lines.append(f"NOT USED: {names}; to use it, add --import FILE, where FILE defines {names}")
     return lines
 
 

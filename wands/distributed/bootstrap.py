@@ -73,7 +73,7 @@ def init_process_group() -> tuple[int, int, torch.device]:
             # Ranks that each start a thread per core compete for the cores and run a hundred times slower.
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks_per_node(), 1))
     deepspeed.init_distributed(dist_backend=backend, timeout=group_timeout(), verbose=False)
-    if is_alone:  # a `wands train` that a notebook starts now needs a port of its own
+    if is_alone:  # a `wands train` that a notebook starts now must get another port
         del os.environ["MASTER_PORT"]
     return dist.get_rank(), dist.get_world_size(), device
 

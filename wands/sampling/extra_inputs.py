@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wands.conditions.arrays import ClipSize
 from wands.conditions.clip_files import ClipFile
-from wands.conditions.condition import Channels, ClipFrames, CrossAttention, Encoders
+from wands.conditions.condition import Channels, ClipFrames, CrossAttention, Encoders, check_entry
 from wands.conditions.published import clip_files_of
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, to_pixels
@@ -61,7 +61,7 @@ def read_inputs(requests: Sequence[SampleRequest], variant: Variant) -> tuple[li
         for column in request.inputs.keys() - kinds.keys():
             problems.append(
                 f"{flag} {column}={request.inputs[column]} is for models with the input {column}, not for {variant.name}. "
-                f"Leave it out."
+                f"Leave it out, or add --import FILE, where FILE defines {column}."
             )
         for column, kind in kinds.items():
             path = request.inputs.get(column)
@@ -135,6 +135,7 @@ def encode_inputs(request: SampleRequest, files: Files, variant: Variant, encode
         arrays = condition.absent(size) if lacks else condition.request(clip, encoders)
         dtypes = {spec.name: spec.torch_dtype for spec in condition.arrays}
         entry = condition.enter({name: array.cpu().to(dtypes[name]) for name, array in arrays.items()}, size)
+        check_entry(condition, entry, size)
         if isinstance(entry, Channels):
             patch_size = size.patch_size
             channels.append(unpatchify(entry.rows, size.grid, condition.channels, patch_size))

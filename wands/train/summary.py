@@ -20,6 +20,7 @@ from wands.run.run_model import RunModel
 from wands.run.sizes import step_flops
 from wands.train.evaluation_plan import get_plan
 from wands.train.prepared_run import PreparedRun
+from wands.variants import ExtraInput
 
 
 def start_block(run: PreparedRun) -> str:
@@ -46,6 +47,7 @@ def start_block(run: PreparedRun) -> str:
         "model": [
             f"{model.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
             f"{shape.num_layers} layers, {shape.num_heads} heads x {shape.head_dim}, ffn {shape.ffn_dim}",
+            *(f"input {extra.name}: {_size_of(extra)}" for extra in model.variant.extra),
             *_trained(recipe, model),
         ],
         "grid": [
@@ -104,6 +106,12 @@ def start_block(run: PreparedRun) -> str:
         rows["changed"] += list_changes(run.checkpoint.state, run.state)
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<12}{line}" for name, line in names)
+
+
+def _size_of(extra: ExtraInput) -> str:
+    if extra.cross_tokens:
+        return f"{extra.cross_tokens} tokens of the cross-attention to images"
+    return f"{extra.channels} channels"
 
 
 def _trained(recipe: Recipe, model: RunModel) -> list[str]:

@@ -23,18 +23,20 @@ from wands.commands.check.check import check as check_command
 from wands.commands.infer import InferResult
 from wands.conditions.arrays import ClipSize
 from wands.config.options import CheckOptions, SelftestOptions
+from wands.config.recipe import DataConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
+from wands.data.datasets import describe_data, open_data
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_rows
-from wands.model.files.loading import load_weights
+from wands.model.files.loading import load_config, load_weights
 from wands.plugin import Plugin
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.selftest.selftest import selftest
 from wands.train.prepare import load_run
-from wands.variants import EXTRA_KEY
+from wands.variants import EXTRA_KEY, variant_of
 
 FRAMES = 9
 SMALL = {"max_frames": FRAMES, "max_pixels": 64 * 96, "device": "cpu"}
@@ -268,12 +270,25 @@ def test_a_resumed_run_is_the_run(
         )
 
 
-def test_an_experiment_without_the_condition_is_refused(cache: Path, trained: Path, tmp_path: Path):
+def test_an_experiment_without_the_condition_is_refused(cache: Path, trained: Path, worlds: WorldPool):
     with pytest.raises(
         ConfigError, match="trained with control, but this command has no input of outside code"
     ):
         evaluate(trained, cache)
-    assert "loss" in str(evaluate(trained, cache, imports=("tests.plugin.control",)))
+    given = partial(evaluate, imports=("tests.plugin.control",))
+    assert "loss" in str(worlds[1].run(given, trained, cache)[0])
+
+
+def test_a_run_names_the_input_that_it_does_not_use(cache: Path, tiny_pipeline: Path):
+    section, config = DataConfig(cache=str(cache)), load_config(str(tiny_pipeline))
+    lines = {}
+    for conditions in ((), CONTROL):
+        data = open_data(section, variant_of(config, conditions=conditions), 0, dict)
+        lines[len(conditions)] = describe_data(section, data)[1:]
+    assert lines == {
+        0: ["NOT USED: control; to use it, add --import FILE, where FILE defines control"],
+        1: [],
+    }
 
 
 # ---- sampling and export

@@ -21,7 +21,7 @@ from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.conditions.condition import Condition
 from wands.conditions.published import conditions_of
 from wands.data.cache.reader import CacheWriter, LatentCache
-from wands.errors import CacheError
+from wands.errors import CacheError, ConfigError
 from wands.variants import EXTRA_KEY, VARIANTS, variant_of, with_extra
 
 PATCH = (1, 2, 2)
@@ -152,7 +152,7 @@ def test_the_channels_of_a_model_are_those_of_its_conditions():
 
 def test_a_missing_condition_is_named():
     config = with_extra(CONFIG, variant_of(CONFIG, conditions=[Control()]))
-    with pytest.raises(ValueError, match="trained with the input control, but no condition"):
+    with pytest.raises(ConfigError, match="trained with the input control, but no condition"):
         variant_of(config)
     other = type("Wide", (Control,), {"channels": 8})()
     with pytest.raises(ValueError, match="control has 8 channels, but the transformer was trained with 16"):

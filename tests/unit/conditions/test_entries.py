@@ -16,7 +16,7 @@ from wands.conditions.published import conditions_of
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator
 from wands.data.datasets import MockDataset
-from wands.errors import DataError
+from wands.errors import ConfigError, DataError
 from wands.sampling.extra_inputs import ExtraInputs, appended
 from wands.variants import VARIANTS, Variant, variant_of
 
@@ -65,9 +65,21 @@ def test_channels_and_tokens_follow_those_of_the_variant():
 @pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "wan2.1-flf2v-14b"])
 def test_tokens_need_a_place_in_the_model(name: str):
     with pytest.raises(
-        ValueError, match="reference enters the cross-attention to images, which this transformer"
+        ConfigError,
+        match=r"reference enters the cross-attention to images, which only models of Wan 2\.1 I2V have",
     ):
         wide(name, Reference())
+
+
+def test_entries_have_the_declared_channels():
+    """In a pack, and for a video to sample."""
+
+    class Wide(Control):
+        channels = 17
+
+    variant = wide("wan2.1-t2v-1.3b", Wide())
+    with pytest.raises(DataError, match=r"condition control returns 64 values.*channels=17 .* make 68"):
+        pack(variant, FlowConfig())
 
 
 def test_dropout_replaces_the_arrays_by_absent_ones():

@@ -19,7 +19,7 @@ import numpy as np
 
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.conditions.condition import Condition
-from wands.conditions.published import conditions_of, specs_of
+from wands.conditions.published import PUBLISHED, conditions_of, specs_of
 from wands.data.cache.format import (
     INDEX_NAME,
     cache_contract,
@@ -65,6 +65,7 @@ class LatentCache(SampleFacts):
         places: int64 [N, 2], (number of the shard, position in the shard) of each sample.
         arrays: descriptions of the stored arrays.
         served: names of the arrays that `read` returns: all arrays until `serve` selects those of a model.
+        unused: names of the conditions of outside code that the cache stores and `serve` did not select.
     """
 
     def __init__(self, path: str | Path, verify: bool = False) -> None:
@@ -98,6 +99,7 @@ class LatentCache(SampleFacts):
         self.arrays = stored_arrays(self.manifest)
         self.patch_size: tuple[int, int, int] = tuple(self.manifest["variant"]["patch_size"])
         self.served = {spec.name for spec in self.arrays}
+        self.unused = [name for name in self.manifest["conditions"] if name not in PUBLISHED]
         if self.index.arrays != self.arrays:
             raise CacheError(
                 f"cache={self.path} has a wrong {INDEX_NAME}: it describes other arrays than the manifest; run the same wands "
@@ -160,6 +162,8 @@ class LatentCache(SampleFacts):
         needed = {spec.name for condition in conditions for spec in condition.arrays}
         assert needed <= {spec.name for spec in self.arrays}, needed
         self.served = {"latents", *needed}
+        names = (*PUBLISHED, *(condition.name for condition in conditions))
+        self.unused = [name for name in self.manifest["conditions"] if name not in names]
 
     def _needed(self, spec: ArraySpec, frames: tuple[int, int] | None) -> tuple[int, int] | None:
         """Return the range of indices along `spec.frames_axis` to read; None for the whole array."""
