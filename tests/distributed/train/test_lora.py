@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import load_exported_state
 from wands.checkpoint.resume import check_resumable
 from wands.commands.train import run_train
+from wands.config.deepspeed import SHIPPED_CONFIGS
 from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import load_weights
@@ -249,3 +252,11 @@ def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
 def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"lora\.targets=\[\] selects no layer"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)
+
+
+def test_the_config_for_cpus_trains_a_lora(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    """Its leaf modules would free the weights of a recomputed block too early."""
+    cpu = json.loads((SHIPPED_CONFIGS / "cpu.json").read_text())
+    run = partial(run_training, tiny_pipeline, overrides=(*LORA, "train.max_steps=2"))
+    found = [worlds[2].run(partial(run, tmp_path / str(i), ds=ds))[0] for i, ds in enumerate((cpu, zero(2)))]
+    assert losses(found[0]) == pytest.approx(losses(found[1]), rel=2e-6)
