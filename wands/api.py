@@ -6,12 +6,12 @@ from wands.conditions.condition import Channels, ClipFrames, Condition, CrossAtt
 from wands.config.recipe import Recipe
 from wands.config.recipe_loading import load_recipe
 from wands.data.clips.video import to_pixels
-from wands.data.patchify import patchify
 from wands.engine.engine import build_model, build_schedule
 from wands.flow.rng import SampleKey, rng
 from wands.model.adapter_off import adapter_off
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import ClipCosts, ClipFacts, Forwards, Loss, Objective
+from wands.patchify import patchify
 from wands.plugin import Plugin, load_plugins
 from wands.train.jobs import FinishedStep, Job
 from wands.train.prepare import prepare_run

@@ -13,8 +13,8 @@ from torch import Tensor
 from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
-from wands.data.patchify import patchify
 from wands.model.transformer import PackedWanTransformer
+from wands.patchify import patchify
 from wands.selftest.stock import stock_velocity
 
 CONFIG = {

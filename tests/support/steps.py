@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 
 from tests.support.runs import engine_of, make_run, model_of
 from wands.attention.layout import ContextLayout
-from wands.data.patchify import unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.engine.engine import release_engine
@@ -26,6 +25,7 @@ from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
+from wands.patchify import unpatchify
 from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.prepared_run import PreparedRun

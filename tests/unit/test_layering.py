@@ -31,7 +31,7 @@ LAYERS = {
     "wands.flow": 1,
     "wands.data.bins": 1,
     "wands.data.packing": 1,
-    "wands.data.patchify": 1,
+    "wands.patchify": 1,
     "wands.model": 2,
     "wands.distributed": 2,
     "wands.data": 2,

@@ -21,8 +21,8 @@ from wands.conditions.condition import (
     TextTokens,
 )
 from wands.config.recipe import FlowConfig
-from wands.data.patchify import condition_channels
 from wands.errors import DataError
+from wands.patchify import condition_channels
 from wands.variants import MASK_CHANNELS, TEXT_LEN, DiTShape, Variant
 
 if TYPE_CHECKING:

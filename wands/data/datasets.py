@@ -22,7 +22,7 @@ from wands.config.recipe import DataConfig, MockConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
 from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
-from wands.data.patchify import SampleFacts
+from wands.data.sample_facts import SampleFacts
 from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError, DataError
 from wands.files import first_difference

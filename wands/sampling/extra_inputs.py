@@ -19,8 +19,8 @@ from wands.conditions.condition import Channels, ClipFrames, CrossAttention, Enc
 from wands.conditions.published import clip_files_of
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, to_pixels
-from wands.data.patchify import unpatchify
 from wands.errors import ConfigError, DataError
+from wands.patchify import unpatchify
 from wands.sampling.requests import SampleRequest, flag_of
 from wands.variants import Variant
 

@@ -28,12 +28,12 @@ from wands.attention.kernels.registry import choose_backend, usable_backends
 from wands.attention.packed import PackedMeta
 from wands.attention.ring import RingAttention
 from wands.config.recipe import ParallelConfig
-from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group, ranks_per_node
 from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees, new_group
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
+from wands.patchify import grid_size
 from wands.sampling.pipeline import AnyPipeline
 from wands.transfer import to_device
 from wands.variants import TEXT_LEN, Variant

@@ -31,7 +31,6 @@ from wands.conditions.published import conditions_of
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
-from wands.data.patchify import patchify, unpatchify
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.errors import CheckpointError, ConfigError
@@ -40,6 +39,7 @@ from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
 from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
+from wands.patchify import patchify, unpatchify
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge_error, relative_error

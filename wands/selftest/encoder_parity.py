@@ -12,13 +12,13 @@ from torch import Tensor
 
 from wands.conditions.published import given_frames
 from wands.data.clips.video import to_pixels
-from wands.data.patchify import condition_channels, patchify
 from wands.encoders.components import loading_part
 from wands.encoders.image import ImageEncoder
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.model.files.official import LATENTS_22
+from wands.patchify import condition_channels, patchify
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge, judge_error, relative_error
 from wands.selftest.stock import OFFICIAL_TEXT_LEN
 

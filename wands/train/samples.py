@@ -33,7 +33,6 @@ from wands.checkpoint.step_folders import step_name
 from wands.config.recipe import Recipe
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, save_video, to_pixels
-from wands.data.patchify import grid_size, patchify, unpatchify
 from wands.distributed.bootstrap import gather_objects, start_together
 from wands.distributed.dims import ProcessGroups
 from wands.encoders.components import quiet_loading
@@ -42,6 +41,7 @@ from wands.encoders.image import PipelineEncoders
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
+from wands.patchify import grid_size, patchify, unpatchify
 from wands.report.page import write_report
 from wands.run.append_log import continue_rows, to_line
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet

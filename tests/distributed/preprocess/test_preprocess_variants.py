@@ -37,11 +37,11 @@ from wands.data.cache.reader import LatentCache
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip
 from wands.data.collate import PackedBatch, PackingCollator, Sample
-from wands.data.patchify import patchify
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError
+from wands.patchify import patchify
 from wands.preprocess import encoding
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant, variant_of

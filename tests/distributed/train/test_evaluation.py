@@ -28,13 +28,13 @@ from wands.checkpoint.checkpoint_files import find_checkpoint, load_exported_sta
 from wands.config.recipe import MockConfig
 from wands.data.collate import RankSlice
 from wands.data.datasets import MockDataset
-from wands.data.patchify import unpatchify
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import Prepared
+from wands.patchify import unpatchify
 from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.evaluation import own_bins, paired_change

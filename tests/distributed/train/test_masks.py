@@ -18,10 +18,10 @@ from tests.support.steps import GRIDS, Grid, Step, optimizer_step, stock_gradien
 from tests.support.world import WorldPool
 from wands.data.cache.reader import CacheWriter
 from wands.data.collate import PackedBatch
-from wands.data.patchify import grid_size
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.flow.rng import SampleKey, rng
+from wands.patchify import grid_size
 from wands.run import schedule
 from wands.train.evaluation import measure
 from wands.train.evaluation_plan import plan_evaluation

@@ -15,9 +15,9 @@ from wands.conditions.published import Text
 from wands.config.recipe import FlowConfig, MockConfig
 from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
-from wands.data.patchify import unpatchify
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, philox
+from wands.patchify import unpatchify
 from wands.variants import DiTShape
 
 SHAPE = DiTShape(

@@ -20,8 +20,8 @@ from wands.config.recipe import FlowConfig
 from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator
-from wands.data.patchify import patchify
 from wands.encoders.vae import WanVideoEncoder
+from wands.patchify import patchify
 from wands.variants import VARIANTS, DiTShape
 
 PATCH = (1, 2, 2)

@@ -19,8 +19,8 @@ from tests.unit.data_tools.test_verify import FINGERPRINT, NULL, VARIANT, make_s
 from wands.conditions.published import published_conditions
 from wands.config.recipe import FlowConfig
 from wands.data.cache.reader import CacheWriter, LatentCache
-from wands.data.patchify import grid_size
 from wands.flow.loss import loss_weights, squared_errors, weighted_sum
+from wands.patchify import grid_size
 from wands.variants import DiTShape
 
 

@@ -32,7 +32,7 @@ from wands.data.cache.format import (
 from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample_path, stored_specs
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
-from wands.data.patchify import SampleFacts
+from wands.data.sample_facts import SampleFacts
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -132,7 +132,7 @@ class LatentCache(SampleFacts):
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
                 are zero in the returned arrays. They are not read from the file, unless the reader was opened with `verify`,
                 which needs the whole sample to compute the checksum. A rank of a context-parallel group needs only the frames
-                that contain the rank's tokens (`wands.data.patchify.frames_of_tokens`).
+                that contain the rank's tokens (`wands.patchify.frames_of_tokens`).
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
