@@ -11,7 +11,7 @@ from wands.flow.rng import SampleKey, rng
 from wands.model.adapter_off import adapter_off
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import ClipCosts, ClipFacts, Forwards, Loss, Objective
-from wands.patchify import patchify
+from wands.patches import patchify
 from wands.plugin import Plugin, load_plugins
 from wands.train.jobs import FinishedStep, Job
 from wands.train.prepare import prepare_run

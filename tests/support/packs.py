@@ -14,7 +14,7 @@ from wands.attention.layout import ContextLayout
 from wands.attention.packed import PackedMeta
 from wands.attention.varlen import Segments, choose_backend, varlen_attention
 from wands.model.transformer import PackedWanTransformer
-from wands.patchify import patchify
+from wands.patches import patchify
 from wands.selftest.stock import stock_velocity
 
 CONFIG = {

@@ -25,7 +25,7 @@ from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 from wands.model.lora import find_targets
-from wands.patchify import unpatchify
+from wands.patches import unpatchify
 from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.prepared_run import PreparedRun

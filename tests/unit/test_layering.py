@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from wands import api
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "wands").rglob("*.py"))
 
@@ -31,7 +33,7 @@ LAYERS = {
     "wands.flow": 1,
     "wands.data.bins": 1,
     "wands.data.packing": 1,
-    "wands.patchify": 1,
+    "wands.patches": 1,
     "wands.model": 2,
     "wands.distributed": 2,
     "wands.data": 2,
@@ -168,3 +170,9 @@ def test_every_public_function_is_documented():
                 if not nested:
                     missing.append(f"{module_name(path)}.{node.name}")
     assert missing == []
+
+
+def test_no_public_name_is_a_module():
+    """`wands.name` would be the module as soon as anything imports it."""
+    modules = {path.stem for path in (ROOT / "wands").iterdir()}
+    assert not modules & set(api.__all__)

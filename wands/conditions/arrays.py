@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
-from wands.patchify import blank_other_frames, grid_size
+from wands.patches import blank_other_frames, grid_size
 
 if TYPE_CHECKING:
     import torch

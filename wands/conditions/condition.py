@@ -58,7 +58,7 @@ class Channels:
     """Entry into the input channels of the model, next to the channels of the noisy latents.
 
     Attributes:
-        rows: fp32 [n, P'], channels of each token in the order of `wands.patchify.patchify`.
+        rows: fp32 [n, P'], channels of each token in the order of `wands.patches.patchify`.
     """
 
     rows: Tensor

@@ -22,7 +22,7 @@ from wands.conditions.condition import (
 )
 from wands.config.recipe import FlowConfig
 from wands.errors import DataError
-from wands.patchify import condition_channels
+from wands.patches import condition_channels
 from wands.variants import MASK_CHANNELS, TEXT_LEN, DiTShape, Variant
 
 if TYPE_CHECKING:

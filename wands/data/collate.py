@@ -33,7 +33,7 @@ from wands.conditions.published import Text, published_conditions, specs_of
 from wands.config.recipe import FlowConfig
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, rng
-from wands.patchify import grid_size, patchify
+from wands.patches import grid_size, patchify
 from wands.variants import DiTShape
 
 
@@ -146,7 +146,7 @@ class PackedBatch(BinSamples):
         grid_sizes: int64 [S, 3], number of tokens along (frame, row, column).
         cu_seqlens_text: int32 [S+1], cumulative numbers of text tokens of the samples.
         token_weights: fp32 [T], weight of each token in the loss; 1 for samples without a mask.
-        condition_channels: fp32 [T, P'], see `wands.patchify.condition_channels`. None for models without
+        condition_channels: fp32 [T, P'], see `wands.patches.condition_channels`. None for models without
             conditioning channels.
         dropout_keys: 64 random bits per sample, from which dropout masks are drawn. Empty without dropout.
     """

@@ -438,7 +438,7 @@ class Fp32Linear(nn.Linear):
 
 
 class PatchLinear(nn.Conv3d):
-    """Patch embedding whose input is tokens (flattened patches of latents, from `wands.patchify`) instead of a video.
+    """Patch embedding whose input is tokens (flattened patches of latents, from `wands.patches`) instead of a video.
 
     A convolution whose kernel size equals its stride is a linear layer on patches.
     """

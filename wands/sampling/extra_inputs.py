@@ -20,7 +20,7 @@ from wands.conditions.published import clip_files_of
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, to_pixels
 from wands.errors import ConfigError, DataError
-from wands.patchify import unpatchify
+from wands.patches import unpatchify
 from wands.sampling.requests import SampleRequest, flag_of
 from wands.variants import Variant
 

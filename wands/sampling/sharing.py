@@ -33,7 +33,7 @@ from wands.distributed.consistency import check_agreement, tensor_checksum
 from wands.distributed.dims import ParallelDims, ProcessGroups, choose_degrees, new_group
 from wands.errors import ConfigError
 from wands.model.transformer import SelfAttention
-from wands.patchify import grid_size
+from wands.patches import grid_size
 from wands.sampling.pipeline import AnyPipeline
 from wands.transfer import to_device
 from wands.variants import TEXT_LEN, Variant

@@ -39,7 +39,7 @@ from wands.flow.sigmas import NUM_TRAIN_TIMESTEPS
 from wands.model.files.loading import build_empty, load_config, load_transformer
 from wands.model.files.name_maps import DIT, rename_all
 from wands.model.transformer import PackedWanTransformer
-from wands.patchify import patchify, unpatchify
+from wands.patches import patchify, unpatchify
 from wands.sampling.pipeline import DiTSource, load_dit
 from wands.sampling.sharing import plan_ranks
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge_error, relative_error

@@ -18,7 +18,7 @@ from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError
 from wands.model.files.official import LATENTS_22
-from wands.patchify import condition_channels, patchify
+from wands.patches import condition_channels, patchify
 from wands.selftest.parity_setup import Result, Setup, Skipped, judge, judge_error, relative_error
 from wands.selftest.stock import OFFICIAL_TEXT_LEN
 

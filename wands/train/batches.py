@@ -19,7 +19,7 @@ from wands.data.packing import Bin, assign_bins
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ParallelDims
 from wands.objectives.objective import Objective, Prepared
-from wands.patchify import frames_of_tokens, grid_size
+from wands.patches import frames_of_tokens, grid_size
 from wands.transfer import map_tensors
 from wands.variants import Expert
 

@@ -41,7 +41,7 @@ from wands.encoders.image import PipelineEncoders
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import ConfigError, one_line
 from wands.files import atomic_path
-from wands.patchify import grid_size, patchify, unpatchify
+from wands.patches import grid_size, patchify, unpatchify
 from wands.report.page import write_report
 from wands.run.append_log import continue_rows, to_line
 from wands.sampling.contact_sheet import CELL, SheetRow, save_contact_sheet

@@ -41,7 +41,7 @@ from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.encoders.image import ImageEncoder, WindowEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CacheError, ConfigError
-from wands.patchify import patchify
+from wands.patches import patchify
 from wands.preprocess import encoding
 from wands.preprocess.preprocess_report import PreprocessReport
 from wands.variants import MASK_CHANNELS, VARIANTS, Variant, variant_of

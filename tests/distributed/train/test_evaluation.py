@@ -34,7 +34,7 @@ from wands.files import read_rows
 from wands.flow.rng import SampleKey, rng
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import Prepared
-from wands.patchify import unpatchify
+from wands.patches import unpatchify
 from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
 from wands.train.evaluation import own_bins, paired_change

@@ -21,7 +21,7 @@ from wands.data.collate import PackedBatch
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
 from wands.flow.rng import SampleKey, rng
-from wands.patchify import grid_size
+from wands.patches import grid_size
 from wands.run import schedule
 from wands.train.evaluation import measure
 from wands.train.evaluation_plan import plan_evaluation

@@ -17,7 +17,7 @@ from wands.data.collate import PackingCollator, Sample
 from wands.data.datasets import MockDataset
 from wands.errors import DataError
 from wands.flow.rng import SampleKey, philox
-from wands.patchify import unpatchify
+from wands.patches import unpatchify
 from wands.variants import DiTShape
 
 SHAPE = DiTShape(

@@ -21,7 +21,7 @@ from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator
 from wands.encoders.vae import WanVideoEncoder
-from wands.patchify import patchify
+from wands.patches import patchify
 from wands.variants import VARIANTS, DiTShape
 
 PATCH = (1, 2, 2)

@@ -20,7 +20,7 @@ from wands.conditions.published import published_conditions
 from wands.config.recipe import FlowConfig
 from wands.data.cache.reader import CacheWriter, LatentCache
 from wands.flow.loss import loss_weights, squared_errors, weighted_sum
-from wands.patchify import grid_size
+from wands.patches import grid_size
 from wands.variants import DiTShape
 
 

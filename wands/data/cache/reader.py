@@ -132,7 +132,7 @@ class LatentCache(SampleFacts):
             frames: (first, end) of the needed latent frames, without `end` itself. Default: all frames. All other frames
                 are zero in the returned arrays. They are not read from the file, unless the reader was opened with `verify`,
                 which needs the whole sample to compute the checksum. A rank of a context-parallel group needs only the frames
-                that contain the rank's tokens (`wands.patchify.frames_of_tokens`).
+                that contain the rank's tokens (`wands.patches.frames_of_tokens`).
 
         Raises:
             CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is

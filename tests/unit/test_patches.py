@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wands.patchify import blank_other_frames, frames_of_tokens, grid_size, patchify, unpatchify
+from wands.patches import blank_other_frames, frames_of_tokens, grid_size, patchify, unpatchify
 
 sizes = st.integers(1, 3)
 
