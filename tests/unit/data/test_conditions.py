@@ -14,10 +14,10 @@ from PIL import Image
 from torch import Tensor
 
 from tests.support.samples import sample_of
+from wands import patches as conditions
 from wands.attention.layout import ContextLayout
 from wands.conditions.published import published_conditions
 from wands.config.recipe import FlowConfig
-from wands.data import patchify as conditions
 from wands.data.clips.video import to_pixels
 from wands.data.collate import PackingCollator
 from wands.encoders.vae import WanVideoEncoder
