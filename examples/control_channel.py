@@ -1,6 +1,6 @@
 """A control video as further input channels of the model, for example depth or edges.
 
-The control of `a.mp4` is `a.control.mp4` beside it, or the column `control` of a table. A base model gets the channels with zero
+The control of `a.mp4` is `a.control.mp4` next to it, or the column `control` of a table. A base model gets the channels with zero
 weights, so that it starts as the base. Every command that reads clips, caches or the input of a video gets the same --import:
 
     wands preprocess clips --model BASE --out cache --import examples/control_channel.py
