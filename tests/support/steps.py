@@ -129,22 +129,11 @@ def optimizer_step(
     plugin: Plugin | None = None,
 ) -> Step:
     """The first step of a run through the trainer's own `train_step`, on an engine that is gone afterwards."""
-    from deepspeed.utils import safe_get_full_grad
-
     run = make_run(model, out, overrides, ds, plugin=plugin)
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
-    gradients: dict[str, torch.Tensor] = {}
     with _engine(run, groups, device, dtype) as engine:
-        update = engine.step
-
-        def capture() -> None:
-            for name, parameter in engine.module.named_parameters():
-                if parameter.requires_grad:
-                    gradients[name] = safe_get_full_grad(parameter).clone()
-            update()
-
-        engine.step = capture
+        gradients = capture_gradients(engine)
         plan = run.schedule.sampler.step_plan(0)
         denominator = run.schedule.denominator(plan)
         [batches] = run.reader(groups.dims).micro_batches(plan)
@@ -160,6 +149,23 @@ def optimizer_step(
             _digest(engine.module),
             {one["sample_id"]: one["loss"] for one in result.samples},
         )
+
+
+def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """The whole gradient of every trained parameter, filled when `engine` steps."""
+    from deepspeed.utils import safe_get_full_grad
+
+    gradients: dict[str, torch.Tensor] = {}
+    update = engine.step
+
+    def capture() -> None:
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                gradients[name] = safe_get_full_grad(parameter).clone()
+        update()
+
+    engine.step = capture
+    return gradients
 
 
 @contextmanager

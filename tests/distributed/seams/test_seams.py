@@ -12,7 +12,7 @@ import torch
 from examples.held_to_base import HeldToBase
 from tests.distributed.seams import outside
 from tests.support.runs import engine_of, losses, make_run, model_of, run_training, weights
-from tests.support.steps import worst, zero
+from tests.support.steps import capture_gradients, worst, zero
 from wands import Plugin, adapter_off
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.resume import check_resumable
@@ -85,8 +85,6 @@ def test_a_run_is_not_resumed_with_another_objective(tiny_pipeline: Path, tmp_pa
 
 def held_gradients(model: Path, out: Path, mode: str, overrides: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """Gradients of one step with a LoRA that is not zero, at the full weight of the distance."""
-    from deepspeed.utils import safe_get_full_grad
-
     objective = held()
     objective.num_steps = 10
     keys = (*LORA, f"model.checkpointing={mode}", *overrides)
@@ -98,16 +96,7 @@ def held_gradients(model: Path, out: Path, mode: str, overrides: tuple[str, ...]
     module = model_of(whole, groups, device).double()
     fill_lora(module)
     engine = engine_of(run, module)
-    gradients = {}
-    update = engine.step
-
-    def capture() -> None:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.requires_grad:
-                gradients[name] = safe_get_full_grad(parameter).clone()
-        update()
-
-    engine.step = capture
+    gradients = capture_gradients(engine)
     plan = run.schedule.sampler.step_plan(0)
     [batches] = run.reader(groups.dims).micro_batches(plan)
     train_step(
