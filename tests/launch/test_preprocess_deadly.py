@@ -146,8 +146,8 @@ def leave_suspects(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Leave what a run leaves whose process died while these clips were in the encoder, in one batch."""
     read = SourceScan.__init__
 
-    def scanned(scan: SourceScan, *args: Any) -> None:
-        read(scan, *args)
+    def scanned(scan: SourceScan, **values: Any) -> None:
+        read(scan, **values)
         videos = [clip.video for clip in scan.clips.values() if Path(clip.path).stem in names]
         (work[0] / "encoding-0").write_text("\n".join(videos))
 
