@@ -167,7 +167,10 @@ def test_a_training_state_of_self_forcing(
     keys: tuple[str, ...], dit: dict[str, Tensor], tiny_pipeline: Path, tmp_path: Path
 ):
     path = with_config(tmp_path / "in" / "self_forcing.pt", tiny_pipeline)
-    states = {key: {f"model.{name}": v + i for name, v in dit.items()} for i, key in enumerate(keys)}
+    wrapped = {"generator": "", "generator_ema": "_fsdp_wrapped_module."}
+    states = {
+        key: {f"model.{wrapped[key]}{name}": v + i for name, v in dit.items()} for i, key in enumerate(keys)
+    }
     torch.save({**states, "step": 600}, path)
     found, notes = converted(path, tmp_path / "out")
     assert all(torch.equal(found[name], dit[name] + (len(keys) - 1)) for name in dit)

@@ -143,6 +143,8 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.where}: {path} contains a {type(state).__name__}, not a state dict. Use a file with one state dict."
             )
+        if key is not None:  # a moving average may have FSDP's names
+            state = {str(name).replace("_fsdp_wrapped_module.", ""): value for name, value in state.items()}
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
