@@ -2,7 +2,7 @@
 
 python -m data_tools.export CACHE OUT --format safetensors|webdataset
 
-OUT contains export.json (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
+OUT contains export.manifest (manifest of the cache), null_text.safetensors (embedding of the empty caption) and the samples.
 
 - With --format safetensors, each sample is one file with latents and text_embeds in bf16, and the arrays of the other inputs
   of the model: image_latents and image_embeds for image-to-video models, and token_weights if a clip has a mask. The file's
@@ -36,7 +36,9 @@ from wands.files import publish
 from wands.lock import WriterLock
 from wands.preprocess.progress import progress
 
-EXPORT_NAME, NULL_NAME = "export.json", "null_text.safetensors"
+EXPORT_NAME = "export.manifest"
+"""JSON file with the manifest of the cache. Not `.json`, because `datasets.load_dataset` reads every `.json` as rows of data."""
+NULL_NAME = "null_text.safetensors"
 EXPORT_FORMAT = "wands export"
 FORMATS = ("safetensors", "webdataset")
 NAME_LENGTH = 150

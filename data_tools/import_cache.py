@@ -2,7 +2,7 @@
 
 python -m data_tools.import_cache SOURCE OUT [--model DIR_OR_HUB_ID]
 
-SOURCE is a folder that data_tools.export wrote, with export.json and safetensors files or tars. SOURCE can also be the
+SOURCE is a folder that data_tools.export wrote, with export.manifest and safetensors files or tars. SOURCE can also be the
 cache_directory of musubi-tuner for Wan, with the files *_wan.safetensors and *_wan_te.safetensors. musubi-tuner does not
 store the names of its encoders, so its cache needs --model.
 

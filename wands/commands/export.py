@@ -17,6 +17,7 @@ from wands.export.trained_weights import DTYPES, write_lora, write_transformer
 from wands.files import atomic_folder, write_text
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
+from wands.model.files.loading import load_ignored
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.report.run_data import read_run, sample_strips
 from wands.run.append_log import marked_steps
@@ -75,8 +76,9 @@ def export(options: ExportOptions) -> Path:
             copy_base(base_dir, partial, state.parts, link=options.link)
             for part in state.parts:
                 weights = load_full_weights(step_dir, part, options.base, options.ema)
+                kept = load_ignored(base_dir / part, f"--base {base}")
                 folder, size = partial / part, options.max_shard_size
-                write_transformer(weights, state.transformer_config, folder, dtype, size)
+                write_transformer(weights, state.transformer_config, folder, dtype, size, kept)
         else:
             for part in state.parts:
                 folder = partial / EXPERT_NAMES[part] if state.has_experts else partial

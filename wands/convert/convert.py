@@ -224,7 +224,7 @@ class ModelConversion:
 
     def run(self) -> None:
         """Convert every component of the source. Then add the other files of the new layout, such as the tokenizer."""
-        self.components = {component.name: component for component in find_components(self.root)}
+        self.components = {component.name: component for component in find_components(self.root, self.rest)}
         self.two_experts = EXPERTS[1] in self.components
         for component in self.components.values():
             if reason := self._reason_to_skip(component):
@@ -249,12 +249,14 @@ class ModelConversion:
         is_dit, mapping = component.name in EXPERTS, map_component(component, self.to)
         if is_dit and not self.dit_config:
             self.dit_config, self.variant = mapping.config, self._find_variant(mapping.config)
-        sources, dtype = mapping.sources, DTYPES.get(self.options.dtype) if is_dit else None
-        stock = stock_names(sources) if dtype else {}
+        sources, chosen = mapping.sources, DTYPES.get(self.options.dtype) if is_dit else None
+        stock = stock_names(sources) if is_dit else {}
         tensors = []
         for name, source in sorted(sources.items()):
-            new_dtype = stock_dtype(stock[name], dtype) if dtype else None
+            dtype = chosen or (torch.bfloat16 if source.name in mapping.fp8 else None)
+            new_dtype = stock_dtype(stock[name], dtype) if is_dit and dtype else dtype
             tensors.append(source.derived(name, partial(Tensor.to, dtype=new_dtype)))
+        self.result.notes += mapping.notes
         paths = self._write(component, mapping.config, tensors)
         check_written(tensors, paths, "convert")
         forward = compare_forwards(mapping, tensors, paths) if is_dit and self.options.forward else ""

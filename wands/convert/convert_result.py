@@ -16,8 +16,9 @@ from torch import Tensor
 from wands.convert.source_components import ComponentMapping
 from wands.errors import CheckpointError
 from wands.export.trained_weights import stock_forward
-from wands.model.files.name_maps import shorten
+from wands.model.files.name_maps import shorten, split_prefix
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes
+from wands.model.weight_dtypes import stock_dtype
 
 
 @dataclass(frozen=True)
@@ -98,10 +99,10 @@ def stock_names(names: Iterable[str]) -> dict[str, str]:
     Args:
         names: all tensor names of a DiT file, in any layout.
     """
-    names = list(names)
-    if any(".attn1." in name for name in names):
-        return {name: name for name in names}
-    converted = convert_wan_transformer_to_diffusers({name: name for name in names})
+    without_prefix, _ = split_prefix(names)
+    if any(".attn1." in name for name in without_prefix):
+        return {old: name for name, old in without_prefix.items()}
+    converted = convert_wan_transformer_to_diffusers(without_prefix)
     # diffusers' conversion script renames this tensor, but diffusers' function does not.
     positions = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed")
     return {stored: new.replace(*positions) for new, stored in converted.items()}
@@ -123,8 +124,7 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
     """
     new_names = stock_names(mapping.sources)
     dtypes = {new_names[tensor.name]: tensor.dtype for tensor in tensors}
-    if dtypes["patch_embedding.weight"].itemsize < 2:
-        return "no forward pass was run, because PyTorch cannot compute in the dtype of this DiT"
+    dtype = dtypes["patch_embedding.weight"]
     old_names = stock_names(source.name for source in mapping.sources.values())
     before = {old_names[source.name]: source for source in mapping.sources.values()}
     after = {new_names[name]: tensor for name, tensor in TensorFiles(files, "convert").tensors.items()}
@@ -133,9 +133,13 @@ def compare_forwards(mapping: ComponentMapping, tensors: Sequence[LazyTensor], f
         with init_empty_weights(include_buffers=False):
             model = WanTransformer3DModel.from_config(mapping.config).eval()
         # Allocate new tensors, because the alignment of a tensor in memory can change the summation order of a kernel.
-        state = {name: stored[name].read().to(dtypes[name]) for name, _ in model.named_parameters()}
+        # Files of some programs mix dtypes, but diffusers computes in one.
+        state = {
+            name: stored[name].read().to(dtypes[name]).to(stock_dtype(name, dtype))
+            for name, _ in model.named_parameters()
+        }
         model.load_state_dict(state, assign=True)
-        return stock_forward(model, dtypes["patch_embedding.weight"])
+        return stock_forward(model, dtype)
 
     first, second = forward(before), forward(after)
     if not torch.equal(as_bytes(first), as_bytes(second)):

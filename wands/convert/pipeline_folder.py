@@ -48,6 +48,37 @@ def write_stock_config(component: str, config: Mapping[str, Any], folder: Path) 
         model.save_config(folder)
 
 
+_SCHEDULER = {
+    "_class_name": "UniPCMultistepScheduler",
+    "_diffusers_version": "0.33.0.dev0",
+    "beta_end": 0.02,
+    "beta_schedule": "linear",
+    "beta_start": 0.0001,
+    "disable_corrector": [],
+    "dynamic_thresholding_ratio": 0.995,
+    "final_sigmas_type": "zero",
+    "lower_order_final": True,
+    "num_train_timesteps": 1000,
+    "predict_x0": True,
+    "prediction_type": "flow_prediction",
+    "rescale_betas_zero_snr": False,
+    "sample_max_value": 1.0,
+    "solver_order": 2,
+    "solver_p": None,
+    "solver_type": "bh2",
+    "steps_offset": 0,
+    "thresholding": False,
+    "timestep_spacing": "linspace",
+    "trained_betas": None,
+    "use_beta_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_flow_sigmas": True,
+    "use_karras_sigmas": False,
+}
+"""Config of the scheduler of Wan2.1-T2V-1.3B-Diffusers without flow_shift. FastVideo refuses keys that later releases of
+diffusers have added."""
+
+
 def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
     """Write the tokenizer, scheduler and model_index.json of a pipeline, with the same contents as in the diffusers
     pipelines of the published Wan models.
@@ -59,12 +90,9 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_dir, trust_remote_code=False)
     tokenizer.save_pretrained(out / "tokenizer")
-    diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        num_train_timesteps=1000,
-        flow_shift=variant.sampling.scheduler_shift,
-    ).save_pretrained(out / "scheduler")
+    (out / "scheduler").mkdir()
+    scheduler = {**_SCHEDULER, "flow_shift": variant.sampling.scheduler_shift}
+    _write_json(out / "scheduler/scheduler_config.json", scheduler)
     index: dict[str, Any] = {
         "_class_name": "WanImageToVideoPipeline" if "image" in variant.conditions else "WanPipeline",
         "_diffusers_version": diffusers.__version__,
@@ -84,8 +112,11 @@ def write_pipeline(out: Path, tokenizer_dir: Path, variant: Variant) -> None:
         index["image_processor"] = ["transformers", type(processor).__name__]
     elif "image" in variant.conditions:
         index |= {"image_encoder": [None, None], "image_processor": [None, None]}
-    text = json.dumps(index, indent=2, sort_keys=True)
-    (out / "model_index.json").write_text(text + "\n", encoding="utf-8")
+    _write_json(out / "model_index.json", index)
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_path(source: Path, target: Path) -> None:

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 import torch
 
 from wands.convert.pipeline_folder import build_stock
+from wands.convert.source_tensors import read_tensors
 from wands.encoders.components import WEIGHT_STEMS
 from wands.errors import CheckpointError, ConfigError
-from wands.files import read_json_object
 from wands.model.files import name_maps, official
+from wands.model.files.config_files import read_model_config
+from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS, NameMap, shorten
-from wands.model.files.tensor_files import PICKLES, LazyTensor, TensorFiles, find_weights
+from wands.model.files.tensor_files import PICKLES, LazyTensor, find_weights
 
 _Config = dict[str, Any]
 
@@ -34,7 +36,8 @@ class ComponentKind:
             the official config, and a text that names the files in error messages.
         official_files: glob pattern of the model's file in the repositories of Wan's authors, without suffix; "" if the
             repositories contain a folder for the model instead of a single file.
-        unused: parts of tensor names. A tensor is not converted if its name contains one of these parts.
+        unused: parts of tensor names. A tensor is not converted if its name contains one of these parts, except from diffusers'
+            layout to itself.
     """
 
     signs: tuple[str, str]
@@ -48,7 +51,7 @@ _DIT_KIND = ComponentKind(
     signs=("head.head.weight", "proj_out.weight"),
     names=lambda names, where: name_maps.DIT,
     config=official.dit_config,
-    unused=("norm_added_q",),  # in published files, but not in the model; diffusers ignores this tensor too
+    unused=("norm_added_q",),  # in published files, but not in the models of diffusers and Wan
 )
 KINDS: dict[str, ComponentKind] = {
     **dict.fromkeys(EXPERTS, _DIT_KIND),
@@ -96,11 +99,15 @@ class ComponentMapping(NamedTuple):
         config: config of the model in the format of diffusers or transformers.
         stored: maps the name of each tensor in the source's files to the tensor.
         sources: maps a tensor name of the new layout to the source's tensor, in the shape of the new layout.
+        fp8: names in the source's files of the weights that are stored in fp8.
+        notes: sentences for the user about the source's files.
     """
 
     config: _Config
     stored: dict[str, LazyTensor]
     sources: dict[str, LazyTensor]
+    fp8: frozenset[str]
+    notes: list[str]
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -109,25 +116,27 @@ class ComponentMapping(NamedTuple):
         return tuple(name for name in self.stored if name not in used)
 
 
-def find_components(source: Path) -> list[SourceComponent]:
+def find_components(source: Path, base: Path | None) -> list[SourceComponent]:
     """Return every model that the source of a conversion contains.
 
     Args:
-        source: path of a diffusers pipeline, a repository in Wan's original layout, a folder of one DiT, or a single file.
+        source: path of a diffusers pipeline, a repository in Wan's original layout, a folder of one DiT, a folder in ComfyUI's
+            layout, or a single file.
+        base: folder of the model in --base, which tells the head dim of a single file if it is a diffusers pipeline.
 
     Raises:
         ConfigError: if the source contains no Wan model.
         CheckpointError: if a file cannot be read, or a model has no weights.
     """
     if source.is_file():
-        return [_component_of_file(source)]
+        return [_component_of_file(source, base)]
     stems = {name: WEIGHT_STEMS.get(name, official.DIT_STEM) for name in KINDS}
     components = [
         SourceComponent(name, find_weights(source / name, stem), _read_source_config(source / name))
         for name, stem in stems.items()
         if (source / name / "config.json").is_file()
     ]
-    components = components or _find_dits(source)
+    components = components or _find_dits(source) or _find_files(source, base)
     if components and not (source / "model_index.json").is_file():
         for name in WEIGHT_STEMS:
             paths = sorted(source.glob(f"{KINDS[name].official_files}.*"))
@@ -164,21 +173,50 @@ def _find_dits(source: Path) -> list[SourceComponent]:
     return components
 
 
-def _component_of_file(path: Path) -> SourceComponent:
+def _find_files(source: Path, base: Path | None) -> list[SourceComponent]:
+    """Return the models in a folder of ComfyUI's layout, or the DiTs in its folder `diffusion_models`.
+
+    Two DiTs are the experts whose names their files contain. Return [] for other folders.
+    """
+    folder = source / "diffusion_models" if (source / "diffusion_models").is_dir() else source
+    found = sorted(folder.glob("*.safetensors"))
+    by_expert = {
+        expert: [path for path in found if name in path.name.lower()] for expert, name in EXPERT_NAMES.items()
+    }
+    if all(len(paths) == 1 for paths in by_expert.values()):
+        dits = {expert: paths[0] for expert, paths in by_expert.items()}
+    else:
+        dits = {EXPERTS[0]: found[0]} if len(found) == 1 and folder != source else {}
+    components = [_component_of_file(path, base)._replace(name=expert) for expert, path in dits.items()]
+    vaes = sorted((source / "vae").glob("*.safetensors")) if components and folder != source else []
+    return components + [_component_of_file(path, base) for path in vaes[:1]]
+
+
+def _component_of_file(path: Path, base: Path | None) -> SourceComponent:
     config = _read_source_config(path.parent) if (path.parent / "config.json").is_file() else None
-    names = set(name_maps.strip_prefix(TensorFiles([path], f"SOURCE {path}").tensors))
+    names = set(read_tensors([path], f"SOURCE {path}").tensors)
     for name, kind in KINDS.items():
         if names.intersection(kind.signs):
-            return SourceComponent(name, [path], config)
+            is_dit = name in EXPERTS
+            return SourceComponent(name, [path], config or (_config_from_base(base) if is_dit else None))
     raise ConfigError(
         f"SOURCE={path} contains no model of Wan: its tensors are {shorten(names, 3)}. Set SOURCE to a DiT, VAE, UMT5, CLIP or "
         "LoRA of Wan 2.1 or 2.2."
     )
 
 
+def _config_from_base(base: Path | None) -> _Config | None:
+    """Return the part of an official config that the shapes of a DiT do not tell, from a diffusers pipeline in --base."""
+    if base is None or not (base / EXPERTS[0] / "config.json").is_file():
+        return None
+    config = _read_source_config(base / EXPERTS[0])
+    head_dim = config.get("attention_head_dim", official.HEAD_DIM)
+    return {"_class_name": official.OFFICIAL_CLASS, "head_dim": head_dim}
+
+
 def _read_source_config(folder: Path) -> _Config:
     path = folder / "config.json"
-    return read_json_object(path, label=f"SOURCE {path}")
+    return read_model_config(path, label=f"SOURCE {path}")
 
 
 def map_component(component: SourceComponent, to: str) -> ComponentMapping:
@@ -193,14 +231,16 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
     """
     kind, given = KINDS[component.name], component.config or {}
     where = f"SOURCE {component.files[0].parent if len(component.files) > 1 else component.files[0]}"
-    tensors = TensorFiles(component.files, where).tensors
-    stored = {name: tensors[old] for name, old in name_maps.strip_prefix(tensors).items()}
+    source = read_tensors(component.files, where)
+    stored = dict(source.tensors)
+    by_file_name = {value.name: value for value in stored.values()}
+    mapping = partial(ComponentMapping, stored=by_file_name, fp8=source.fp8, notes=source.notes)
     is_official, is_dit = kind.signs[0] in stored, component.name in EXPERTS
     if component.name == "image_encoder" and not (is_official and to == "diffusers"):
-        return ComponentMapping(given, tensors, tensors)
+        return mapping(config=given, sources=by_file_name)
     if name_maps.UMT5_TIED in stored:
         stored.setdefault("shared.weight", stored.pop(name_maps.UMT5_TIED))
-    stored = {name: value for name, value in stored.items() if not any(part in name for part in kind.unused)}
+    unused = {name: stored.pop(name) for name in list(stored) if any(part in name for part in kind.unused)}
     name_map, sources = kind.names(stored, where), split_sources(stored)
     stock_names = name_maps.rename_all(sources, name_map.to_diffusers if is_official else str, where)
     official_names = name_maps.rename_all(stock_names, name_map.to_official, where)
@@ -217,10 +257,12 @@ def map_component(component: SourceComponent, to: str) -> ComponentMapping:
     )
     name_maps.check_fit(found, expected, where)
     if to == "diffusers":
-        return ComponentMapping(config, tensors, by_stock_name)
+        # diffusers ignores these tensors, but other programs read them.
+        kept = {} if is_official else unused
+        return mapping(config=config, sources=by_stock_name | kept)
     prefix = name_maps.COMFYUI_DIT if to == "comfyui" and is_dit else ""
     renamed = {f"{prefix}{name}": source for name, source in by_official_name.items()}
-    return ComponentMapping(config, tensors, renamed)
+    return mapping(config=config, sources=renamed)
 
 
 def split_sources(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:

@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from wands.errors import ConfigError, one_line
-from wands.files import read_json_object
+from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
 from wands.model.files.loading import load_index
 from wands.model.files.official import DIT_STEM
-from wands.model.files.tensor_files import find_weights
+from wands.model.files.tensor_files import check_model, find_weights
 from wands.variants import ExtraInput, Variant, variant_of
 
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
@@ -32,7 +34,7 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
         patterns: glob patterns of the files to download.
 
     Raises:
-        ConfigError: if the model does not exist, or has no subfolder for the component.
+        ConfigError: if the model does not exist, has no subfolder for the component, or names sizes that no model has.
         CheckpointError: if the weights of the component are pickles.
     """
     root = fetch_model(model, key="model", allow=[f"{part}/{pattern}" for pattern in patterns])
@@ -43,6 +45,8 @@ def find_part(model: str | Path, part: str, patterns: Sequence[str] = ALL_FILES)
         )
     if part in WEIGHT_STEMS:
         find_weights(root / part, WEIGHT_STEMS[part])  # refuses pickles
+    if part in WEIGHT_STEMS and (root / part / "config.json").is_file():
+        read_config(root / part / "config.json")  # refuses sizes that no model has
     return root / part
 
 
@@ -53,7 +57,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: if the file is missing or not a JSON object.
     """
     label = f"model={path.parent.parent}: {path.parent.name}/{path.name}"
-    return read_json_object(path, label=label, fix="restore the file.")
+    return read_model_config(path, label=label, fix="restore the file.")
 
 
 def read_variant(model: str | Path, conditions: Sequence[ExtraInput] = ()) -> Variant:
@@ -71,6 +75,19 @@ def read_variant(model: str | Path, conditions: Sequence[ExtraInput] = ()) -> Va
         return variant_of(config, load_index(model, key="--model"), conditions)
     except ValueError as error:
         raise ConfigError(f"--model={model}: {error}. Use a pipeline of Wan 2.1 or 2.2.") from None
+
+
+def check_part(model: nn.Module, folder: Path) -> None:
+    """Check that a loaded component contains neither NaN nor infinite values.
+
+    Args:
+        model: the component on the CPU.
+        folder: folder of the component, a result of `find_part`.
+
+    Raises:
+        CheckpointError: if a weight contains NaN or infinite values. The message names the weight and its file.
+    """
+    check_model(model, f"model={folder.parent}", lambda: folder, WEIGHT_STEMS[folder.name])
 
 
 @contextmanager

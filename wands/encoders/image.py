@@ -19,7 +19,7 @@ from transformers import CLIPVisionModel
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Arrays, ClipFrames, Condition, Encoders
 from wands.data.clips.video import to_pixels
-from wands.encoders.components import find_part, loading_part
+from wands.encoders.components import check_part, find_part, loading_part
 from wands.encoders.vae import WanVideoEncoder
 from wands.model.files.loading import load_index
 
@@ -41,6 +41,7 @@ class ImageEncoder:
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
+            CheckpointError: if a weight contains NaN or infinite values.
         """
         class_name = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
         with loading_part(model, "image encoder"):
@@ -50,6 +51,7 @@ class ImageEncoder:
             encoder = CLIPVisionModel.from_pretrained(
                 folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
+            check_part(encoder, folder)
         return cls(processor, encoder.to(device))
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from wands.encoders.components import find_part, loading_part
+from wands.encoders.components import check_part, find_part, loading_part
 
 TILE, TILE_STRIDE = 256, 192
 """Height and width of a tile of the VAE, and distance between the starts of neighboring tiles, in pixels.
@@ -67,11 +67,13 @@ class WanVideoEncoder:
 
         Raises:
             ConfigError: if the model does not exist or its files are damaged.
+            CheckpointError: if a weight contains NaN or infinite values.
         """
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
         with loading_part(model, "VAE"):
             folder = find_part(model, "vae")
             vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch_dtype, use_safetensors=True)
+            check_part(vae, folder)
         return cls(vae.to(device), tiling=tiling)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ def write_transformer(
     folder: Path,
     dtype: torch.dtype,
     max_shard_size: str,
+    kept: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write one DiT as a diffusers folder, and check the folder.
 
@@ -42,6 +43,7 @@ def write_transformer(
         folder: folder to create.
         dtype: dtype of the written weights. Layers that diffusers keeps in fp32 stay fp32.
         max_shard_size: largest size of a safetensors file, such as "5GB".
+        kept: further tensors to write, which diffusers ignores.
 
     Raises:
         CheckpointError: if the weights do not fit the config, the written weights differ from `weights`, or the output
@@ -51,7 +53,8 @@ def write_transformer(
         model = WanTransformer3DModel.from_config(config)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_fit({name: tuple(value.shape) for name, value in weights.items()}, expected, "the checkpoint")
-    tensors = [LazyTensor.of(name, value, stock_dtype(name, dtype)) for name, value in weights.items()]
+    written = {**weights, **(kept or {})}
+    tensors = [LazyTensor.of(name, value, stock_dtype(name, dtype)) for name, value in written.items()]
     folder.mkdir()
     model.save_config(folder)
     # save_pretrained is not used, because it ignores the umask and makes files that only their owner can read.

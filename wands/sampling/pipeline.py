@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,11 +16,11 @@ from wands.config.options import InferOptions
 from wands.encoders.components import WEIGHT_STEMS, quiet_loading
 from wands.encoders.text import check_embedding
 from wands.errors import CheckpointError, ConfigError, one_line
-from wands.files import read_json_object
+from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.official import DIT_STEM
-from wands.model.files.tensor_files import find_weights
+from wands.model.files.tensor_files import check_model, find_weights
 from wands.model.weight_dtypes import stock_dtype
 from wands.sampling.loras import Lora, add_loras
 from wands.sampling.schedulers import EulerScheduler, shift_key
@@ -167,7 +168,7 @@ def find_pipeline(
 
 def _read_pipeline_config(path: Path, label: str) -> dict[str, Any]:
     fix = "use a folder in diffusers layout, such as wands export writes, or a Hub id."
-    return read_json_object(path, label=f"{label}: {path}", fix=fix)
+    return read_model_config(path, label=f"{label}: {path}", fix=fix)
 
 
 def check_encoders(label: str, root: Path, variant: Variant, origin: str) -> None:
@@ -261,10 +262,12 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
 
     Raises:
         ConfigError: if the weights in a diffusers folder are missing, are damaged, or do not fit the folder's config.
-        CheckpointError: if the weights of a checkpoint do not fit their config.
+        CheckpointError: if the weights of a checkpoint do not fit their config, or weights contain NaN or infinite values.
     """
     if source.load is not None:
-        return _load_trained(source, source.load(), dtype)
+        trained = _load_trained(source, source.load(), dtype)
+        check_model(trained, f"{source.label}: the checkpoint {source.folder}")
+        return trained
     try:
         transformer, info = WanTransformer3DModel.from_pretrained(
             source.folder,
@@ -284,7 +287,13 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
             f"{source.label}: the weights of the transformer do not fit its config.json ({len(wrong)} tensors are missing, "
             f"unexpected or of a wrong shape, such as {wrong[0]}). Export or download the transformer again."
         )
+    check_model(transformer, source.label, partial(_cached_folder, source.folder, source.subfolder), DIT_STEM)
     return transformer
+
+
+def _cached_folder(model: str, part: str) -> Path:
+    """Return the folder of a component whose files are on this machine already."""
+    return fetch_model(model, key="--model", allow=[f"{part}/*.json"]) / part
 
 
 def _load_trained(
@@ -315,6 +324,10 @@ def load_components(
         source: result of `find_pipeline`.
         dits: maps "transformer" or "transformer_2" to the loaded DiT. None builds the pipeline without this DiT.
         dtype: dtype of the text encoder. The VAE and the image encoder are loaded in fp32.
+
+    Raises:
+        ConfigError: if files are missing or damaged.
+        CheckpointError: if weights contain NaN or infinite values.
     """
     dtypes = {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32}
     label = f"--model={source.model}"
@@ -324,6 +337,9 @@ def load_components(
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
+    for part, stem in WEIGHT_STEMS.items():
+        if model := getattr(pipeline, part, None):
+            check_model(model, label, partial(_cached_folder, source.model, part), stem)
     check_embedding(pipeline.text_encoder, label)
     scheduler = pipeline.scheduler.config
     if not (scheduler.get("use_flow_sigmas") or "shift" in scheduler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 from make_tiny_pipeline import build_tiny_pipeline
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.commands import convert, export
 from tests.support.runs import make_run, run_training
@@ -163,6 +164,22 @@ def test_each_expert_has_a_lora_of_its_own(tmp_path: Path, worlds: Any):
         assert (forward(getattr(pipeline, part)) - truth).abs().max() <= 1e-5, part
     merged = WanPipeline.from_pretrained(export(tmp_path / "run", tmp_path / "merged", merge=True))
     assert torch.equal(forward(merged.transformer_2), expected(model, tmp_path / "run", "transformer_2"))
+
+
+def test_a_merge_keeps_tensors_that_only_other_programs_read(run: Path, tiny_pipeline: Path, tmp_path: Path):
+    """Published I2V models have norm_added_q, which diffusers ignores and FastVideo wants."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    file = base / "transformer" / "diffusion_pytorch_model.safetensors"
+    extra = "blocks.0.attn2.norm_added_q.weight"
+    save_file(load_file(file) | {extra: torch.full((8,), 0.5)}, file)
+    merged = export(run, tmp_path / "merged", merge=True, base=base)
+    written = load_file(merged / "transformer" / file.name)
+    assert torch.equal(written.pop(extra), torch.full((8,), 0.5))
+    truth = load_full_weights(run)
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(written[name], truth[name].to(written[name].dtype)) for name in truth)
+    assert WanPipeline.from_pretrained(merged).transformer.config.num_layers
 
 
 def test_merge_is_for_lora_runs(tiny_pipeline: Path, tmp_path: Path, worlds: Any):

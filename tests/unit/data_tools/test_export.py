@@ -99,6 +99,18 @@ def test_what_others_find_in_an_export(cache: Path, tmp_path: Path) -> None:
     assert int(known["crc32"], 16) == stored.index.crc32[0]
 
 
+def test_datasets_finds_only_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets reads every file with the extension of a table as rows of data."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    write_cache(tmp_path / "cache", [1, 2, 3])
+    export_cache(tmp_path / "cache", tmp_path / "export", "webdataset")
+    rows = datasets.load_dataset(str(tmp_path / "export"), split="train", cache_dir=str(tmp_path / "rows"))
+    assert len(rows) == 3
+    assert set(rows.column_names) >= {"safetensors", "txt", "json"}
+
+
 def test_an_export_appears_whole_or_not_at_all(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,10 +208,10 @@ def test_damage_and_loss_are_found(cache: Path, tmp_path: Path) -> None:
         import_cache(tmp_path / "export", tmp_path / "back")
     assert not (tmp_path / "back" / "index.npz").exists()
     (tmp_path / "export" / "null_text.safetensors").write_bytes(b"")
-    with pytest.raises(DataError, match=r"export\.json or null_text\.safetensors in SOURCE"):
+    with pytest.raises(DataError, match=r"export\.manifest or null_text\.safetensors in SOURCE"):
         import_cache(tmp_path / "export", tmp_path / "back")
-    (tmp_path / "export" / "export.json").unlink()
-    with pytest.raises(DataError, match=r"neither export\.json nor \*_wan\.safetensors"):
+    (tmp_path / "export" / "export.manifest").unlink()
+    with pytest.raises(DataError, match=r"neither export\.manifest nor \*_wan\.safetensors"):
         import_cache(tmp_path / "export", tmp_path / "back")
 
 

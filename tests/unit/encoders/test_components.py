@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from wands.encoders.image import ImageEncoder
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import load_transformer
-from wands.sampling.pipeline import find_pipeline
+from wands.sampling.pipeline import find_pipeline, load_pipeline
 
 ROOT = Path(__file__).resolve().parents[3]
 LOADERS: dict[str, Callable[[Path], Any]] = {
@@ -45,6 +46,21 @@ def test_pickled_weights_are_refused_in_one_sentence(model: Path, part: str):
         with pytest.raises(CheckpointError, match=r"model\.bin contains pickled weights") as caught:
             load(model)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("part", LOADERS)
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(model: Path, part: str, value: float):
+    """Otherwise, every video of the model is black. The message names the tensor and its file."""
+    (file,) = (model / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = sorted(weights)[-1]
+    weights[name].view(-1)[-1] = value
+    save_file(weights, file, {"format": "pt"})
+    message = rf"{part}/{re.escape(file.name)} has NaN or infinite values in {re.escape(name)}, "
+    for load in (LOADERS[part], lambda folder: load_pipeline(find_pipeline(folder))):
+        with pytest.raises(CheckpointError, match=message):
+            load(model)
 
 
 def test_an_index_that_lists_a_pickle_is_refused(model: Path):

@@ -12,7 +12,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from wands.errors import ConfigError, one_line
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.official import DIT_STEM
-from wands.model.files.tensor_files import find_weights
+from wands.model.files.tensor_files import find_weights, is_gguf
 from wands.variants import VARIANTS
 
 
@@ -68,11 +68,19 @@ def fetch_model(
         ignore: glob patterns of files that are not downloaded.
 
     Raises:
-        ConfigError: if `path` is neither a folder nor a Hub id, or the download fails.
+        ConfigError: if `path` is neither a folder nor a Hub id, or the download fails. For one file of weights, the message names
+            the command that makes a folder from it.
     """
     name = str(path)
     if name and Path(name).is_dir():  # for pathlib "" is the current folder
         return Path(name)
+    if Path(name).is_file():
+        fix = f"wands convert {name} --to diffusers --base DIR --out OUT makes such a folder from one file of weights"
+        if is_gguf(Path(name)):
+            fix = "use the safetensors files of the model, because wands does not read GGUF files"
+        raise ConfigError(
+            f"{key}={name} is a file, but {key} must be the folder or the Hub id of a model; {fix}."
+        )
     if not is_hub_id(name):
         raise ConfigError(
             f"{key}={name} is neither a folder nor a Hub id; set {key} to an existing folder or a Hub id (owner/name)."

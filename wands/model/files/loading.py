@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from wands.errors import CheckpointError, ConfigError
 from wands.files import read_json_object
 from wands.model.files import official
+from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
@@ -242,7 +243,7 @@ def _find_folder(path: str | Path, subfolder: str, patterns: Iterable[str], key:
 
 def _read_dit_config(where: str, folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    config = read_json_object(file, label=f"{where}: {file}")
+    config = read_model_config(file, label=f"{where}: {file}")
     class_name = config.get("_class_name")
     if class_name == official.OFFICIAL_CLASS:
         files = TensorFiles(find_weights(folder, official.DIT_STEM), where)
@@ -296,14 +297,34 @@ def _open_weights(where: str, folder: Path, model: PackedWanTransformer) -> _Mak
             f"{where} has no weights (neither {WEIGHTS_NAME} nor an index of weights). Use a complete pipeline, or train from "
             "random weights with model.init=random."
         )
-    files, ignored = TensorFiles(paths, where), model._keys_to_ignore_on_load_unexpected or ()
-    shapes = {name: x for name, x in files.shapes.items() if not any(part in name for part in ignored)}
+    files = TensorFiles(paths, where)
+    shapes = {name: shape for name, shape in files.shapes.items() if not _is_ignored(name)}
     rename = DIT.to_diffusers if "head.head.weight" in shapes else str
     stored_names = rename_all(shapes, rename, where)
     stored = {name: shapes[stored_name] for name, stored_name in stored_names.items()}
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     check_fit(stored, expected, where)
     return lambda name, _: files.read(stored_names[name]).to(torch.float32)
+
+
+def load_ignored(folder: Path, where: str) -> dict[str, Tensor]:
+    """Load the tensors in the folder of a DiT that diffusers' model ignores but other programs read, such as `norm_added_q`.
+
+    Files that were not downloaded are left out.
+
+    Args:
+        folder: folder of the DiT in diffusers layout.
+        where: option and value that name the model, for error messages.
+
+    Raises:
+        CheckpointError: if a file is damaged.
+    """
+    files = TensorFiles([path for path in find_weights(folder, official.DIT_STEM) if path.is_file()], where)
+    return {name: files.read(name) for name in files.tensors if _is_ignored(name)}
+
+
+def _is_ignored(name: str) -> bool:
+    return any(part in name for part in PackedWanTransformer._keys_to_ignore_on_load_unexpected or ())
 
 
 def _fill(

@@ -24,6 +24,8 @@ EXPERTS = ("transformer", "transformer_2")
 """
 COMFYUI_DIT = "model.diffusion_model."
 COMFYUI_LORA = "diffusion_model."
+DIT_PREFIXES = (COMFYUI_DIT, COMFYUI_LORA, "model.")
+"""Prefixes of the names of a DiT in files of other programs: ComfyUI's two, and that of Self-Forcing and its relatives."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Maps the name of a tensor to its shape."""
@@ -218,16 +220,19 @@ def vae_names(num_res_blocks: int, nested: bool) -> NameMap:
     return NameMap(table)
 
 
-def strip_prefix(names: Iterable[str]) -> dict[str, str]:
-    """Remove ComfyUI's prefix from tensor names, and return a dict that maps each new name to its old name.
+def split_prefix(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Remove the prefix of a DiT (see `DIT_PREFIXES`) from tensor names.
 
-    The prefix is "model.diffusion_model." or "diffusion_model.". If any name lacks the prefix, no name changes.
+    Returns:
+        (names of the DiT, other names). The first is a dict that maps each new name to its old name. If names have the prefix, a
+        name without it belongs to another model of the same file. If no name has it, all names are returned unchanged.
     """
     names = list(names)
-    for prefix in (COMFYUI_DIT, COMFYUI_LORA):
-        if names and all(name.startswith(prefix) for name in names):
-            return {name.removeprefix(prefix): name for name in names}
-    return {name: name for name in names}
+    for prefix in DIT_PREFIXES:
+        if found := [name for name in names if name.startswith(prefix)]:
+            others = [name for name in names if not name.startswith(prefix)]
+            return {name.removeprefix(prefix): name for name in found}, others
+    return {name: name for name in names}, []
 
 
 def rename_all(names: Iterable[str], rename: Callable[[str], str], where: str) -> dict[str, str]:

@@ -86,13 +86,13 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
     Args:
         shapes: maps official names of the weights to their shapes.
         official_config: the official config.json, for num_heads and eps, which the shapes do not contain. If num_heads is
-            missing, the number of heads is the model width divided by 128, the head dim of published models. If eps is
-            missing, eps is 1e-6.
+            missing, the number of heads is the model width divided by the entry head_dim, or by 128, the head dim of
+            published models. If eps is missing, eps is 1e-6.
         where: start of the error messages, such as "model.path=DIR".
 
     Raises:
         CheckpointError: if the weights lack a tensor that every Wan DiT has, or the config contradicts the shapes. The error
-            is also raised if num_heads does not divide the model width, or is missing and 128 does not divide the width.
+            is also raised if num_heads does not divide the model width, or is missing and the head dim does not divide the width.
     """
     try:
         dim, in_channels, *patch = shapes["patch_embedding.weight"]
@@ -108,7 +108,8 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
         raise CheckpointError(
             f"{where} has no tensor {error.args[0]}, which every Wan DiT has. Use a complete model of Wan 2.1 or 2.2."
         ) from None
-    num_heads = official_config.get("num_heads") or (0 if dim % HEAD_DIM else dim // HEAD_DIM)
+    head_dim = official_config.get("head_dim", HEAD_DIM)
+    num_heads = official_config.get("num_heads") or (0 if dim % head_dim else dim // head_dim)
     if not num_heads or dim % num_heads:
         if "num_heads" in official_config:
             raise CheckpointError(
@@ -116,7 +117,8 @@ def dit_config(shapes: Shapes, official_config: Mapping[str, Any], where: str) -
             )
         raise CheckpointError(
             f"{where}: the number of attention heads is unknown, because the model's width {dim} is not a multiple of the "
-            f"usual head dim {HEAD_DIM}. Put the model's config.json with num_heads next to the weights."
+            f"{'usual ' if head_dim == HEAD_DIM else ''}head dim {head_dim}. Put the model's config.json with num_heads next to "
+            "the weights."
         )
     if image := shapes.get("img_emb.proj.0.weight"):
         sizes |= {"image_dim": image[0], "image_positions": shapes.get("img_emb.emb_pos", (0, 0))[1]}

@@ -20,11 +20,14 @@ import torch
 import xxhash
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from wands.errors import CheckpointError, one_line
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
+TRAINING_STATES = ("generator_ema", "generator")
+"""Keys of the state dicts in a checkpoint of Self-Forcing and its relatives: the moving average, which their authors sample
+from, and the last weights."""
 _CODES = {dtype: code for code, dtype in safetensors.torch._TYPES.items()}
 
 
@@ -76,6 +79,7 @@ class TensorFiles:
     Attributes:
         metadata: metadata of all safetensors files, as one dict.
         tensors: maps the name of each tensor to its `LazyTensor`.
+        training_state: the key of `TRAINING_STATES` from which a pickle's tensors were taken; "" for other files.
 
     Raises:
         CheckpointError: if a file is missing or damaged, or a pickle contains anything other than tensors.
@@ -85,8 +89,9 @@ class TensorFiles:
         self.files = list(files)
         self.where = where
         self.metadata: dict[str, str] = {}
+        self.training_state = ""
         self.tensors: dict[str, LazyTensor] = {}
-        self._stored: dict[str, Path | Tensor] = {}
+        self._stored: dict[str, tuple[Path, Tensor | None]] = {}
         for file in self.files:
             is_pickle = file.suffix in PICKLES
             for name, value in (self._open_pickle if is_pickle else self._open_safetensors)(file).items():
@@ -94,7 +99,7 @@ class TensorFiles:
                 self.tensors[name] = LazyTensor(
                     name=name, shape=tuple(value.shape), dtype=value.dtype, read=read
                 )
-                self._stored[name] = value if is_pickle else file
+                self._stored[name] = (file, value if is_pickle else None)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -102,13 +107,17 @@ class TensorFiles:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor by its name in the file, and return it on the CPU."""
-        stored = self._stored[name]
-        if isinstance(stored, Tensor):
-            return stored
-        with open_safetensors(stored, self.where) as file:
-            value: Tensor = file.get_tensor(name).clone()
-        return value
+        """Read one tensor by its name in the file, and return it on the CPU.
+
+        Raises:
+            CheckpointError: if the file is missing or damaged, or a value is NaN or infinite.
+        """
+        path, stored = self._stored[name]
+        if stored is None:
+            with open_safetensors(path, self.where) as file:
+                stored = file.get_tensor(name).clone()
+        check_finite(name, stored, f"{self.where}: {path}")
+        return stored
 
     def _open_safetensors(self, path: Path) -> dict[str, Tensor]:
         with open_safetensors(path, self.where) as file:
@@ -127,10 +136,15 @@ class TensorFiles:
             raise CheckpointError(
                 f"{self.where}: {path} cannot be read ({one_line(error)}). Download the file again."
             ) from None
+        key = next((key for key in TRAINING_STATES if isinstance(state, Mapping) and key in state), None)
+        if key is not None:
+            state, self.training_state = state[key], key
         if not isinstance(state, Mapping):
             raise CheckpointError(
                 f"{self.where}: {path} contains a {type(state).__name__}, not a state dict. Use a file with one state dict."
             )
+        if key is not None:  # a moving average may have FSDP's names
+            state = {str(name).replace("_fsdp_wrapped_module.", ""): value for name, value in state.items()}
         for name, value in state.items():
             if not isinstance(value, Tensor):
                 raise CheckpointError(
@@ -148,15 +162,76 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
         where: start of the error messages, such as "model.path=DIR".
 
     Raises:
-        CheckpointError: if the file is missing or damaged. The message names the file.
+        CheckpointError: if the file is missing, is damaged or is a GGUF file. The message names the file.
     """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
+        if is_gguf(path):
+            raise CheckpointError(
+                f"{where}: {path} is a GGUF file, whose quantized weights wands does not read. Use the safetensors files of the "
+                "model."
+            ) from None
         raise CheckpointError(
             f"{where}: {path} cannot be read ({one_line(error)}). Download the file again."
         ) from None
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file starts as a GGUF file, the format of llama.cpp and of quantized models for ComfyUI."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def check_finite(name: str, value: Tensor, where: str) -> None:
+    """Check that a weight contains neither NaN nor infinite values, with which a model samples only black videos.
+
+    Args:
+        name: name of the weight, for the error message.
+        value: the weight.
+        where: start of the error message, which names the file.
+
+    Raises:
+        CheckpointError: if a value is NaN or infinite.
+    """
+    if not _is_finite(value):
+        raise CheckpointError(
+            f"{where} has NaN or infinite values in {name}, so the model would give only black videos. Use a file whose weights "
+            "are all finite, such as an earlier checkpoint."
+        )
+
+
+def check_model(
+    model: nn.Module, where: str, folder: Callable[[], Path] | None = None, stem: str = ""
+) -> None:
+    """Check that a model that is already loaded contains neither NaN nor infinite values. The files are not read again.
+
+    Args:
+        model: the model on the CPU.
+        where: start of the error message.
+        folder: function that returns the folder of the model's files. It is called only to name the file of a wrong weight.
+        stem: name of the files without suffix, as for `find_weights`.
+
+    Raises:
+        CheckpointError: if a weight contains NaN or infinite values. The message names the weight and its file.
+    """
+    for name, parameter in model.named_parameters():
+        if not _is_finite(parameter.detach()):
+            files = find_weights(folder(), stem) if folder else []
+            file = next((path for path in files if name in TensorFiles([path], where).tensors), None)
+            check_finite(name, parameter.detach(), f"{where}: {file}" if file else where)
+
+
+def _is_finite(value: Tensor) -> bool:
+    if not value.is_floating_point() or value.numel() == 0:
+        return True
+    # aminmax reads the values once and allocates nothing. It returns NaN if one value is NaN.
+    low, high = (value.float() if value.dtype.itemsize == 1 else value).aminmax()
+    return bool(low.isfinite() and high.isfinite())
 
 
 def sample_digest(files: Sequence[Path], where: str) -> str:

@@ -10,7 +10,7 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from tests.support.official import WanModel
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
-from wands.model.files.name_maps import DIT, rename_all, strip_prefix
+from wands.model.files.name_maps import DIT, rename_all, split_prefix
 from wands.variants import VARIANTS
 
 
@@ -87,10 +87,11 @@ def test_unknown_names_are_all_listed():
 
 
 def test_prefixes():
-    assert strip_prefix(["model.diffusion_model.head.head.bias"]) == {
-        "head.head.bias": "model.diffusion_model.head.head.bias"
-    }
-    assert strip_prefix(["diffusion_model.a", "b"]) == {"diffusion_model.a": "diffusion_model.a", "b": "b"}
+    name = "model.diffusion_model.head.head.bias"
+    assert split_prefix([name, "vae.conv1.weight"]) == ({"head.head.bias": name}, ["vae.conv1.weight"])
+    assert split_prefix(["diffusion_model.a", "b"]) == ({"a": "diffusion_model.a"}, ["b"])
+    assert split_prefix(["model.a"]) == ({"a": "model.a"}, [])
+    assert split_prefix(["a", "b"]) == ({"a": "a", "b": "b"}, [])
 
 
 def test_the_tables_are_one_to_one():

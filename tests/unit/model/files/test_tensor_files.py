@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor, TensorFiles, as_bytes, find_weights, write_sharded
@@ -70,6 +70,8 @@ def test_pickles_of_tensors(zipped: bool, tmp_path: Path):
         ({"a": Bomb()}, "is a pickle with objects that are not tensors"),
         ({"a": 3}, "contains a, which is not a tensor"),
         ([torch.zeros(1)], "contains a list"),
+        ({"generator": {"a": 3}}, "contains a, which is not a tensor"),
+        ({"generator_ema": 3}, "contains a int, not a state dict"),
     ],
 )
 def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -78,6 +80,21 @@ def test_pickles_of_more(content: object, says: str, tmp_path: Path, monkeypatch
     with pytest.raises(CheckpointError, match=says):
         TensorFiles([tmp_path / "w.pth"], "here")
     assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_a_value_that_is_not_finite_is_named_when_it_is_read(dtype: torch.dtype, suffix: str, tmp_path: Path):
+    path, good = tmp_path / f"w{suffix}", torch.ones(3, 2).to(dtype)
+    state = {"good": good, "none": torch.zeros(0), "bad": torch.tensor([1.0, torch.nan]).to(dtype)}
+    (torch.save if suffix == ".pth" else save_file)(state, path)
+    files = TensorFiles([path], "model.path=here")
+    assert torch.equal(files.read("good").float(), good.float())
+    assert files.read("none").numel() == 0
+    with pytest.raises(
+        CheckpointError, match=rf"model\.path=here: .*w\{suffix} has NaN or infinite values in bad"
+    ):
+        files.read("bad")
 
 
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
