@@ -172,8 +172,8 @@ class WriterLock(AbstractContextManager["WriterLock"]):
                 time.sleep(pause)
             else:
                 self._lost = WandsError(
-                    f"{self._label} was taken over by another process ({_name(record)}), because this process did not update its "
-                    "lock for a while. Two processes must not write to one folder, so this process stops."
+                    f"{self._label} was taken over by another process ({_name(record)}). Two processes must not write to one "
+                    "folder, so this process ends."
                 )
         if self._lost:
             raise self._lost

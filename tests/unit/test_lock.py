@@ -253,7 +253,7 @@ def test_a_holder_learns_of_another_owner(fast, tmp_path: Path):
         with pytest.raises(WandsError, match=re.escape(lost[0])):
             end()
     assert len(lost) == 1
-    assert "cache=c was taken over by another process (host b, pid 1, since today), because this" in lost[0]
+    assert "cache=c was taken over by another process (host b, pid 1, since today)." in lost[0]
     assert path.read_bytes() == b'{"owner": "host b, pid 1, since today"}'  # of the other
 
 

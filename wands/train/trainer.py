@@ -160,7 +160,7 @@ class Trainer:
     def _claim(self, output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog) -> None:
         """Lock a run folder until `stack` is closed. Delete requests and temporary files of an earlier run; finish its save."""
         lock = WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}", force=self._force)
-        lock.on_lost = partial(watchdog.request_stop, exit_code=WandsError.exit_code)
+        lock.on_lost = lambda message: watchdog.request_stop(message.rstrip("."), WandsError.exit_code)
         stack.enter_context(lock)
         for name in sorted(take_requests(output_dir)):
             log(f"deleted {output_dir / name}, a request to an earlier run")
