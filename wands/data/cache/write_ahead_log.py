@@ -143,7 +143,8 @@ class WriteAheadLog:
         self.path, self._durable = path, durable
         label = f"cache={path.parent.parent} ({path.name})"
         with ExitStack() as stack:
-            stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
+            lock = stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
+            self._check_lock = lock.check
             try:
                 self._file = stack.enter_context(path.open("ab", buffering=0))
             except OSError as error:
@@ -164,7 +165,9 @@ class WriteAheadLog:
 
         Raises:
             CacheError: if the disk is full. The log is unchanged.
+            WandsError: if another process has taken the log over.
         """
+        self._check_lock()
         dtypes = [str(array.dtype) for array in arrays]
         assert {*dtypes} <= {"uint16", "uint8"}, dtypes
         content = b"".join(array.tobytes() for array in arrays)
