@@ -30,7 +30,8 @@ from typing import Any, NoReturn
 import torch
 
 from wands.distributed.consistency import group_ranks, name_ranks
-from wands.errors import RankError, one_line
+from wands.errors import RankError, WandsError, one_line
+from wands.own_files import open_own_file
 from wands.texts import safe_lines
 from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
 
@@ -246,15 +247,15 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
-    with contextlib.suppress(OSError):  # the disk may be full
+    with contextlib.suppress(OSError, WandsError):  # the disk may be full
         folder.mkdir(parents=True, exist_ok=True)
-        with files[rank].open("w", encoding="utf-8") as file:
+        with open(files[rank], "w", encoding="utf-8", opener=open_own_file) as file:
             file.write(f"{_place(error)}\n\n")
             file.writelines(traceback.format_exception(error) if error else ())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
     time.sleep(seconds)
-    answers = [file.read_text("utf-8").partition("\n")[0] if file.exists() else "" for file in files]
+    answers = [file.read_text("utf-8").partition("\n")[0] if file.is_file() else "" for file in files]
     groups = {answers[ranks[0]]: name_ranks(ranks) for ranks in group_ranks(answers)}
     missing = groups.pop("", None)  # the cause: named first
     clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
