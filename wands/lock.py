@@ -41,7 +41,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
     """Lock that lets one process at a time write to a folder, from the constructor to `release` or the end of a `with` statement.
 
     Args:
-        path: the lock file, which remains if this process is killed. A missing folder is created.
+        path: the lock file. A missing folder is created.
         label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
         patience: seconds to wait while a living process holds the lock. After this time, an error is raised.
         force: whether to take over the lock of a process on another machine at once.
@@ -52,8 +52,7 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         on_lost: function that a thread calls with a message if another process has taken the lock over.
 
     Raises:
-        WandsError: if another process holds the lock, or the lock file cannot be created. At the end of a `with` statement: if
-            another process has taken the lock over.
+        WandsError: if another process holds the lock, or has taken it over by the end of the `with` statement.
     """
 
     def __init__(self, path: Path, label: str, patience: float = 0.0, *, force: bool = False) -> None:

@@ -36,6 +36,7 @@ from wands.texts import safe_lines
 from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
 
 _log = logging.getLogger(__name__)
+_warn_once = cache(_log.warning)
 
 REQUESTS = ("save", "save_quit", "check")
 """Names of the files in a run folder with which the user requests an action."""
@@ -115,12 +116,9 @@ class Watchdog:
             self._pipe.close()
 
     def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
-        """Set the time limits of the run in seconds, and begin to enforce them.
+        """Begin to enforce the limits of a step and of other work, such as the start of the run with its first step, in seconds.
 
-        Args:
-            output_dir: run folder.
-            step_timeout: limit of a step. None computes it from the durations of the last steps.
-            timeout: limit of any other work, such as a checkpoint, or the start of the run with its first step.
+        Without `step_timeout`, the limit of a step is computed from the durations of the last steps.
         """
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout
@@ -204,9 +202,7 @@ class Watchdog:
         self.request_stop(f"{number.name} received", 128 + number)
 
     def request_stop(self, reason: str, exit_code: int) -> None:
-        """Make the training loop save a checkpoint and stop. Before the end of the first step, there is nothing to save, and the
-        process exits at once with `exit_code`.
-        """
+        """Make the training loop save a checkpoint and stop. Before the end of the first step, exit at once with `exit_code`."""
         if self.stop_requested:
             return
         if not self._durations:
@@ -297,8 +293,3 @@ def take_requests(output_dir: Path) -> set[str]:
             except OSError as error:
                 _warn_once(f"the request {path} is ignored, because it cannot be removed ({one_line(error)})")
     return names
-
-
-@cache
-def _warn_once(message: str) -> None:
-    _log.warning(message)

@@ -145,6 +145,45 @@ def test_a_run_whose_folder_is_taken_saves_and_ends(tiny_pipeline: Path, tmp_pat
     assert json.loads((run / LOCK_NAME).read_text()) == OTHER
 
 
+def train_with(model: Path, out: Path, name: str, at: int) -> str:
+    """Train up to 50 steps, and after step `at` make a folder `save_quit` or a named pipe of another name. Step 0: before."""
+
+    def make() -> None:
+        out.mkdir(exist_ok=True)
+        (os.mkdir if name == "save_quit" else os.mkfifo)(out / name)
+
+    def after(training: Training, step: FinishedStep) -> None:
+        if step.number == at:
+            make()
+
+    if at == 0:
+        make()
+    overrides = (*BASE, f"model.path={model}", f"output_dir={out}", "train.max_steps=50")
+    try:
+        Trainer(None, overrides, jobs=[Spy(stepped=after)], log=lambda text: None).train()
+    except WandsError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_save_quit_stops_a_run(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    run = tmp_path / "run"
+    assert worlds[1].run(train_with, tiny_pipeline, run, "save_quit", 2) == [""]
+    saved = named_step(run / "checkpoints")
+    assert saved
+    assert saved.name == "step_00000003"
+    assert not (run / "save_quit").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", LOCK_NAME])
+def test_a_run_does_not_wait_for_a_named_pipe(
+    name: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    run = tmp_path / "run"
+    (text,) = worlds[1].run(train_with, tiny_pipeline, run, name, 0)
+    assert text.startswith(f"{run / name} must be a regular file, and no link")
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_force_takes_over_the_folder_of_another_host(
     force: bool, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
