@@ -68,14 +68,14 @@ def export_cache(path: str | Path, out: str | Path, format: str, max_bytes: int 
     """
     assert format in FORMATS, format
     cache, out = LatentCache(path, verify=True), Path(out).absolute()
-    with WriterLock(out.with_name(f".{out.name}.lock"), f"OUT={out}"):
+    with WriterLock(out.with_name(f".{out.name}.lock"), f"OUT={out}") as lock:
         if out.exists():
             raise ConfigError(f"OUT={out} exists; pass a new folder.")
-        _write(cache, out, format, max_bytes)
+        _write(cache, out, format, max_bytes, lock)
     return len(cache)
 
 
-def _write(cache: LatentCache, out: Path, format: str, max_bytes: int) -> None:
+def _write(cache: LatentCache, out: Path, format: str, max_bytes: int, lock: WriterLock) -> None:
     temporary = out.with_name(f".{out.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -101,8 +101,10 @@ def _write(cache: LatentCache, out: Path, format: str, max_bytes: int) -> None:
             if tars:
                 tars.close()
         os.sync()
+        lock.check()
         publish(temporary, out)
     except OSError as error:
+        lock.check()
         shutil.rmtree(temporary, ignore_errors=True)
         raise disk_error(out, cache.num_bytes, error) from None
 

@@ -27,8 +27,16 @@ from data_tools.program import program
 from wands.conditions.arrays import ArraySpec
 from wands.config.base import ARGUMENT, Options
 from wands.data.cache.format import INDEX_NAME, MANIFEST_NAME, digest, read_manifest, reason, stored_arrays
-from wands.data.cache.shards import CacheIndex, IndexEntry, read_entry, sample_path, stored_specs
-from wands.errors import CacheError
+from wands.data.cache.shards import (
+    CacheIndex,
+    IndexEntry,
+    open_hdf5,
+    read_entry,
+    sample_path,
+    stored_specs,
+)
+from wands.errors import CacheError, WandsError
+from wands.own_files import open_regular_file
 from wands.preprocess.progress import progress
 from wands.texts import safe_lines
 
@@ -205,8 +213,8 @@ def _check_shard(
     problem, affected = partial(Problem, path.name, fix=fix), f"which affects {len(rows)} samples"
     with ExitStack() as stack:
         try:
-            plain_file = stack.enter_context(path.open("rb"))
-        except OSError as error:
+            plain_file = stack.enter_context(open(path, "rb", opener=open_regular_file))
+        except (OSError, WandsError) as error:
             yield problem(f"the file cannot be read ({reason(error)}), {affected}")
             return
         if index and path.name in index.shard_names:
@@ -214,7 +222,7 @@ def _check_shard(
             if (found := path.stat().st_size) != size:
                 yield problem(f"the file has {found:,} bytes, but the index says {size:,}")
         try:
-            file = stack.enter_context(h5py.File(path, "r", locking=False))
+            file = stack.enter_context(open_hdf5(path))
         except DAMAGE as error:
             yield problem(f"the file is damaged ({reason(error)}), {affected}")
             return

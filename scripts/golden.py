@@ -188,7 +188,7 @@ def cache_digests(cache: Path) -> dict[str, str]:
     digests, places, ids = {}, {}, []
     shards = sorted(cache.glob("*.h5"))
     for shard in shards:
-        with h5py.File(shard) as file:
+        with h5py.File(shard, locking=False) as file:
             ids.append(file.attrs["id"])
 
             def visit(name: str, item: Any) -> None:

@@ -145,6 +145,7 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
     try:
         partial.mkdir()
         yield partial
+        lock.check()
         if not out.exists() or not any(out.iterdir()):
             publish(partial, out)
         else:
@@ -164,6 +165,7 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
         reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
         raise _write_error(f"--out {out}", reason) from error
     finally:
+        lock.check()  # raises if the folder now belongs to another process
         shutil.rmtree(partial, ignore_errors=True)
 
 

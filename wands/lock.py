@@ -1,9 +1,8 @@
 """Lock that lets only one process at a time write to a run folder, a cache or an export.
 
-On one machine the lock is a `flock`, which the kernel releases when the process ends for any reason. On some network file
-systems, `flock` does not reach other machines. The process that holds the lock therefore also writes a heartbeat to the lock
-file every 10 s. The heartbeat contains the time, and the host and id of the process. A process on another machine takes over
-the lock only if the heartbeat has stopped.
+The lock is a `flock`, which the kernel releases when the process ends for any reason. On some network file systems, `flock` fails
+or does not reach other machines. So the lock file also contains a record of its owner, who rewrites it every 10 s. A process on
+another machine takes the lock over when the record has not changed for 3 minutes.
 """
 
 from __future__ import annotations
@@ -16,61 +15,56 @@ import socket
 import sys
 import threading
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from wands.errors import WandsError, one_line
+from wands.own_files import open_own_file
+from wands.texts import hide_secrets
 
 log = logging.getLogger(__name__)
 
 LOCK_NAME = ".wands.lock"
 """Name of the lock file in a run folder and in a cache."""
 BEAT_SECONDS = 10.0
-STALE_SECONDS = 60.0
+STALE_SECONDS = 180.0
 SETTLE_SECONDS = 2.0
-"""Seconds to wait after taking over a lock. If two processes take over the same lock, both then see which of the two wrote
-the lock file last, and only that process keeps the lock.
-"""
-_RECORD_BYTES = 384  # records of one size are replaced by one write, so that no reader sees half a record
+"""Seconds between two looks at the lock file. Of two processes that take over a lock at once, the later one keeps it."""
+_RECORD_BYTES = 1024  # records of one size are replaced by one write, so that no reader sees half a record
+_PROC = Path("/proc")
 
 
 class WriterLock(AbstractContextManager["WriterLock"]):
-    """Lock that lets one process at a time write to a folder. The lock is held from the constructor to `release`.
+    """Lock that lets one process at a time write to a folder, from the constructor to `release` or the end of a `with` statement.
 
-    The end of a `with` statement also calls `release`.
+    Args:
+        path: the lock file. A missing folder is created.
+        label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
+        patience: seconds to wait while a living process holds the lock. After this time, an error is raised.
+        force: whether to take over the lock of a process on another machine at once.
 
     Attributes:
-        path: the lock file. It exists while a process holds the lock, and remains if this process is killed.
-        has_leftovers: whether an earlier process left the lock file in place, because the process was killed or `is_kept`
-            was True. The temporary files of the earlier process may then be deleted.
+        has_leftovers: whether an earlier process was killed or had `is_kept` = True. Its temporary files may be deleted.
         is_kept: whether `release` leaves the lock file in place, so that the next lock has `has_leftovers` = True.
+        on_lost: function that a thread calls with a message if another process has taken the lock over.
+
+    Raises:
+        WandsError: if another process holds the lock, or has taken it over by the end of the `with` statement.
     """
 
-    def __init__(self, path: Path, label: str, patience: float = 0.0) -> None:
-        """Take the lock.
-
-        The process that holds a lock rewrites the lock file every 10 s. If a process on another machine wrote the lock
-        file, the constructor watches the file for 60 s. If the file does not change, the other process has died, and the
-        constructor takes the lock.
-
-        Args:
-            path: the lock file. Its folder is created if it does not exist.
-            label: key and value that name the folder to write, such as "output_dir=runs/default", for messages.
-            patience: seconds to wait while a living process holds the lock. After this time, an error is raised.
-
-        Raises:
-            WandsError: if another process holds the lock, or the lock file cannot be created.
-        """
+    def __init__(self, path: Path, label: str, patience: float = 0.0, *, force: bool = False) -> None:
         self.path, self._label, self.is_kept = path, label, False
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        holder = f"host {socket.gethostname()}, pid {os.getpid()}, since {since}"
-        self._record: dict[str, Any] = {"holder": holder, "boot_id": _boot_id()}
-        self._made_folder = False
+        self.on_lost: Callable[[str], None] = lambda message: None
+        self._owner = _describe_process()
+        self._made_folder, self._file = False, -1
+        self._lost: WandsError | None = None
         try:
-            self._acquire(patience)
+            self._acquire(patience, force)
         except OSError as error:
+            self._close()
             raise WandsError(
                 f"{label}: lock file {path} cannot be created ({one_line(error)}); choose another folder."
             ) from None
@@ -78,127 +72,169 @@ class WriterLock(AbstractContextManager["WriterLock"]):
         self._thread = threading.Thread(target=self._beat, name="wands lock", daemon=True)
         self._thread.start()
 
-    def _acquire(self, patience: float) -> None:
+    def _acquire(self, patience: float, force: bool) -> None:
         began, first = time.monotonic(), None
         while True:
-            state = self._open()
-            record = self._read()
+            is_locked = self._open()
+            record = _read(self.path)
+            lives = _is_alive(record, is_locked)
             waited = time.monotonic() - began
-            # On one machine, `flock` alone decides.
-            was_here = record.get("boot_id") == self._record["boot_id"]
-            is_free = state == "created" or (state == "locked" and was_here)
-            is_stale = not record or (record == first and waited >= STALE_SECONDS)
-            if is_free or (is_stale and state != "held"):
+            if lives is False or (lives is None and (force or (record == first and waited >= STALE_SECONDS))):
                 break
-            os.close(self._file)
-            if waited >= patience and (state == "held" or record != (first or record)):
-                raise self._refusal(record)
-            if first is None and state != "held":
+            if waited >= patience and (lives or record != (first or record)):
+                self._refuse(record)
+            self._close()
+            if first is None and lives is None:
                 log.warning(
-                    f"{self._label} was being written by another process ({_holder(record)}); waiting {STALE_SECONDS:.0f} s "
+                    f"{self._label} was being written by another process ({_name(record)}); waiting {STALE_SECONDS:.0f} s "
                     "for a sign of life from that process"
                 )
             first = first or record
             time.sleep(0.2)
-        try:
+        if is_locked is False:  # a lost machine may never release its `flock`: lock a new file
+            self._close()
+            self.path.unlink(missing_ok=True)
+            if self._open() is False:
+                self._refuse(_read(self.path))
+        with suppress(OSError) if is_locked else nullcontext():  # the heartbeat tries again
             self._write()
-        except OSError:  # the disk is full
-            os.close(self._file)
-            self.path.unlink()
-            raise
-        if not is_free:  # a process on another machine may take over at the same time
-            time.sleep(SETTLE_SECONDS)
-            if (record_now := self._read()) != self._record:
-                os.close(self._file)
-                raise self._refusal(record_now)
+        if record and not (is_locked and lives is False):
+            time.sleep(SETTLE_SECONDS)  # another machine may take over at the same time
+            if not self._owns(latest := _read(self.path)):
+                self._refuse(latest)
         self.has_leftovers = bool(record)
         if record:
-            log.warning(f"{self._label}: took over the lock of an ended process ({_holder(record)})")
+            log.warning(f"{self._label}: took over the lock of an ended process ({_name(record)})")
 
-    def _open(self) -> str:
-        """Open the lock file, and try to lock it with `flock`. Create the file if it does not exist.
-
-        Returns:
-            "created": this process created the file, and locked it if the file system supports `flock`. "locked": the file
-            existed, and this process has locked it. "held": another process has locked the file. "no flock": the file existed,
-            and the file system does not support `flock`.
-        """
+    def _open(self) -> bool | None:
+        """Open or create the lock file. Return whether this process has locked it, or None if the file system has no locks."""
         while True:
-            state = "created"
             try:
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                self._file = open_own_file(self.path, os.O_RDWR | os.O_CREAT)
             except FileNotFoundError:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._made_folder = True
                 continue
-            except FileExistsError:
-                state = "locked"
-                self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            is_locked: bool | None = True
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return "held"
-            except OSError:  # a file system without locks: only the heartbeat counts
-                state = "no flock" if state == "locked" else state
+                return False
+            except OSError:
+                is_locked = None
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.path), os.fstat(self._file)):
-                    return state
-            os.close(self._file)  # the holder has deleted this file: it has ended
+                if os.path.samestat(os.lstat(self.path), os.fstat(self._file)):
+                    return is_locked
+            self._close()  # the holder has deleted this file: it has ended
 
-    def _read(self) -> dict[str, Any]:
-        with suppress(OSError, ValueError):
-            return dict(json.loads(self.path.read_bytes()))
-        return {}
+    def _close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
     def _write(self) -> None:
-        self._record["time"] = time.time()
-        os.pwrite(self._file, json.dumps(self._record).encode().ljust(_RECORD_BYTES), 0)
+        content = json.dumps({**self._owner, "time": time.time()}).encode()
+        os.pwrite(self._file, content.ljust(_RECORD_BYTES), 0)
+        os.fsync(self._file)  # for other machines
 
-    def _refusal(self, record: dict[str, Any]) -> WandsError:
-        return WandsError(
-            f"{self._label} is being written by another process ({_holder(record)}). Wait until that process ends, stop that "
+    def _owns(self, record: dict[str, Any]) -> bool:
+        return record.get("owner") == self._owner["owner"]
+
+    def _refuse(self, record: dict[str, Any]) -> NoReturn:
+        self._close()
+        raise WandsError(
+            f"{self._label} is being written by another process ({_name(record)}). Wait until that process ends, stop that "
             "process, or choose another folder."
         )
 
     def _beat(self) -> None:
+        is_failing = False
         while not self._released.wait(BEAT_SECONDS):
-            record = self._read()
-            if record and record != self._record:
-                sys.stderr.write(
-                    f"wands: {self._label} was taken over by another process ({_holder(record)}), because this process did not "
-                    "update its lock for 60 s. This process ends, because two processes must not write to one folder.\n"
-                )
-                os._exit(2)
-            with suppress(OSError):  # the next heartbeat tries again
+            try:
+                self.check()
                 self._write()
+                is_failing = False
+            except OSError as error:
+                if not is_failing:
+                    log.warning(f"{self._label}: {self.path} cannot be written ({one_line(error)}); going on")
+                is_failing = True
+            except WandsError as error:
+                return self.on_lost(str(error))
+
+    def check(self) -> None:
+        """Raise a WandsError if the lock file has the record of another process, now and 2 s later."""
+        with suppress(OSError):  # a file that cannot be read proves nothing
+            for pause in (SETTLE_SECONDS, 0.0):
+                record = _read(self.path)
+                if self._lost or "owner" not in record or self._owns(record):
+                    break
+                time.sleep(pause)
+            else:
+                self._lost = WandsError(
+                    f"{self._label} was taken over by another process ({_name(record)}). Two processes must not write to one "
+                    "folder, so this process ends."
+                )
+        if self._lost:
+            raise self._lost
 
     def release(self) -> None:
-        """Release the lock. Delete the lock file, unless the attribute `is_kept` is True.
-
-        If the constructor created the folder of the lock file, and the folder is now empty, also delete the folder.
-        """
+        """Release the lock, and delete the lock file unless `is_kept`. Delete its folder if the lock made it and it is empty."""
         self._released.set()
         self._thread.join()
         with suppress(OSError):
-            if not self.is_kept and self._read() == self._record:
+            if not self.is_kept and self._owns(_read(self.path)):
                 self.path.unlink()
             if self._made_folder:
                 self.path.parent.rmdir()
-        os.close(self._file)
+        self._close()
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        try:
+            self.check()
+        finally:
+            self.release()
+
+
+def _describe_process() -> dict[str, Any]:
+    since = datetime.now().astimezone().isoformat(" ", "seconds")
+    return {
+        "owner": f"host {socket.gethostname()}, pid {os.getpid()}, since {since}",
+        "command": ascii(hide_secrets(" ".join(sys.argv)))[:200],
+        "pid": os.getpid(),
+        "pid_namespace": os.readlink(_PROC / "self/ns/pid"),
+        "boot_id": _boot_id(),
+    }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the record in a lock file, or {} if there is none."""
+    try:
+        with open(path, "rb", opener=open_own_file) as file:
+            content = file.read(_RECORD_BYTES).decode(errors="replace").strip(" \0")
+    except (FileNotFoundError, WandsError):
+        return {}
+    with suppress(ValueError, RecursionError):
+        if isinstance(record := json.loads(content), dict):
+            return record
+    return {"damaged": content} if content else {}
+
+
+def _is_alive(record: dict[str, Any], is_locked: bool | None) -> bool | None:
+    """Return whether the owner of a lock still runs, or None if this process cannot know."""
+    if not record:
+        return is_locked is False
+    if record.get("boot_id") != _boot_id():
+        return None
+    if is_locked is not None:
+        return not is_locked
+    is_near = record.get("pid_namespace") == os.readlink(_PROC / "self/ns/pid")
+    return False if is_near and not (_PROC / str(record.get("pid"))).exists() else None
 
 
 def _boot_id() -> str:
-    """Return an id of the running kernel, which shows whether two processes run on the same machine.
-
-    All containers of a machine share this id.
-    """
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
+    """Return an id of the running kernel, which all containers of a machine share."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def _holder(record: dict[str, Any]) -> str:
-    return str(record.get("holder", "it has just started"))
+def _name(record: dict[str, Any]) -> str:
+    return str(record.get("owner", "it has just started, or its record is damaged"))

@@ -72,11 +72,11 @@ def caption(options: CaptionOptions) -> str | None:
         if pool.rank:
             pool.follow()
             return None
-        with WriterLock(out.with_name(f".{out.name}.lock"), f"--out={options.out}"):
-            return _caption(options, pool, out)
+        with WriterLock(out.with_name(f".{out.name}.lock"), f"--out={options.out}") as lock:
+            return _caption(options, pool, out, lock)
 
 
-def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
+def _caption(options: CaptionOptions, pool: WorkerPool, out: Path, lock: WriterLock) -> str:
     records, rejections = load_source(options.source, needs_caption=False)
     rejected = [f"rejected: {item.path}: {item.reason}" for item in rejections]
     if not records:
@@ -130,6 +130,7 @@ def _caption(options: CaptionOptions, pool: WorkerPool, out: Path) -> str:
         for index, text in enumerate(answer["captions"] or [""]):
             row = table_row(group[min(index, len(group) - 1)], out, caption=text)
             rows.append({**row, "caption_problem": problem})
+    lock.check()
     write_table(out, rows)
     shutil.rmtree(settings.work.parent)
     counts = [f"{len(new) - problems.total()} clips captioned", f"{len(clips) - len(new)} captions kept"]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from wands import lock
 from wands.errors import ConfigError, WandsError
 from wands.files import atomic_folder, read_rows
 
@@ -70,6 +71,24 @@ def test_a_second_export_is_refused_while_the_first_writes(tmp_path: Path):
     first.communicate(timeout=20)
     assert (out / "record").read_text() == "new"
     assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("error", [None, OSError("gone"), RuntimeError("gone")])
+def test_a_folder_that_another_process_has_taken_over_is_left_alone(error, tmp_path: Path, monkeypatch):
+    """As after a suspension: the other process has deleted the temporary folder, and writes its own."""
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.05)
+
+    def write_slowly() -> None:
+        with atomic_folder(tmp_path / "out") as partial:
+            (tmp_path / ".out.lock").write_text(json.dumps({"owner": "host b, pid 7, since today"}))
+            (partial / "record").write_text("of the other")
+            if error:
+                raise error
+
+    with pytest.raises(WandsError, match=r"--out .*out was taken over by another process \(host b, pid 7"):
+        write_slowly()
+    assert sorted(os.listdir(tmp_path)) == [".out.lock", "out.tmp"]
+    assert (tmp_path / "out.tmp" / "record").read_text() == "of the other"
 
 
 @pytest.mark.parametrize("suffix", ["tmp", "old"])

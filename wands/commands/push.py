@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -302,7 +302,9 @@ def _temporary_folder(parent: Path) -> Iterator[Path]:
         with suppress(OSError):  # a folder of another user, or of a process that runs
             with _locked(leftover):
                 shutil.rmtree(leftover)
-    with tempfile.TemporaryDirectory(prefix="wands-push-", dir=parent) as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="wands-push-", dir=parent) as folder, ExitStack() as stack:
+        with suppress(OSError):  # a file system without locks
+            stack.enter_context(_locked(Path(folder)))
         yield Path(folder)
 
 

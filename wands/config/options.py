@@ -425,7 +425,8 @@ class LauncherOptions(RecipeOptions):
     """DeepSpeed config to use: a JSON file, or the name of a config that wands ships, such as zero3 [default: a config
     with ZeRO-2]."""
     force: bool = False
-    """Start training even if wands predicts that the run needs more memory than is available."""
+    """Start training even if wands predicts that the run needs more memory than is available. Also take over a run folder
+    at once from a process on another host, for example a host that was lost."""
 
 
 class TrainOptions(LauncherOptions):

@@ -257,6 +257,7 @@ class PreprocessRun:
                     if isinstance(event, Done) and (total := total - 1) >= 0:
                         advance()
                     self._handle(event)
+                    self.writer.check_lock()
             self._collect_samples()
             losses = self.losses[num_losses:]
             if not losses:

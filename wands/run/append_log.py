@@ -17,8 +17,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from wands.errors import one_line
+from wands.errors import WandsError, one_line
 from wands.files import read_rows, write_text
+from wands.own_files import open_own_file
 from wands.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -37,9 +38,14 @@ class AppendLog:
 
     Args:
         path: the file, which is created with the first record.
+
+    Raises:
+        WandsError: if `path` is a link, a named pipe or another thing that is no file.
     """
 
     def __init__(self, path: Path) -> None:
+        with suppress(OSError):
+            os.close(open_own_file(path, os.O_RDONLY))
         self.path = path
         self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._num_lost, self._failed = 0, False
@@ -54,7 +60,7 @@ class AppendLog:
                 _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
             self._waiting.clear()
             self._num_lost, self._failed = 0, False
-        except OSError as error:
+        except (OSError, WandsError) as error:
             if not self._failed:
                 _log.error(_FAILURE, self.path, one_line(error))
             self._failed = True
@@ -71,7 +77,7 @@ class AppendLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("ab") as file:
+            with open(self.path, "ab", opener=open_own_file) as file:
                 file.write(data)
         except OSError:
             with suppress(OSError):

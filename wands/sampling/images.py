@@ -13,7 +13,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from wands.data.clips.clip import ClipSpec
 from wands.data.clips.video import decode_clip, probe
-from wands.errors import DataError
+from wands.errors import DataError, WandsError
+from wands.own_files import open_regular_file
 from wands.sampling.requests import SampleRequest, flag_of
 
 ConditionImages: TypeAlias = Mapping[str, Image.Image]
@@ -64,9 +65,10 @@ def read_image(path: Path, height: int, width: int, *, last: bool = False) -> Im
         return Image.fromarray(_decode_frame(path, height, width, last))
     except DataError as refused:
         try:
-            with Image.open(path) as opened:
+            # A named pipe would block.
+            with open(path, "rb", opener=open_regular_file) as file, Image.open(file) as opened:
                 upright = ImageOps.exif_transpose(opened).convert("RGB")
-        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError):
+        except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError, WandsError):
             raise refused from None
     with tempfile.TemporaryDirectory(prefix="wands-image-") as folder:
         copy = Path(folder) / "image.png"

@@ -31,7 +31,7 @@ from wands.train.training import Training
 from wands.watch.bad_steps import BadSteps
 from wands.watch.rank_checks import FIXES
 from wands.watch.stragglers import ComputeTimes
-from wands.watch.watchdog import Watchdog, poll_requests
+from wands.watch.watchdog import Watchdog, take_requests
 
 T = TypeVar("T")
 
@@ -192,7 +192,8 @@ def _sum_step(
     saver: CheckpointSaver,
     watchdog: Watchdog,
 ) -> StepSums:
-    request = poll_requests(training.output_dir, watchdog, training.rank)
+    requests = take_requests(training.output_dir) if training.rank == 0 else set()
+    quits = watchdog.stop_requested or "save_quit" in requests
     device_peak, host_peak = memory_peaks(training.device)
     return sum_over_ranks(
         [result.loss / count for result in results],
@@ -202,9 +203,9 @@ def _sum_step(
             "device_peak": device_peak,
             "host_peak": host_peak,
             "is_writing": saver.is_writing,
-            "save": request.save or (training.rank == 0 and saver.minutes_passed),
-            "quit": request.quit,
-            "check": request.check,
+            "save": quits or "save" in requests or (training.rank == 0 and saver.minutes_passed),
+            "quit": quits,
+            "check": "check" in requests,
         },
         rank=training.rank,
         world_size=training.groups.dims.world_size,

@@ -19,7 +19,7 @@ from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.engine.engine import check_offload
-from wands.errors import ConfigError
+from wands.errors import ConfigError, WandsError
 from wands.files import write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.objectives.objective import Objective
@@ -34,7 +34,7 @@ from wands.train.prepare import check_hashes, load_run
 from wands.train.prepared_run import PreparedRun
 from wands.train.summary import start_block
 from wands.watch.launcher import Ancestor
-from wands.watch.watchdog import REQUESTS, Watchdog
+from wands.watch.watchdog import Watchdog, take_requests
 
 
 class Trainer:
@@ -134,8 +134,8 @@ class Trainer:
             Watchdog(self._launcher, terminal.heartbeat) as watchdog,
             ExitStack() as stack,
         ):
-            claim = partial(_claim, stack=stack, log=terminal) if self._rank == 0 else None
-            run = self._load(is_dry_run=False, claim=claim)
+            claim = partial(self._claim, stack=stack, log=terminal, watchdog=watchdog)
+            run = self._load(is_dry_run=False, claim=claim if self._rank == 0 else None)
             with start_together():
                 # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.
                 if self._rank == 0:
@@ -156,6 +156,17 @@ class Trainer:
             if saved:
                 terminal(f"done: {saved}")
             return saved
+
+    def _claim(self, output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog) -> None:
+        """Lock a run folder until `stack` is closed. Delete requests and temporary files of an earlier run; finish its save."""
+        lock = WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}", force=self._force)
+        lock.on_lost = lambda message: watchdog.request_stop(message.rstrip("."), WandsError.exit_code)
+        stack.enter_context(lock)
+        for name in sorted(take_requests(output_dir)):
+            log(f"deleted {output_dir / name}, a request to an earlier run")
+        for leftover in chain(output_dir.glob(".*.tmp*"), output_dir.glob("checkpoints/.*.tmp*")):
+            leftover.unlink()
+        finish_publish(output_dir / "checkpoints")
 
     def _load(self, is_dry_run: bool, claim: Callable[[Path], None] | None = None) -> PreparedRun:
         """Prepare the run. If the checkpoint to resume from is damaged, repeat the checks with an older checkpoint.
@@ -189,17 +200,3 @@ class Trainer:
         return check_memory(
             Task(workload=workload, seq_lens=num_tokens, machine=machine, ds_configs=ds_configs), name
         )
-
-
-def _claim(output_dir: Path, stack: ExitStack, log: Log) -> None:
-    """Lock a run folder until `stack` is closed. Finish a save that a kill interrupted, and delete the temporary files that an
-    earlier run left in the folder. Also delete files by which the user sent requests to an earlier run, such as the file "save".
-    """
-    stack.enter_context(WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}"))
-    for request in (output_dir / name for name in REQUESTS):
-        if request.exists():
-            request.unlink()
-            log(f"deleted {request}, a request to an earlier run")
-    for leftover in chain(output_dir.glob(".*.tmp*"), output_dir.glob("checkpoints/.*.tmp*")):
-        leftover.unlink()
-    finish_publish(output_dir / "checkpoints")

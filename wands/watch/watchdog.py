@@ -1,17 +1,18 @@
 """Watch a training process for requests to stop, for steps that do not end, and for lost connections to other ranks.
 
-A thread watches the launcher, the signals and the progress of the training. After each step, `poll_requests` reads the
-requests of the user.
+A thread watches the launcher, the signals and the progress of the training. After each step, `take_requests` reads the requests
+of the user.
 
 If a step does not end or a connection breaks, each rank writes its Python stacks to a file in the run folder. The rank then
-waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. The search for
-missing files works even if the network is down or a process is suspended, and costs no time in a normal step.
+waits for the files of the other ranks. A rank whose file is missing is reported as a rank that does not answer. This works even
+if the network is down or a process is suspended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import re
 import signal
@@ -22,15 +23,20 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from wands.distributed.consistency import group_ranks, name_ranks
-from wands.errors import RankError, one_line
+from wands.errors import RankError, WandsError, one_line
+from wands.own_files import open_own_file
 from wands.texts import safe_lines
 from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
+
+_log = logging.getLogger(__name__)
+_warn_once = cache(_log.warning)
 
 REQUESTS = ("save", "save_quit", "check")
 """Names of the files in a run folder with which the user requests an action."""
@@ -45,29 +51,21 @@ duration of the last 50 steps, and STEP_FLOOR seconds.
 
 _TICK = 1.0
 _HANG_WAIT, _LOSS_WAIT = 15.0, 3.0
-"""Seconds that a rank waits, so that the other ranks can write their stack traces to files. Then a rank whose file is missing is
-reported as a rank that does not answer.
-
-`_HANG_WAIT` applies after a step, or other work, that does not end in time. `_LOSS_WAIT` applies after a lost connection.
-`_LOSS_WAIT` is short, because launchers soon kill the remaining ranks.
+"""Seconds that a rank waits for the stack traces of the other ranks: after work that does not end in time, and after a lost
+connection. The second is short, because launchers soon kill the remaining ranks.
 """
 
 
 class Watchdog:
     """Thread that watches a training process, used in a `with` statement around the whole run.
 
-    A stop is requested if the launcher ends, or if SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal) arrives. The thread
-    then sets `stop_requested`, and the training loop saves a checkpoint and stops. Before the end of the first step, there is
-    nothing to save, and the process exits at once. Signals within `ONE_REQUEST` seconds of the first signal count as one
-    request. A later SIGINT ends the process at once. A signal that was ignored at the start of the process stays ignored.
-
-    If a step does not end in time, or the connection to another rank breaks, all ranks write their Python stacks to files. Each
-    process then ends. The error message names the ranks that do not answer.
+    The end of the launcher, SIGTERM, SIGINT (Ctrl-C) and SIGHUP (a closed terminal) request a stop. Signals within `ONE_REQUEST`
+    seconds of the first signal count as one request. A later SIGINT ends the process at once. A signal that was ignored at the
+    start of the process stays ignored.
 
     Args:
         launcher: ancestors of this process, from its parent up to the launcher of the training. See `find_launcher`.
-        heartbeat: function that is called about once a second with the name of the current work and its duration so far in
-            seconds.
+        heartbeat: function that is called about once a second with the name of the current work and its seconds so far.
 
     Attributes:
         stop_requested: whether to save a checkpoint and stop.
@@ -118,50 +116,30 @@ class Watchdog:
             self._pipe.close()
 
     def watch_run(self, output_dir: Path, step_timeout: float | None, timeout: float) -> None:
-        """Set the time limits of the run, and begin to enforce them.
+        """Begin to enforce the limits of a step and of other work, such as the start of the run with its first step, in seconds.
 
-        Args:
-            output_dir: run folder.
-            step_timeout: seconds that a step may take. None computes the limit from the durations of the last steps.
-            timeout: seconds that any other work may take, such as a check, a checkpoint, or the start of the run. The start
-                includes the first step.
+        Without `step_timeout`, the limit of a step is computed from the durations of the last steps.
         """
         self._folder = output_dir / "stacks"
         self._step_timeout, self._timeout = step_timeout, timeout
-        # The file of an earlier run.
-        answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the file of an earlier run
+            answer_file(self._folder, int(os.environ.get("RANK", "0"))).unlink()
         self.begin_work("the start")
 
     def begin_step(self, step: int) -> None:
-        """Limit the time that an optimizer step may take. Do not call this method for the first step.
-
-        The first step is part of the start of the run, which `watch_run` limits.
-
-        Args:
-            step: number of the step, for messages.
-        """
+        """Limit the time that an optimizer step may take. The first step is part of the start of the run."""
         limit = max(STEP_FACTOR * max(self._durations), STEP_FLOOR)
         self.begin_work(f"step {step}", self._step_timeout or limit)
 
     def end_step(self, step: int, seconds: float) -> None:
-        """Inform the watchdog that a step has ended.
-
-        After the first call of this method, a request to stop the run saves a checkpoint first. Before the first call, such a
-        request ends the process at once.
-
-        Args:
-            step: number of the step, for messages.
-            seconds: duration of the step.
-        """
+        """Inform the watchdog that a step has ended. From the first call on, there is something to save."""
         self._durations.append(seconds)
         self.begin_work(f"the work after step {step}")
 
     def begin_work(self, work: str, limit: float | None = None) -> None:
         """Limit the time of work that begins now, such as saving a checkpoint. The limit of the previous work ends.
 
-        Args:
-            work: name of the work, for messages.
-            limit: largest number of seconds. None uses the `timeout` of `watch_run`.
+        The default limit is the `timeout` of `watch_run`.
         """
         # A new tuple, also if its values are equal.
         self._allowed = (work, self._timeout if limit is None else limit)
@@ -179,8 +157,8 @@ class Watchdog:
                 numbers = self._pipe.recv(64)
             except TimeoutError:
                 gone = next((ancestor for ancestor in self._launcher if ancestor.is_gone()), None)
-                if gone is not None and not self.stop_requested:
-                    self._stop(f"the launcher {gone.name} has ended", 1)
+                if gone is not None:
+                    self.request_stop(f"the launcher {gone.name} has ended", 1)
                 continue
             if not numbers:  # closed by __exit__
                 return
@@ -221,10 +199,12 @@ class Watchdog:
         elif number is signal.SIGINT and time.monotonic() - self._first_signal > ONE_REQUEST:
             _print(f"stopped at once by a second SIGINT; {self._remains()}")
             os._exit(128 + number)
-        if not self.stop_requested:
-            self._stop(f"{number.name} received", 128 + number)
+        self.request_stop(f"{number.name} received", 128 + number)
 
-    def _stop(self, reason: str, exit_code: int) -> None:
+    def request_stop(self, reason: str, exit_code: int) -> None:
+        """Make the training loop save a checkpoint and stop. Before the end of the first step, exit at once with `exit_code`."""
+        if self.stop_requested:
+            return
         if not self._durations:
             _print(f"{reason} before the end of the first step; there is nothing new to save.")
             os._exit(exit_code)
@@ -248,19 +228,14 @@ def _print(message: str, *, all_ranks: bool = False) -> None:
 
 
 def answer_file(folder: Path, rank: int) -> Path:
-    """Return the file to which a rank writes its stack traces. The other ranks know from this file that the rank still
-    responds.
-    """
+    """Return the file to which a rank writes its stack traces, from which other ranks know that the rank still responds."""
     return folder / f"rank-{rank}.txt"
 
 
 def call_roll(folder: Path, seconds: float, error: BaseException | None = None) -> tuple[str, bool]:
-    """Write the stack traces of this rank to a file, wait for the files of the other ranks, and return a text about all ranks.
+    """Write the stack traces of this rank to a folder, and wait some seconds for those of the other ranks.
 
-    Args:
-        folder: folder of the files. All ranks must share this folder.
-        seconds: time to wait for the files of the other ranks.
-        error: exception that has ended the training of this rank; None if the main thread still runs.
+    `error` is the exception that has ended the training of this rank; None if the main thread still runs.
 
     Returns:
         (text, flag). The text names the ranks that do not answer, and the current function of each rank that answers. The flag is
@@ -268,15 +243,15 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
-    with contextlib.suppress(OSError):  # the disk may be full
+    with contextlib.suppress(OSError, WandsError):  # the disk may be full
         folder.mkdir(parents=True, exist_ok=True)
-        with files[rank].open("w", encoding="utf-8") as file:
+        with open(files[rank], "w", encoding="utf-8", opener=open_own_file) as file:
             file.write(f"{_place(error)}\n\n")
             file.writelines(traceback.format_exception(error) if error else ())
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
     time.sleep(seconds)
-    answers = [file.read_text("utf-8").partition("\n")[0] if file.exists() else "" for file in files]
+    answers = [file.read_text("utf-8").partition("\n")[0] if file.is_file() else "" for file in files]
     groups = {answers[ranks[0]]: name_ranks(ranks) for ranks in group_ranks(answers)}
     missing = groups.pop("", None)  # the cause: named first
     clauses = [f"no answer within {seconds:.0f} s from {missing}"] if missing else []
@@ -294,10 +269,7 @@ def dump_collectives(folder: Path) -> None:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the name and line of the innermost function of wands in which `error` was raised, as a text.
-
-    If `error` is None, return the name and line of the innermost function of wands that the main thread is running.
-    """
+    """Return the innermost function of wands in which `error` was raised, or which the main thread is running."""
     stack = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
     frames = stack if error is None else reversed([*traceback.walk_tb(error.__traceback__)])
     for frame, line in frames:
@@ -307,29 +279,17 @@ def _place(error: BaseException | None) -> str:
     return "code outside wands"
 
 
-class ControlRequest(NamedTuple):
-    """Actions that were requested from a training run since its last step.
+def take_requests(output_dir: Path) -> set[str]:
+    """Return the names of the requests of the user, which are files in the run folder, and remove the files.
 
-    Attributes:
-        save: whether to write a checkpoint now.
-        quit: whether to stop after the checkpoint is written.
-        check: whether to compare the packing plan and the weights between the ranks.
+    A request that cannot be removed would come again after every step, so it does not count.
     """
-
-    save: bool = False
-    quit: bool = False
-    check: bool = False
-
-
-def poll_requests(output_dir: Path, watchdog: Watchdog, rank: int) -> ControlRequest:
-    """Return the requests that this rank received since the last call: from the watchdog, and on rank 0 also from files.
-
-    The user requests an action with a file named `save`, `save_quit` or `check` (compare the ranks) in the run folder. Rank 0
-    removes these files. A stop that the watchdog requests, for example after Ctrl-C, counts as `save_quit`.
-    """
-    names = {"save_quit"} if watchdog.stop_requested else set()
-    for name in REQUESTS if rank == 0 else ():
-        if (output_dir / name).exists():
-            (output_dir / name).unlink(missing_ok=True)
-            names.add(name)
-    return ControlRequest(bool(names & {"save", "save_quit"}), "save_quit" in names, "check" in names)
+    names = set()
+    for path in (output_dir / name for name in REQUESTS):
+        if os.path.lexists(path):
+            try:
+                (os.rmdir if path.is_dir() and not path.is_symlink() else os.unlink)(path)
+                names.add(path.name)
+            except OSError as error:
+                _warn_once(f"the request {path} is ignored, because it cannot be removed ({one_line(error)})")
+    return names

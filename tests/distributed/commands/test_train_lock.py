@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tests.support.runs import BASE
+from tests.support.runs import BASE, Spy
 from tests.support.world import WorldPool
+from wands import lock
+from wands.api import Trainer
+from wands.checkpoint.step_folders import named_step
 from wands.commands.train import run_train
 from wands.config.options import TrainOptions
 from wands.errors import WandsError
+from wands.files import read_rows
 from wands.lock import LOCK_NAME, WriterLock
 from wands.train import trainer as module
+from wands.train.jobs import FinishedStep
+from wands.train.training import Training
 
 
 class Started(Exception):
@@ -99,3 +107,92 @@ def test_a_checkpoint_is_looked_for_after_the_lock_is_taken(
     )
     begin(tiny_pipeline, tmp_path)
     assert held == [True]
+
+
+OTHER = {"owner": "host b, pid 7, since today", "boot_id": "b"}
+
+
+def train_in_a_folder_that_is_taken(model: Path, out: Path) -> tuple[str, int]:
+    """Train up to 50 steps; after the second, another host writes its record into the lock file."""
+    lock.BEAT_SECONDS = lock.SETTLE_SECONDS = 0.05
+
+    def take(training: Training, step: FinishedStep) -> None:
+        if training.rank == 0 and step.number == 2:
+            (out / LOCK_NAME).write_text(json.dumps(OTHER))
+        if step.number >= 2:
+            time.sleep(0.2)
+
+    overrides = (*BASE, f"model.path={model}", f"output_dir={out}", "train.max_steps=50")
+    try:
+        Trainer(None, overrides, jobs=[Spy(stepped=take)], log=lambda text: None).train()
+    except WandsError as error:
+        return str(error), error.exit_code
+    return "", 0
+
+
+def test_a_run_whose_folder_is_taken_saves_and_ends(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    run = tmp_path / "run"
+    (text, code), *others = worlds[2].run(train_in_a_folder_that_is_taken, tiny_pipeline, run)
+    assert f"output_dir={run} was taken over by another process (host b, pid 7, since today)" in text
+    assert code == 2  # not restarted
+    assert others == [("", 0)]
+    last = read_rows(run / "metrics.jsonl")[-1]["step"]
+    assert 2 < last < 50
+    saved = named_step(run / "checkpoints")
+    assert saved
+    assert saved.name == f"step_{last:08d}"
+    assert read_rows(run / "events.jsonl")[-1]["event"] == "stop"
+    assert json.loads((run / LOCK_NAME).read_text()) == OTHER
+
+
+def train_with(model: Path, out: Path, name: str, at: int) -> str:
+    """Train up to 50 steps, and after step `at` make a folder `save_quit` or a named pipe of another name. Step 0: before."""
+
+    def make() -> None:
+        out.mkdir(exist_ok=True)
+        (os.mkdir if name == "save_quit" else os.mkfifo)(out / name)
+
+    def after(training: Training, step: FinishedStep) -> None:
+        if step.number == at:
+            make()
+
+    if at == 0:
+        make()
+    overrides = (*BASE, f"model.path={model}", f"output_dir={out}", "train.max_steps=50")
+    try:
+        Trainer(None, overrides, jobs=[Spy(stepped=after)], log=lambda text: None).train()
+    except WandsError as error:
+        return str(error)
+    return ""
+
+
+def test_a_folder_save_quit_stops_a_run(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
+    run = tmp_path / "run"
+    assert worlds[1].run(train_with, tiny_pipeline, run, "save_quit", 2) == [""]
+    saved = named_step(run / "checkpoints")
+    assert saved
+    assert saved.name == "step_00000003"
+    assert not (run / "save_quit").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", LOCK_NAME])
+def test_a_run_does_not_wait_for_a_named_pipe(
+    name: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    run = tmp_path / "run"
+    (text,) = worlds[1].run(train_with, tiny_pipeline, run, name, 0)
+    assert text.startswith(f"{run / name} must be a regular file, and no link")
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_force_takes_over_the_folder_of_another_host(
+    force: bool, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lock, "STALE_SECONDS", 1e6)
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(lock.time, "sleep", lambda seconds: None if seconds < 0.2 else pytest.fail("waits"))
+    (tmp_path / LOCK_NAME).write_text(json.dumps(OTHER))
+    trainer = Trainer(None, (*BASE, f"model.path={tiny_pipeline}", f"output_dir={tmp_path}"), force=force)
+    with mock.patch.object(module, "init_process_group", side_effect=Started):
+        with pytest.raises(Started if force else pytest.fail.Exception):
+            trainer.train()

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from data_tools.merge import merge
 from tests.support.examples import examples
 from tests.support.samples import narrow_text, sample_of, with_arrays
+from wands import lock
 from wands.data.cache import reader as cache_module
 from wands.data.cache import shards
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
@@ -81,6 +82,27 @@ def assert_same(cache: LatentCache, samples: Iterable[Sample]) -> None:
         assert read.latents.shape == wanted[key].latents.shape
         assert bits(read.latents) == bits(wanted[key].latents)
         assert bits(read.text_embeds) == bits(wanted[key].text_embeds)
+
+
+def test_a_cache_that_another_process_has_taken_over_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.05)
+    taken = r"c was taken over by another process \(host b, pid 7, since today\)"
+    writer = CacheWriter(tmp_path / "c", VARIANT, FINGERPRINT)
+    writer.add("a", make_sample(0).arrays, meta_of(make_sample(0)))
+    writer.finish_shard()
+    writer.add("b", make_sample(1).arrays, meta_of(make_sample(1)))
+    temporary = writer._temporary
+    (tmp_path / "c" / lock.LOCK_NAME).write_text('{"owner": "host b, pid 7, since today"}')
+    os.replace(temporary, tmp_path / "own")  # the other process has begun a shard with the same number
+    temporary.write_text("of the other")
+    for end in (lambda: writer.commit(NULL), writer.__exit__):
+        with pytest.raises(WandsError, match=taken):
+            end()
+    assert temporary.read_text() == "of the other"
+    assert [path.name for path in (tmp_path / "c").glob("*.h5")] == ["shard-00000.h5"]
+    assert not (tmp_path / "c" / "index.npz").exists()
 
 
 def test_every_bf16_bit_pattern_survives(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_wands_never_imports_data_tools_and_they_stay_in_their_layers() -> None:
             "wands.errors",
             "wands.files",
             "wands.lock",
+            "wands.own_files",
             "wands.texts",
             "wands.variants",
         ),

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import h5py
@@ -23,6 +24,7 @@ from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.data.cache.format import checksum, digest, reason
 from wands.data.clips.rows import pick_license
 from wands.errors import CacheError
+from wands.own_files import open_regular_file
 
 LIBVER = ("v110", "v110")
 """(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
@@ -88,6 +90,19 @@ def sample_path(row: int) -> str:
     return f"samples/{row:06d}"
 
 
+def open_hdf5(path: Path, mode: Literal["r", "w"] = "r") -> h5py.File:
+    """Open an HDF5 file. The cache has its own lock; that of HDF5 fails on read-only file systems and on those without locks.
+
+    Raises:
+        WandsError: if the file is no regular file, such as a named pipe, which would block.
+        OSError: if the file cannot be opened, or is no HDF5 file.
+    """
+    if mode == "r":
+        os.close(open_regular_file(path, os.O_RDONLY))
+        return h5py.File(path, locking=False)
+    return h5py.File(path, "w", libver=LIBVER, locking=False)
+
+
 def open_shard(path: Path, fingerprint: str) -> h5py.File:
     """Open a finished shard for reading.
 
@@ -99,8 +114,7 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     Raises:
         OSError: if the file is unreadable, or the shard belongs to a cache with another fingerprint.
     """
-    # Finished shards never change, and locks fail on read-only and network file systems.
-    file = h5py.File(path, "r", locking=False)
+    file = open_hdf5(path)
     if file.attrs.get("fingerprint") != fingerprint:
         file.close()
         raise OSError("the shard belongs to another cache: it was made with other encoders or settings")
@@ -145,7 +159,7 @@ def read_shard_id(path: Path) -> str:
     Raises:
         CacheError: if the shard is damaged.
     """
-    with damage_named(path), h5py.File(path, "r", locking=False) as file:
+    with damage_named(path), open_hdf5(path) as file:
         return str(file.attrs["id"])
 
 

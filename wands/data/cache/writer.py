@@ -38,10 +38,10 @@ from wands.data.cache.format import (
     write_whole,
 )
 from wands.data.cache.shards import (
-    LIBVER,
     CacheIndex,
     IndexEntry,
     entries_of,
+    open_hdf5,
     read_entries,
     sample_path,
     shard_id,
@@ -250,7 +250,7 @@ class ShardWriter:
             if self._file is None:
                 self._claim_number()
                 self._reserve(num_bytes + SLACK)
-                self._file = h5py.File(self._temporary, "w", libver=LIBVER)
+                self._file = open_hdf5(self._temporary, "w")
                 self._file.attrs["fingerprint"] = self.digest
             self._reserve(self._file.id.get_filesize() + num_bytes + SLACK)
         except OSError as error:
@@ -311,6 +311,9 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
 
     Use the writer as a context manager, and call `commit` at the end. If an error or Ctrl-C ends the context early, the
     samples written so far are stored in a finished shard, but no index is written. So readers see the cache unchanged.
+
+    Attributes:
+        check_lock: function that raises a WandsError if another process has taken the cache over.
     """
 
     def __init__(
@@ -333,11 +336,17 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
         manifest = build_manifest(variant, fingerprint)
         super().__init__(path, digest(manifest["fingerprint"]), stored_arrays(manifest), **limits)
         with ExitStack() as stack:
-            stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
+            lock = stack.enter_context(WriterLock(self.path / LOCK_NAME, f"cache={self.path}"))
+            self.check_lock = lock.check
             self._enter(manifest)
             self._known: set[str] = set()
             self.refresh()
             self._lock = stack.pop_all()
+
+    def finish_shard(self) -> None:
+        """Finish the open shard as `ShardWriter` does, unless another process has taken the cache over."""
+        self.check_lock()
+        super().finish_shard()
 
     def refresh(self) -> None:
         """Read the index entries of the samples in shards that other writers have finished since the last call.
