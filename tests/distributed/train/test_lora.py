@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -254,11 +255,37 @@ def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)
 
 
-def test_the_config_for_cpus_trains_a_lora(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    """Its leaf modules would free the weights of a recomputed block too early."""
+FROZEN = {
+    "lora": ("lora.rank=4",),
+    "trainable": ("model.trainable=['blocks.1.*']",),
+    "lora with ffn": ("lora.rank=4", "lora.targets=attention+ffn"),
+    "freeze": ("model.freeze=['patch_embedding*','condition_embedder*']",),
+}
+SLOW_FROZEN = ("lora with ffn", "freeze")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_FROZEN)) for case in FROZEN]
+)
+def test_the_config_for_cpus_trains_beside_frozen_weights(
+    case: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """Its leaf modules would free the frozen weights of a recomputed block before their backward pass."""
     cpu = json.loads((SHIPPED_CONFIGS / "cpu.json").read_text())
-    run = partial(
-        run_training, tiny_pipeline, overrides=(*LORA[:2], "lora.targets=attention", "train.max_steps=2")
-    )
-    found = [worlds[2].run(partial(run, tmp_path / str(i), ds=ds))[0] for i, ds in enumerate((cpu, zero(2)))]
+    run = partial(run_training, tiny_pipeline, overrides=(*FROZEN[case], "train.max_steps=2"))
+    found = [worlds[2].run(partial(run, tmp_path / str(i), ds=ds))[0] for i, ds in enumerate((cpu, zero(3)))]
     assert losses(found[0]) == pytest.approx(losses(found[1]), rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
+def test_a_lora_run_goes_on_with_the_config_for_cpus(
+    variant: str, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    cpu = json.loads((SHIPPED_CONFIGS / "cpu.json").read_text())
+    settings = ("lora.rank=4", "train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
+    run = partial(run_training, tiny_variant(variant), tmp_path, settings)
+    straight = losses(worlds[2].run(partial(run, ds=zero(3)))[0])
+    (tmp_path / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    resumed = losses(worlds[2].run(partial(run, ds=cpu, resume=True))[0])
+    assert resumed == pytest.approx(straight, rel=2e-6)
