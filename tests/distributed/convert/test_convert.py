@@ -627,7 +627,7 @@ def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_p
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
     report = convert(str(tmp_path), tmp_path / "by keys", to="comfyui")
-    assert report.notes == [f"{LORA_FILE} changes the low-noise expert (its tensor names)."]
+    assert report.notes == [f"high_noise/{LORA_FILE} changes the low-noise expert (its tensor names)."]
     assert (report.out / f"low_noise_{LORA_FILE}").is_file()
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
     with pytest.raises(

@@ -62,7 +62,9 @@ class FoundLora:
 
     def __str__(self) -> str:
         experts = " and ".join(EXPERT_NAMES[expert].replace("_", "-") for expert in self.experts)
-        return f"{self.path.name} changes the {experts} expert ({self.reason})"
+        folder = self.path.absolute().parent.name
+        name = f"{folder}/{self.path.name}" if expert_in_name(folder) else self.path.name
+        return f"{name} changes the {experts} expert ({self.reason})"
 
 
 def expert_in_name(name: str) -> str | None:

@@ -226,8 +226,8 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
             f"{where}: alpha_pattern contains a wrong pattern ({one_line(error)}). Download the LoRA again."
         ) from None
     if "alpha" in tensors:
-        alpha, settings = tensors["alpha"].tolist(), {}
-        alpha = alpha[0] if isinstance(alpha, list) and len(alpha) == 1 else alpha
+        stored, settings = tensors["alpha"], {}
+        alpha = stored.item() if stored.numel() == 1 else stored.tolist()
     if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
         raise CheckpointError(f"{where}: the alpha of {name} is {alpha}, not one number. Use another file.")
     divisor = len(lora_A) ** (0.5 if settings.get("use_rslora") else 1)
