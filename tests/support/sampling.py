@@ -47,5 +47,5 @@ def source_of(model: str | Path, **options: Any) -> PipelineSource:
 
 
 def options_of(model: str | Path, *, out_dir: Path = Path(), **options: Any) -> InferOptions:
-    loras = {key: tuple(map(str, options.pop(key))) for key in ("lora", "lora_2") if key in options}
+    loras = {key: tuple(map(str, options.pop(key))) for key in ("lora", "lora_1", "lora_2") if key in options}
     return InferOptions(model=str(model), out_dir=out_dir, **loras, **options)

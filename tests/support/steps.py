@@ -23,7 +23,8 @@ from wands.engine.engine import release_engine
 from wands.flow.noise import add_noise
 from wands.flow.sigmas import sigma_weight
 from wands.model.files.loading import build_empty
-from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
+from wands.model.files.lora_files import LORA_FILE, lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.model.lora import find_targets
 from wands.patches import unpatchify
 from wands.plugin import Plugin

@@ -115,7 +115,7 @@ def test_export_copies_unless_told_to_link(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_infer_help_marks_the_options_with_one_value_per_prompt():
     """Each of these options is a field of a request; other repeatable options are for all prompts."""
-    of_all = ("prompts", "lora", "lora_2", "imports", "inputs")
+    of_all = ("prompts", "lora", "lora_1", "lora_2", "imports", "inputs")
     options = [option for option in main.commands["infer"].params if option.name not in of_all]
     marked = [
         option.opts[0] for option in options if "to set one value per prompt" in " ".join(option.help.split())

@@ -24,7 +24,7 @@ from wands.errors import CheckpointError, one_line
 from wands.files import write_text
 from wands.model.files.hashes import find_damaged_files
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LoraPair, LoraUpdate
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.tensor_files import open_safetensors
 from wands.model.lora import MergedLoras, lora_pairs
 from wands.variants import Expert
@@ -473,7 +473,7 @@ def load_full_weights(
     expert = {"transformer": "high", "transformer_2": "low"}[part] if state.has_experts else ""
     model = state.recipe["model"]
     merges = [MergeConfig.model_validate(item) for item in model["merge_loras"]]
-    in_base = MergedLoras.load(merges, Expert(expert, part, (0.0, 1.0)))
+    in_base = MergedLoras.load(merges, Expert(expert, part, (0.0, 1.0)), model["experts"])
     trained = MergedLoras([(1.0, LoraUpdate(load_lora_of(where, part, ema)))])
 
     def merge(name: str, weight: Tensor) -> Tensor:

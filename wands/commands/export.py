@@ -18,7 +18,7 @@ from wands.files import atomic_folder, write_text
 from wands.model.files.hashes import check_files, write_hashes
 from wands.model.files.hub import fetch_model
 from wands.model.files.loading import load_ignored
-from wands.model.files.lora_files import EXPERT_NAMES
+from wands.model.files.lora_experts import EXPERT_NAMES
 from wands.report.run_data import read_run, sample_strips
 from wands.run.append_log import marked_steps
 from wands.sampling.contact_sheet import SheetRow, save_contact_sheet
@@ -81,8 +81,9 @@ def export(options: ExportOptions) -> Path:
                 write_transformer(weights, state.transformer_config, folder, dtype, size, kept)
         else:
             for part in state.parts:
-                folder = partial / EXPERT_NAMES[part] if state.has_experts else partial
-                write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype)
+                expert = part if state.has_experts else None
+                folder = partial / EXPERT_NAMES[part] if expert else partial
+                write_lora(load_lora_of(step_dir, part, options.ema), folder, dtype, expert)
             if state.recipe["model"]["merge_loras"]:
                 log.warning(
                     "the base of this LoRA includes other LoRAs (model.merge_loras); load these LoRAs too, or export with --merge"

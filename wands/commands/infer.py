@@ -128,6 +128,9 @@ def infer(
     origin = _describe_weights(source, options, "bf16" if is_bf16 else "fp32")
     if dims.world_size > 1:
         check_ranks(source, origin, requests, images, files, dims)
+    if source.variant.boundary_ratio is not None:
+        for lora in source.loras:
+            log.info("%s: %s", lora.label, "; ".join(map(str, lora.files)))
     log.info("sampling %d videos on %s with %s", len(requests), device, source.dits["transformer"].label)
     with start_together():
         dtype = torch.bfloat16 if is_bf16 else torch.float32
@@ -256,7 +259,8 @@ def find_source(options: InferOptions, conditions: Sequence[Condition] = ()) -> 
         raise ConfigError(
             "--ema needs --checkpoint; add --checkpoint, or leave --ema out if the weights are from wands export --ema."
         )
-    source = find_pipeline(options.model, dits, find_loras(options.lora, options.lora_2), conditions)
+    loras = find_loras(options.lora, options.lora_1, options.lora_2)
+    source = find_pipeline(options.model, dits, loras, conditions)
     if Path(options.model).is_dir():
         check_files(Path(options.model), f"--model={options.model}")
     return source
@@ -300,8 +304,9 @@ def _describe_weights(source: PipelineSource, options: InferOptions, dtype: str)
     origin |= {part: dit.folder for part, dit in source.dits.items() if dit.folder != source.model}
     origin |= options.model_dump(include={"ema", *SPEED_OPTIONS}, exclude_defaults=True)
     for lora in source.loras:
-        entry = {"path": lora.path, "part": lora.subfolder, "scale": lora.scale}
-        origin.setdefault("loras", []).append(entry)
+        for part in (part for file in lora.files for part in file.experts):
+            entry = {"path": lora.path, "part": part, "scale": lora.scale}
+            origin.setdefault("loras", []).append(entry)
     return origin
 
 

@@ -32,7 +32,7 @@ from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import read_json_object, write_text
 from wands.model.files.hashes import HASH_FILE
 from wands.model.files.hub import is_hub_id
-from wands.model.files.lora_files import EXPERT_NAMES
+from wands.model.files.lora_experts import EXPERT_NAMES, describe_file
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
 from wands.texts import hide_secrets, is_local, without_paths
@@ -145,16 +145,17 @@ def _loras_to_push(directory: Path) -> Iterator[LoraFile]:
     """Yield the LoRA files in the folder itself and in its subfolders for the high-noise and the low-noise expert.
 
     Files without LoRA keys in diffusers' format are ignored. The start of a key names the DiT that the LoRA changes:
-    ``transformer.`` or ``transformer_2.``. There is one exception: in the subfolder of the low-noise expert, a file whose
-    keys all start with ``transformer.`` is a LoRA for ``transformer_2``.
+    ``transformer.`` or ``transformer_2.``. There is one exception: a file whose keys all start with ``transformer.`` may be a
+    LoRA for ``transformer_2``, see `wands.model.files.lora_experts`.
     """
-    for folder, expert in (("", EXPERTS[0]), *((name, expert) for expert, name in EXPERT_NAMES.items())):
+    for folder in ("", *EXPERT_NAMES.values()):
         for path in sorted((directory / folder).glob("*.safetensors")):
             names = TensorFiles([path], f"DIRECTORY {directory}").tensors
             prefixes = {name.partition(".")[0] for name in names if ".lora_" in name}
             targets = {prefix: prefix for prefix in EXPERTS if prefix in prefixes}
-            if list(targets) == [EXPERTS[0]]:
-                targets[EXPERTS[0]] = expert
+            stated = describe_file(path, f"DIRECTORY {directory}").experts
+            if list(targets) == [EXPERTS[0]] and stated:
+                targets[EXPERTS[0]] = stated[0]
             if targets:
                 yield LoraFile(path.relative_to(directory).as_posix(), tuple(targets.items()))
 

@@ -103,8 +103,8 @@ def build_ds_config(
     zero = config.setdefault("zero_optimization", {"stage": 0})
     if recipe.optim.name == "muon" and zero.get("stage") == 3:
         zero["reduce_scatter"] = False  # DeepSpeed's Muon needs this value at ZeRO-3
-    if recipe.lora:
-        # In a leaf module, DeepSpeed frees frozen weights after the recomputation of a block, before their backward pass.
+    if recipe.lora or recipe.model.trainable or recipe.model.freeze:
+        # In a leaf module whose input needs no gradient, DeepSpeed frees the weights before their backward pass.
         zero.pop("leaf_module", None)
     config.setdefault("steps_per_print", 2**31)  # a number that no run reaches: wands logs the steps
     _choose_adam(config, device_type)

@@ -580,13 +580,15 @@ class InferOptions(PluginOptions):
     must have an ema section."""
     lora: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
     """LoRA to add to the model: a folder, file or Hub id in diffusers, PEFT or ComfyUI layout. PATH=0.5
-    multiplies the LoRA's update by 0.5. Give the option several times to add several LoRAs. For a model with two experts, a
-    folder can contain one file for each expert, with high_noise or low_noise in the file name. With a single
-    file, tensors whose names begin with transformer_2 are added to the low-noise expert. All other tensors
-    of the file are added to the high-noise expert."""
+    multiplies the LoRA's update by 0.5. Give the option several times to add several LoRAs. A model with two
+    experts needs a file for one of them: the metadata, the tensor names, or the word high or low in the file name say
+    which. A folder may contain one file for each expert."""
+    lora_1: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
+    """LoRA to add to the high-noise expert of a model with two experts, whatever the file says. Of a LoRA for both experts,
+    only the part for the high-noise expert is used. Give the option several times to add several LoRAs."""
     lora_2: Annotated[tuple[str, ...], Spelling(metavar="PATH[=SCALE]")] = ()
-    """LoRA to add to the low-noise expert, in a model with two experts. If the LoRA contains weights for both experts,
-    only the weights for the low-noise expert are used. Give the option several times to add several LoRAs."""
+    """LoRA to add to the low-noise expert of a model with two experts, whatever the file says. Of a LoRA for both experts,
+    only the part for the low-noise expert is used. Give the option several times to add several LoRAs."""
     offload: Literal["none", "model", "sequential"] = "none"
     """Save GPU memory by keeping weights in host memory. With `model`, one model (such as the VAE) at a time moves
     to the GPU. With `sequential`, one layer at a time moves to the GPU. With `none`, all weights stay on the GPU."""

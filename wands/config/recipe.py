@@ -25,6 +25,9 @@ class MergeConfig(StrictModel):
     scale: float = 1.0
     """Factor by which the LoRA's update is multiplied. 1 merges the LoRA as it was trained; values below 1 weaken the
     LoRA."""
+    expert: Literal["high", "low"] | None = None
+    """Expert that the LoRA is merged into, for a model with two experts (A14B). If this key is unset, the file says it: by its
+    metadata, its tensor names, or the word high or low in its name. For both experts, list the file twice."""
 
 
 class ModelConfig(StrictModel):

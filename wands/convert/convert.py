@@ -28,6 +28,15 @@ from wands.files import atomic_folder
 from wands.model.files import lora_files, official
 from wands.model.files.hashes import write_hashes
 from wands.model.files.hub import fetch_model
+from wands.model.files.lora_experts import (
+    EXPERT_KEY,
+    EXPERT_NAMES,
+    FoundLora,
+    describe_file,
+    expert_in_name,
+    find_lora_files,
+    list_lora_files,
+)
 from wands.model.files.name_maps import EXPERTS, shorten
 from wands.model.files.tensor_files import (
     LazyTensor,
@@ -77,13 +86,17 @@ def convert(options: ConvertOptions) -> ConvertResult:
         is_file = Path(source).is_file()
         root = Path(source) if is_file else fetch_model(source, key="SOURCE", allow=_SOURCE_FILES)
         loras = _find_source_loras(root)
+        for file in loras:
+            if file.experts:
+                result.notes.append(f"{file}.")
         if base and (options.to == "comfyui" or loras):
             layout = "a LoRA" if loras else "ComfyUI's layout"
             raise ConfigError(
                 f"--base {base} cannot be used, because {layout} needs no files of a base model. Leave --base out."
             )
-        for expert, path in loras.items():
-            _convert_lora(path, unfinished, result, options.to, DTYPES.get(options.dtype), expert)
+        for file in loras:
+            named = not is_file and expert_in_name(str(file.path.relative_to(root))) is not None
+            _convert_lora(file, unfinished, result, options.to, DTYPES.get(options.dtype), named)
         if not loras and options.to == "musubi":
             raise ConfigError(
                 f"--to musubi is for LoRAs, but SOURCE={source} is a model. Use --to comfyui, which musubi-tuner reads."
@@ -100,41 +113,31 @@ def convert(options: ConvertOptions) -> ConvertResult:
 # ---- LoRAs
 
 
-def _find_source_loras(root: Path) -> dict[str | None, Path]:
-    """Find the LoRA files in the source of a conversion.
-
-    Args:
-        root: file or folder that the user wants to convert.
-
-    Returns:
-        {None: file} for a single LoRA. {"transformer": file, "transformer_2": file} for a folder with LoRAs of two
-        experts (DiTs for high and low noise); only one of the two items if one LoRA is missing. {} if the source is not a LoRA.
+def _find_source_loras(root: Path) -> list[FoundLora]:
+    """Return the LoRA in the source of a conversion: one file, a file for each expert, or [] if the source is not a LoRA.
 
     Raises:
         CheckpointError: if a file cannot be read.
-        ConfigError: if several files could be the LoRA of one expert. The error is also raised if the folder contains LoRAs
-            of experts, and a safetensors file that belongs to no expert.
+        ConfigError: if several files could be the LoRA, or the folder also contains another safetensors file.
     """
-    names = (lora_files.LORA_FILE, lora_files.PEFT_FILE)
-    usual = [root] if root.is_file() else [root / name for name in names]
-    files: dict[str | None, Path] = dict([(None, path) for path in usual if path.is_file()][:1])
-    if not files and not (root / "model_index.json").is_file():
-        experts = lora_files.experts_in(root)
-        files = {expert: lora_files.find_lora_file(root, "SOURCE", expert) for expert in experts}
-    for path in files.values():
-        if not lora_files.is_lora(TensorFiles([path], f"SOURCE {path}").tensors):
-            return {}
-    others = sorted(set(root.glob("*.safetensors")) - set(files.values())) if None not in files else []
-    if files and others:
+    if root.is_file() or (root / "model_index.json").is_file():
+        paths = [root] if root.is_file() else []
+    else:
+        paths = list_lora_files(root)
+    is_lora = [lora_files.is_lora(TensorFiles([path], f"SOURCE {path}").tensors) for path in paths]
+    if not any(is_lora):
+        return []
+    others = [path.name for path, known in zip(paths, is_lora, strict=True) if not known]
+    if others:
         raise ConfigError(
-            f"SOURCE={root} contains LoRAs of the experts and also {others[0].name}, which belongs to no expert. Move "
-            f"{others[0].name} out of the folder, or set SOURCE to a single file."
+            f"SOURCE={root} contains a LoRA and also {others[0]}, which is none. Move {others[0]} out of the folder, or set "
+            "SOURCE to a single file."
         )
-    return files
+    return [describe_file(root, f"SOURCE {root}")] if root.is_file() else find_lora_files(root, "SOURCE")
 
 
 def _convert_lora(
-    source: Path, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, expert: str | None
+    source: FoundLora, out: Path, result: ConvertResult, to: str, dtype: torch.dtype | None, named: bool
 ) -> None:
     """Convert a LoRA file to the file layout of diffusers, official Wan, ComfyUI or musubi-tuner.
 
@@ -147,51 +150,43 @@ def _convert_lora(
         result: receives a summary of each new file, and notes for the user.
         to: "diffusers", "official", "comfyui" or "musubi".
         dtype: dtype of the new files; None keeps the dtype of the source.
-        expert: "transformer" or "transformer_2" if the path of the file names the expert, otherwise None.
+        named: whether a file for one expert gets the name of the expert, as every file for two experts does.
 
     Raises:
-        CheckpointError: if `source` is not a LoRA of Wan, or contains no LoRA of `expert`. The error is also raised if
+        CheckpointError: if `source` is not a LoRA of Wan. The error is also raised if
             `source` contains full (not low-rank) changes of parameters that the layout `to` cannot store, or if values
             read back from a written file differ from the values in `source`.
     """
-    files = TensorFiles([source], f"SOURCE {source}")
-    loras, old_names = lora_files.read_lora_file(files), files.tensors.keys()
-    if expert is not None:
-        update = lora_files.update_of(loras, expert)
-        if update is None:
-            raise CheckpointError(
-                f"{source} contains a LoRA for {', '.join(loras)}, but the name of this file or its folder indicates {expert}. "
-                f"Rename the file or folder, or convert only this file: with SOURCE={source}, wands ignores the names."
-            )
-        loras = {expert: update}
-    several = expert is not None or len(loras) > 1
+    path = source.path
+    loras, old_names = source.read(f"SOURCE {path}"), TensorFiles([path], f"SOURCE {path}").tensors.keys()
+    named = named or len(loras) > 1
     for name, update in loras.items():
         pairs, differences = update.pairs, update.differences
         if differences and to not in ("official", "comfyui"):
             raise CheckpointError(
-                f"SOURCE {source} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
+                f"SOURCE {path} contains full-size updates of {len(differences)} parameters ({shorten(differences, 3)}), "
                 f"which a LoRA file of --to {to} cannot contain. Use --to comfyui."
             )
         state = sorted(lora_files.lora_tensors(pairs, to, differences).items())
         # alpha stays fp32
         tensors = [LazyTensor.of(key, value, dtype if value.ndim else None) for key, value in state]
-        file_name = lora_files.LORA_FILE if to == "diffusers" else f"{source.stem}.safetensors"
-        is_marked = not several or lora_files.EXPERT_NAMES[name] in file_name
-        path = out / (file_name if is_marked else f"{lora_files.EXPERT_NAMES[name]}_{file_name}")
-        write_safetensors(path, tensors)
-        check_written(tensors, [path], "convert")
+        file_name = lora_files.LORA_FILE if to == "diffusers" else path.name
+        is_marked = not named or expert_in_name(Path(file_name).stem) == name
+        new = out / (file_name if is_marked else f"{EXPERT_NAMES[name]}_{file_name}")
+        write_safetensors(new, tensors, {EXPERT_KEY: EXPERT_NAMES[name]} if source.experts else {})
+        check_written(tensors, [new], "convert")
         num_folded = sum(pair.scale != 1.0 for pair in pairs.values())
         if num_folded and to != "musubi":
             result.notes.append(
-                f"{path.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
+                f"{new.name}: alpha / rank of {num_folded} modules was multiplied into lora_B, so alpha now equals the rank."
             )
-        if several and name == EXPERTS[1] and to == "diffusers":
+        if source.experts and name == EXPERTS[1] and to == "diffusers":
             result.notes.append(
-                f"load {path.name} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
+                f"load {new.name} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
             )
         num_read = sum(len(loras) == 1 or key.startswith(f"{name}.") for key in old_names)
         num_renamed = sum(tensor.name not in old_names for tensor in tensors)
-        result.add(path.name, num_read, tensors, num_renamed)
+        result.add(new.name, num_read, tensors, num_renamed)
 
 
 # ---- models
@@ -285,7 +280,7 @@ class ModelConversion:
         if name in EXPERTS and self.to == "official":
             return self.out / official.EXPERT_FOLDERS[name] if self.two_experts else self.out
         if name in EXPERTS:
-            suffix = f"_{lora_files.EXPERT_NAMES[name]}" if self.two_experts else ""
+            suffix = f"_{EXPERT_NAMES[name]}" if self.two_experts else ""
             return self.out / f"diffusion_models/{self.variant.name.replace('-', '_')}{suffix}.safetensors"
         has_vae_22 = config.get("z_dim") == len(official.LATENTS_22["latents_mean"])
         files = {

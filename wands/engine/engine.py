@@ -167,7 +167,7 @@ def build_model(
         init=recipe.model.init,
         seed=recipe.train.seed,
         zero_init_context=sharded,
-        merge=MergedLoras.load(recipe.model.merge_loras, expert),
+        merge=MergedLoras.load(recipe.model.merge_loras, expert, recipe.model.experts),
         storage=WeightDtypePolicy.of(recipe),
         config=config,
     )
@@ -180,7 +180,7 @@ def build_model(
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
         # The checkpoint contains the LoRA, and the file in lora.init_from may no longer exist.
-        start = None if resumes else load_start(recipe.lora, expert)
+        start = None if resumes else load_start(recipe.lora, expert, recipe.model.experts)
         add_lora(model, recipe.lora, recipe.train.seed, start)
     if recipe.uses_dropout:
         model.set_dropout(recipe.model.dropout, recipe.lora.dropout if recipe.lora else 0.0)

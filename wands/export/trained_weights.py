@@ -13,7 +13,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from wands.errors import CheckpointError, one_line
-from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
+from wands.model.files.lora_experts import EXPERT_KEY, EXPERT_NAMES
+from wands.model.files.lora_files import LORA_FILE, lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.model.files.name_maps import check_fit
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import LazyTensor, check_written, write_safetensors, write_sharded
@@ -108,7 +110,9 @@ def stock_forward(model: nn.Module, dtype: torch.dtype) -> Tensor:
     return output
 
 
-def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32) -> None:
+def write_lora(
+    pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype = torch.float32, expert: str | None = None
+) -> None:
     """Write the LoRA of one DiT to two files, one with the keys of diffusers and one with the keys of ComfyUI.
 
     Both files are read back and compared with the LoRA. The written lora_B is multiplied by the scale
@@ -118,6 +122,7 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         pairs: maps a diffusers module name to the LoRA of the module. All LoRAs have the same rank.
         folder: folder of the two files. It is created if it does not exist.
         dtype: dtype of the written tensors.
+        expert: "transformer" or "transformer_2" for a model with two experts. The metadata of the files names it.
 
     Raises:
         CheckpointError: if the LoRA contains values that are not finite, or a written file differs from the LoRA when it is
@@ -130,7 +135,8 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
         "transformer.lora_alpha": rank,  # the alpha of the run is folded into lora_B
         "transformer.target_modules": sorted(pairs),
     }
-    metadata = {"lora_adapter_metadata": json.dumps(settings)}
+    named = {EXPERT_KEY: EXPERT_NAMES[expert]} if expert else {}
+    metadata = named | {"lora_adapter_metadata": json.dumps(settings)}
     for name, layout in ((LORA_FILE, "diffusers"), (COMFYUI_FILE, "comfyui")):
         tensors = [LazyTensor.of(key, value, dtype) for key, value in lora_tensors(pairs, layout).items()]
         for tensor in tensors:
@@ -138,5 +144,5 @@ def write_lora(pairs: Mapping[str, LoraPair], folder: Path, dtype: torch.dtype =
                 raise CheckpointError(
                     f"export: {tensor.name} is not finite: the run diverged. Export an earlier step (RUN/checkpoints/step_*)."
                 )
-        write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else {})
+        write_safetensors(folder / name, tensors, metadata if layout == "diffusers" else named)
         check_written(tensors, [folder / name], "export")

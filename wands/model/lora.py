@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import peft
 import torch
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_files import (
-    LoraPair,
-    LoraUpdate,
-    find_lora_file,
-    parse_lora,
-    read_lora_file,
-    update_of,
+from wands.model.files.lora_experts import (
+    EXPERT_NAMES,
+    EXPERT_OF,
+    FoundLora,
+    assign_experts,
+    find_lora_files,
 )
+from wands.model.files.lora_files import parse_lora
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import shorten
-from wands.model.files.tensor_files import TensorFiles
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
@@ -141,46 +141,83 @@ def lora_pairs(state: Mapping[str, Tensor], lora: LoraConfig) -> dict[str, LoraP
     return parse_lora(weights, settings=settings, where="the checkpoint")["transformer"].pairs
 
 
-def load_lora(path: str | Path, expert: Expert, key: str) -> LoraUpdate:
-    """Read the LoRA of one DiT from a file in any LoRA layout that `wands convert` reads.
+Trained = Literal["high", "low", "both"] | None
+"""Value of model.experts: which experts of a model with two experts a run trains."""
+
+
+def find_run_loras(
+    path: str, key: str, expert: Expert, trained: Trained, chosen: Literal["high", "low"] | None = None
+) -> list[FoundLora]:
+    """Return the files of a LoRA that a recipe names, each with the DiTs that it changes.
 
     Args:
-        path: LoRA file or folder, see `wands.model.files.lora_files.find_lora_file`.
-        expert: the DiT.
+        path: LoRA file or folder, see `find_lora_files`.
         key: recipe key that contains the path, for error messages, such as lora.init_from.
+        expert: any DiT of the model.
+        trained: `model.experts` of the recipe.
+        chosen: expert that the recipe names for this LoRA.
 
     Raises:
-        ConfigError: if the file does not exist or contains no LoRA for this DiT.
-        CheckpointError: if the file is damaged or contains no LoRA for Wan.
+        ConfigError: if the file does not exist, does not say for which of two trained experts it is, or is for an expert that is
+            not trained.
+        CheckpointError: if a file is damaged.
     """
-    file = find_lora_file(Path(path), key, expert.subfolder if expert.name else None)
-    loras = read_lora_file(TensorFiles([file], f"{key}={file}"))
-    update = update_of(loras, expert.subfolder)
-    if update is None:
+    only = EXPERT_OF.get(trained or "")
+    if chosen and not expert.name:
+        raise ConfigError(f"{key}: expert={chosen} is for a model with two experts. Remove expert.")
+    say_it = (
+        "set expert: high or expert: low next to path"
+        if key == "model.merge_loras"
+        else "set model.experts to high or low"
+    )
+    where = f"{key}={path}"
+    files = assign_experts(
+        find_lora_files(Path(path), key, EXPERT_OF.get(chosen or "")),
+        where,
+        two_experts=bool(expert.name),
+        only=only,
+        ways=say_it,
+    )
+    if only and not any(only in file.experts for file in files):
         raise ConfigError(
-            f"{key}={file} contains a LoRA for {', '.join(loras)}, not for {expert.subfolder}. Set {key} to a LoRA for "
-            f"{expert.subfolder}. To train only transformer_2 (the low-noise expert), set model.experts=low."
+            f"{where}: {files[0]}, but model.experts={trained} trains only the other. Use the LoRA of the trained expert."
         )
-    return update
+    return files
 
 
-def load_start(lora: LoraConfig, expert: Expert) -> dict[str, LoraPair] | None:
+def load_start(lora: LoraConfig, expert: Expert, trained: Trained = None) -> dict[str, LoraPair] | None:
     """Read the file in `lora.init_from`, and return the initial LoRA of one DiT, as a dict by layer name.
 
     Return None if `lora.init_from` is not set.
 
     Raises:
-        ConfigError: if the file contains full-size (not low-rank) updates of parameters, which a LoRA run cannot train.
+        ConfigError: if the file is for another DiT, or contains full-size (not low-rank) updates of parameters, which a LoRA
+            run cannot train.
     """
     if lora.init_from is None:
         return None
-    update = load_lora(lora.init_from, expert, "lora.init_from")
+    where = f"lora.init_from={lora.init_from}"
+    files = find_run_loras(lora.init_from, "lora.init_from", expert, trained)
+    file = next((file for file in files if expert.subfolder in file.experts), None)
+    if file is None:
+        name = EXPERT_NAMES[expert.subfolder].replace("_", "-")
+        other = "low" if expert.name == "high" else "high"
+        raise ConfigError(
+            f"{where} contains no LoRA of the {name} expert: {files[0]}. Add a LoRA of this expert to the folder, or train only "
+            f"the other expert with model.experts={other}."
+        )
+    update = file.read(where)[expert.subfolder]
     if update.differences:
         raise ConfigError(
-            f"lora.init_from={lora.init_from} contains full-size updates of {len(update.differences)} parameters "
+            f"{where} contains full-size updates of {len(update.differences)} parameters "
             f"({shorten(update.differences, 3)}), which a LoRA run cannot train. Name the file in model.merge_loras instead."
         )
     return update.pairs
+
+
+def find_merge_loras(merge: MergeConfig, expert: Expert, trained: Trained) -> list[FoundLora]:
+    """Return the files of one entry of `model.merge_loras`, see `find_run_loras`."""
+    return find_run_loras(merge.path, "model.merge_loras", expert, trained, merge.expert)
 
 
 class MergedLoras:
@@ -197,14 +234,23 @@ class MergedLoras:
         self._loras = loras
 
     @classmethod
-    def load(cls, merges: Sequence[MergeConfig], expert: Expert) -> MergedLoras:
-        """Read the LoRA files that the recipe lists in `model.merge_loras`.
+    def load(cls, merges: Sequence[MergeConfig], expert: Expert, trained: Trained = None) -> MergedLoras:
+        """Read the LoRA files that the recipe lists in `model.merge_loras` for one DiT.
 
         Args:
-            merges: path and scale of each LoRA.
+            merges: entries of the recipe.
             expert: DiT that the LoRAs are merged into.
+            trained: `model.experts` of the recipe.
         """
-        return cls([(merge.scale, load_lora(merge.path, expert, "model.merge_loras")) for merge in merges])
+        loras = []
+        for merge in merges:
+            files = find_merge_loras(merge, expert, trained)
+            where = f"model.merge_loras={merge.path}"
+            updates = [
+                file.read(where)[expert.subfolder] for file in files if expert.subfolder in file.experts
+            ]
+            loras += [(merge.scale, update) for update in updates or [LoraUpdate()]]
+        return cls(loras)
 
     def check_fit(self, model: nn.Module) -> None:
         """Check that every LoRA fits the parameters of a model.

@@ -96,13 +96,14 @@ def list_weights(
     """
     model = build_empty(config)
     for expert in experts:
-        MergedLoras.load(recipe.model.merge_loras, expert).check_fit(model)
+        MergedLoras.load(recipe.model.merge_loras, expert, recipe.model.experts).check_fit(model)
     added: list[Weight] = []
     if recipe.lora is None:
         freeze_parameters(model, recipe.model.trainable, recipe.model.freeze)
     else:
         for expert in experts:
-            check_lora(model, recipe.lora, load_start(recipe.lora, expert) if is_new else None)
+            start = load_start(recipe.lora, expert, recipe.model.experts) if is_new else None
+            check_lora(model, recipe.lora, start)
         rank = recipe.lora.rank
         for name, linear in find_targets(model, recipe.lora.targets).items():
             shapes = {"lora_A": (rank, linear.in_features), "lora_B": (linear.out_features, rank)}

@@ -6,13 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from wands.config.recipe import Recipe
 from wands.model.files.loading import sample_weights
-from wands.model.files.lora_files import find_lora_file
 from wands.model.files.tensor_files import sample_digest
+from wands.model.lora import find_merge_loras
 from wands.planning.workload import Weight
 from wands.variants import DiTShape, Expert, Variant
 
@@ -59,7 +58,7 @@ def base_fingerprint(recipe: Recipe, experts: Sequence[Expert]) -> str | None:
     for expert in experts:
         parts.append(sample_weights(model.path, expert.subfolder))
         for merge in model.merge_loras:
-            folder = expert.subfolder if expert.name else None
-            file = find_lora_file(Path(merge.path), "model.merge_loras", folder)
-            parts.append(f"{merge.scale}*{sample_digest([file], 'model.merge_loras')}")
+            for file in find_merge_loras(merge, expert, model.experts):
+                if expert.subfolder in file.experts:
+                    parts.append(f"{merge.scale}*{sample_digest([file.path], 'model.merge_loras')}")
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +16,29 @@ import torch
 
 from wands.errors import CheckpointError, ConfigError, one_line
 from wands.model.files.hub import fetch_model, is_hub_id
-from wands.model.files.lora_files import (
-    EXPERT_NAMES,
-    PEFT_CONFIG,
-    LoraPair,
-    LoraUpdate,
-    experts_in,
-    find_lora_file,
-    lora_tensors,
-    read_lora_file,
-)
+from wands.model.files.lora_experts import FoundLora, assign_experts, find_lora_files
+from wands.model.files.lora_files import PEFT_CONFIG, lora_tensors
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import EXPERTS, shorten
-from wands.model.files.tensor_files import TensorFiles
 
 log = logging.getLogger(__name__)
+
+_FLAGS = dict(zip(("--lora-1", "--lora-2"), EXPERTS, strict=True))
 
 
 @dataclass(frozen=True)
 class Lora:
-    """One LoRA file to add to the DiTs.
+    """LoRA that the user adds to the DiTs.
 
     Attributes:
-        path: file, folder or Hub id as the user typed it. If the user typed a folder with one file for each expert, `path` is
-            the file of one expert.
-        file: the safetensors file on this machine.
-        subfolder: selects the DiTs that the LoRA changes. With "transformer", tensors whose keys start with "transformer_2."
-            are added to the low-noise expert (DiT "transformer_2"), and all other tensors to the DiT "transformer". With
-            "transformer_2", only the low-noise expert changes. It then gets the tensors whose keys start with
-            "transformer_2.", or all tensors if there are no such keys.
+        path: file, folder or Hub id as the user typed it.
+        files: the file of the LoRA, or one file for each expert.
         scale: factor that multiplies the LoRA's update of the weights.
         flag: command line flag that the user typed, for error messages.
     """
 
     path: str
-    file: Path
-    subfolder: str = "transformer"
+    files: tuple[FoundLora, ...]
     scale: float = 1.0
     flag: str = "--lora"
 
@@ -59,23 +47,37 @@ class Lora:
         """Flag and path that the user typed, such as "--lora=style.safetensors". Error messages name the LoRA with this text."""
         return f"{self.flag}={self.path}"
 
+    def assigned(self, two_experts: bool) -> Lora:
+        """Return a copy of this LoRA whose files name the DiTs that they change in a model.
 
-def find_loras(lora: Sequence[str | Path], lora_2: Sequence[str | Path] = ()) -> list[Lora]:
+        Raises:
+            ConfigError: if the LoRA is for another kind of model, or does not say for which of two experts it is.
+        """
+        if not two_experts and self.flag in _FLAGS:
+            raise ConfigError(
+                f"{self.label} is for one of two experts, but --model has only one DiT. Use --lora."
+            )
+        ways = f"use --lora-1 {self.path} for the high-noise or --lora-2 {self.path} for the low-noise expert"
+        return replace(
+            self, files=tuple(assign_experts(self.files, self.label, two_experts=two_experts, ways=ways))
+        )
+
+
+def find_loras(
+    lora: Sequence[str | Path], lora_1: Sequence[str | Path] = (), lora_2: Sequence[str | Path] = ()
+) -> list[Lora]:
     """Find the files of LoRAs. Download a LoRA that is given as a Hub id. Do not read any tensor.
 
     Args:
         lora: values of the flag --lora, each "PATH" or "PATH=SCALE".
-        lora_2: values of the flag --lora-2, which is for the low-noise expert, each "PATH" or
-            "PATH=SCALE".
+        lora_1: values of the flag --lora-1, for the high-noise expert.
+        lora_2: values of the flag --lora-2, for the low-noise expert.
 
     Raises:
-        ConfigError: if a scale is not a number, or a LoRA does not exist.
+        ConfigError: if a scale is not a number, or a LoRA does not exist or is damaged.
     """
-    found = []
-    for flag, subfolder, texts in (("--lora", EXPERTS[0], lora), ("--lora-2", EXPERTS[1], lora_2)):
-        for text in texts:
-            found += _find(flag, subfolder, *_parse(str(text), flag))
-    return found
+    texts = {"--lora": lora, "--lora-1": lora_1, "--lora-2": lora_2}
+    return [_find(flag, *_parse(str(text), flag)) for flag, values in texts.items() for text in values]
 
 
 def _parse(text: str, flag: str) -> tuple[str, float]:
@@ -94,38 +96,15 @@ def _parse(text: str, flag: str) -> tuple[str, float]:
     return path, scale
 
 
-def _find(flag: str, subfolder: str, path: str, scale: float) -> list[Lora]:
-    """Find the LoRA files at `path`: one file, or one file for each expert (DiT for high or low noise).
-
-    A file belongs to an expert if its name contains "high_noise" or "low_noise", or if its folder has one of these two names.
-    If there are files for experts, the result contains the LoRA of each expert for --lora, and only the LoRA of the low-noise
-    expert for --lora-2.
-
-    Args:
-        flag: "--lora" or "--lora-2".
-        subfolder: `Lora.subfolder` of the result if there are no files for experts: "transformer" or "transformer_2".
-        path: file, folder or Hub id.
-        scale: factor that multiplies the LoRA's update of the weights.
-    """
+def _find(flag: str, path: str, scale: float) -> Lora:
     on_hub = is_hub_id(path)
     root = _fetch(path, flag) if on_hub else Path(path)
-    experts = experts_in(root)
-    if not experts:
-        if subfolder == EXPERTS[0] and EXPERT_NAMES[EXPERTS[1]] in root.name:
-            log.warning(f"{flag}={path} goes to the high-noise expert; use --lora-2 for the low-noise expert")
-        return [Lora(path=path, file=find_lora_file(root, flag), subfolder=subfolder, scale=scale, flag=flag)]
-    if flag == "--lora-2":
-        if subfolder not in experts:
-            raise ConfigError(
-                f"{flag}={path} contains no LoRA of the low-noise expert. --lora-2 accepts only LoRAs of the low-noise expert. "
-                "Pass LoRAs of the high-noise expert with --lora."
-            )
-        experts = [subfolder]
-    files = {expert: find_lora_file(root, flag, expert) for expert in experts}
-    return [
-        Lora(path=path if on_hub else str(file), file=file, subfolder=expert, scale=scale, flag=flag)
-        for expert, file in files.items()
-    ]
+    names = [path.rpartition("/")[2]] if on_hub else []
+    try:
+        files = find_lora_files(root, flag, _FLAGS.get(flag), names)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return Lora(path=path, files=tuple(files), scale=scale, flag=flag)
 
 
 def _fetch(path: str, flag: str) -> Path:
@@ -138,7 +117,7 @@ def _fetch(path: str, flag: str) -> Path:
     folders = sorted({file.parent for file in root.rglob("*.safetensors")})
     if not folders:
         raise ConfigError(f"{flag}={path} contains no .safetensors file. Set {flag} to a LoRA.")
-    return folders[0] if len(folders) == 1 and folders[0].name not in EXPERT_NAMES.values() else root
+    return folders[0] if len(folders) == 1 else root
 
 
 def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
@@ -150,12 +129,17 @@ def add_loras(pipeline: Any, loras: Sequence[Lora]) -> None:
 
     Args:
         pipeline: diffusers pipeline for which offloading is not enabled yet.
-        loras: result of `find_loras`.
+        loras: LoRAs that name their DiTs, see `Lora.assigned`.
 
     Raises:
         ConfigError: if a file is damaged, has an unknown layout, uses a method other than LoRA, or does not fit the DiT.
     """
-    updates = [(lora, part, update) for lora in loras for part, update in _read(lora, pipeline).items()]
+    updates = [
+        (lora, part, update)
+        for lora in loras
+        for file in lora.files
+        for part, update in _read(lora, file, pipeline).items()
+    ]
     for lora, part, update in updates:  # first, because PEFT renames the parameters of its layers
         for name in update.differences:
             parameter = getattr(pipeline, part).get_parameter(name)
@@ -187,30 +171,20 @@ def _promote(pair: LoraPair, dtype: torch.dtype) -> LoraPair:
     return LoraPair(pair.lora_A.to(dtype), pair.lora_B.to(dtype), pair.scale)
 
 
-def _read(lora: Lora, pipeline: Any) -> dict[str, LoraUpdate]:
-    """Read a LoRA file, and return its update for each DiT.
+def _read(lora: Lora, file: FoundLora, pipeline: Any) -> dict[str, LoraUpdate]:
+    """Read a file of a LoRA, and return its update for each DiT.
 
     If an update contains parameters that its DiT lacks, these parameters are left out with a warning.
 
-    Returns:
-        A dict that maps "transformer" or "transformer_2" to the update of this DiT.
-
     Raises:
-        ConfigError: if the file is damaged or not a LoRA of Wan. Also if the file has an update for a DiT that the pipeline
-            lacks, or if a DiT lacks all parameters of its update.
+        ConfigError: if the file is damaged or not a LoRA of Wan, or if a DiT lacks all parameters of its update.
     """
     try:
-        updates = read_lora_file(TensorFiles([lora.file], lora.label))
+        updates = file.read(lora.label)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    if lora.subfolder == EXPERTS[1]:
-        updates = {EXPERTS[1]: updates.get(EXPERTS[1]) or updates[EXPERTS[0]]}
     for part, update in updates.items():
-        model, total = getattr(pipeline, part, None), len(update.shapes)
-        if model is None:
-            raise ConfigError(
-                f"{lora.label} is a LoRA of {part}, which --model does not have. Use a LoRA of this model."
-            )
+        model, total = getattr(pipeline, part), len(update.shapes)
         missing = update.find_missing(model, lora.label)
         if len(missing) == total:
             raise ConfigError(

@@ -122,12 +122,6 @@ def find_pipeline(
                 f"{dit.label} is a low-noise expert ({part}), but {label} has only one expert. Pass a DiT of this "
                 "pipeline to --transformer, or set --model to a pipeline with two experts."
             )
-    for lora in loras:
-        if lora.subfolder not in parts:
-            fix = "Use --lora" if lora.flag == "--lora-2" else "Use a LoRA of this model"
-            raise ConfigError(
-                f"{lora.label} is for the low-noise expert, but {label} has only one expert. {fix}."
-            )
     sources, configs = {}, []
     for part in parts:
         dit = sources[part] = replaced.get(part) or DiTSource(name, part, label)
@@ -162,7 +156,7 @@ def find_pipeline(
         dits=sources,
         config=config,
         variant=variant,
-        loras=tuple(loras),
+        loras=tuple(lora.assigned(two_experts=boundary is not None) for lora in loras),
     )
 
 

@@ -14,6 +14,7 @@ from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.engine.engine import attention_backend
+from wands.model.lora import find_merge_loras, find_run_loras
 from wands.planning.memory import estimate_memory, to_gib
 from wands.planning.workload import Workload
 from wands.run.run_model import RunModel
@@ -48,7 +49,7 @@ def start_block(run: PreparedRun) -> str:
             f"{model.variant.name}  {recipe.model.path} ({recipe.model.init}), {shape.num_params / 1e6:,.1f} M parameters",
             f"{shape.num_layers} layers, {shape.num_heads} heads x {shape.head_dim}, ffn {shape.ffn_dim}",
             *(f"input {extra.name}: {_size_of(extra)}" for extra in model.variant.extra),
-            *_trained(recipe, model),
+            *_trained(recipe, model, is_new=run.checkpoint is None),
         ],
         "grid": [
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
@@ -114,16 +115,23 @@ def _size_of(extra: ExtraInput) -> str:
     return f"{extra.channels} channels"
 
 
-def _trained(recipe: Recipe, model: RunModel) -> list[str]:
+def _trained(recipe: Recipe, model: RunModel, is_new: bool) -> list[str]:
     """Return the lines that describe what is trained: merged LoRAs, the trained LoRA, frozen parameters, dropout,
     experts (DiTs for high and low noise) and the moving average.
     """
-    lines = [f"merged LoRA: {merge.path} x {merge.scale:g}" for merge in recipe.model.merge_loras]
+    expert, two_experts = model.experts[0], len(model.variant.experts) > 1
+    lines = []
+    for merge in recipe.model.merge_loras:
+        files = find_merge_loras(merge, expert, recipe.model.experts) if two_experts else []
+        lines.append("; ".join((f"merged LoRA: {merge.path} x {merge.scale:g}", *map(str, files))))
     if recipe.lora:
+        files = []
+        if recipe.lora.init_from and is_new and two_experts:  # a resumed run does not need the file
+            files = find_run_loras(recipe.lora.init_from, "lora.init_from", expert, recipe.model.experts)
         start = f", initialized from {recipe.lora.init_from}" if recipe.lora.init_from else ""
         lines.append(
             f"LoRA of rank {recipe.lora.rank}, alpha {recipe.lora.scaled_alpha:g}, on {recipe.lora.targets}: "
-            f"{model.num_trained / 1e6:,.1f} M parameters are trained{start}"
+            f"{model.num_trained / 1e6:,.1f} M parameters are trained{'; '.join((start, *map(str, files)))}"
         )
     elif model.num_trained != model.shape.num_params:
         lines.append(f"{model.num_trained / 1e6:,.1f} M parameters are trained, the others frozen")

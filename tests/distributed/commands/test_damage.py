@@ -26,7 +26,7 @@ from wands.config.options import ExportOptions, TrainOptions, VerifyOptions
 from wands.data.cache.reader import LatentCache
 from wands.errors import WandsError
 from wands.model.files.hashes import HASH_FILE
-from wands.model.files.lora_files import find_lora_file
+from wands.model.files.lora_experts import find_lora_files
 from wands.sampling.pipeline import load_pipeline
 
 KINDS = ("flip", "zero", "truncate", "delete", "swap")
@@ -107,7 +107,7 @@ def use_model(folder: Path) -> Any:
 
 def use_lora(folder: Path) -> Any:
     """An export has the LoRA in two files of different formats, and uses the second if the first is missing."""
-    file = find_lora_file(folder, "--lora")
+    [file] = [found.path for found in find_lora_files(folder, "--lora")]
     return file.name, file.read_bytes()
 
 

@@ -135,7 +135,9 @@ def test_merged_loras_are_found_from_another_folder(
         tiny_pipeline, tmp_path, (*RUN, "model.merge_loras=[{path: lora}]"), zero(3), world_size=2
     )
     state = training_run.state
-    assert state.recipe["model"]["merge_loras"] == [{"path": str(lora.resolve()), "scale": 1.0}]
+    assert state.recipe["model"]["merge_loras"] == [
+        {"path": str(lora.resolve()), "scale": 1.0, "expert": None}
+    ]
     check_resumable(state, state, "x")
     elsewhere = {**state.recipe["model"], "merge_loras": [{"path": "/elsewhere/lora", "scale": 1.0}]}
     moved = replace(state, recipe={**state.recipe, "model": elsewhere})

@@ -25,7 +25,8 @@ from tests.support.sampling import infer, source_of
 from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.model.files import hub
-from wands.model.files.lora_files import LoraPair, lora_tensors
+from wands.model.files.lora_files import lora_tensors
+from wands.model.files.lora_update import LoraPair
 from wands.sampling import sample as sampling
 from wands.sampling.loras import find_loras
 from wands.sampling.pipeline import find_pipeline, load_pipeline
@@ -46,7 +47,7 @@ class Trained:
     pairs: dict[str, dict[str, LoraPair]]
 
     def pipeline(self, **loras: list[str]) -> DiffusionPipeline:
-        options = {"lora": [], "lora_2": []} | loras
+        options = {"lora": []} | loras
         pipeline = load_pipeline(find_pipeline(self.folder, loras=find_loras(**options)))
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
@@ -140,7 +141,7 @@ def test_every_layout_is_the_merged_update(trained: Trained, files: dict[str, Pa
     plain = trained.sample()
     assert (wanted - plain).abs().max() > 1e-2
     for layout in ("diffusers", "comfyui", "official", "peft"):
-        assert_close(trained.sample(lora=[str(files[layout])]), wanted)
+        assert_close(trained.sample(lora_1=[str(files[layout])]), wanted)
     # Without its alpha it would be another model: the mistake of trainers whose files lose it.
     wrong = trained.merged({"transformer": RANK / ALPHA})
     assert (wrong - wanted).abs().max() > 1e-3
@@ -148,13 +149,15 @@ def test_every_layout_is_the_merged_update(trained: Trained, files: dict[str, Pa
 
 def test_scales_and_experts(trained: Trained, files: dict[str, Path]) -> None:
     path = str(files["diffusers"])
-    assert_close(trained.sample(lora=[f"{path}=0.5"]), trained.merged({"transformer": 0.5}))
-    assert_close(trained.sample(lora=[path, f"{files['comfyui']}=0.5"]), trained.merged({"transformer": 1.5}))
-    assert_close(trained.sample(lora_2=[str(files["low"])]), trained.merged({"transformer_2": 1.0}))
+    assert_close(trained.sample(lora_1=[f"{path}=0.5"]), trained.merged({"transformer": 0.5}))
+    assert_close(
+        trained.sample(lora_1=[path, f"{files['comfyui']}=0.5"]), trained.merged({"transformer": 1.5})
+    )
+    assert_close(trained.sample(lora=[str(files["low"])]), trained.merged({"transformer_2": 1.0}))
     both = trained.merged({"transformer": 0.5, "transformer_2": 0.5})
     assert_close(trained.sample(lora=[f"{files['both']}=0.5"]), both)
     apart = trained.sample(
-        lora=[f"{path}=0.5"], lora_2=[f"{files['both']}=0.5"]
+        lora_1=[f"{path}=0.5"], lora_2=[f"{files['both']}=0.5"]
     )  # the low-noise half alone is taken
     assert_close(apart, both)
 
@@ -195,7 +198,7 @@ def test_a_hub_id_lands_in_the_expert_that_it_names(trained: Trained) -> None:
     assert_close(trained.sample(lora=["you/both"]), both)
     assert_close(trained.sample(lora=["you/low"]), low)
     assert_close(trained.sample(lora_2=["you/both"]), low)
-    assert_close(trained.sample(lora=["you/peft=0.5"]), trained.merged({"transformer": 0.5}))
+    assert_close(trained.sample(lora_1=["you/peft=0.5"]), trained.merged({"transformer": 0.5}))
 
 
 @pytest.mark.usefixtures("published")
@@ -206,12 +209,10 @@ def test_a_hub_id_in_record_and_mistakes(trained: Trained, tiny_pipeline: Path, 
     ]
     with pytest.raises(ConfigError, match=r"^--lora=you/pickles contains no \.safetensors file\. Set"):
         find_loras(["you/pickles"])
-    with pytest.raises(ConfigError, match=r"^--lora-2=you/high contains no LoRA of the low-noise expert\. "):
-        find_loras([], ["you/high"])
     with pytest.raises(
-        ConfigError, match=r"^--lora=you/low is for the low-noise expert, but .* Use a LoRA of this model\.$"
+        ConfigError, match=r"^--lora=you/both is for a model with two experts, but this model"
     ):
-        find_pipeline(tiny_pipeline, loras=find_loras(["you/low"]))
+        find_pipeline(tiny_pipeline, loras=find_loras(["you/both"]))
 
 
 def sample_with_lora_on_ranks(trained: Trained, path: str) -> Tensor:
@@ -240,7 +241,8 @@ def test_a_lora_run_is_sampled_three_ways(
     def sample(model: Path, **options: object) -> Tensor:
         lora = [tmp_path / "lora"] if options.pop("with_lora", False) else []
         source = source_of(model, lora=lora, **options)
-        assert sorted({one.subfolder for one in source.loras}) == (list(PARTS) if lora else [])
+        experts = [part for one in source.loras for file in one.files for part in file.experts]
+        assert experts == (list(PARTS) if lora else [])
         pipeline = load_pipeline(source)
         pipeline.set_progress_bar_config(disable=True)
         return sampling.sample_latents(pipeline, REQUEST)
@@ -258,7 +260,7 @@ def test_offload_and_record(trained: Trained, files: dict[str, Path], tmp_path: 
     assert sampling.sample_latents(offloaded, REQUEST).isfinite().all()
     infer(trained.folder, [REQUEST], out_dir=tmp_path, lora=[f"{files['both']}=0.5"])
     assert records(tmp_path)[0]["loras"] == [
-        {"path": str(files["both"]), "part": "transformer", "scale": 0.5}
+        {"path": str(files["both"]), "part": part, "scale": 0.5} for part in PARTS
     ]
 
 
@@ -293,7 +295,7 @@ def test_mistakes(trained: Trained, files: dict[str, Path], tmp_path: Path, tiny
         "wide.safetensors": "--lora=/wide.safetensors: the LoRA changes a parameter blocks.0.attn1.to_q.weight of shape [48, 7]",
         "fp8.safetensors": "--lora=/fp8.safetensors does not fit the transformer (",
     }.items():
-        assert said(folder, lora=[tmp_path / name]).startswith(words)
+        assert said(folder, lora_1=[tmp_path / name]).startswith(words.replace("--lora", "--lora-1"))
     assert said(tiny_pipeline, lora=[files["both"]]).startswith(
-        "--lora=both is a LoRA of transformer_2, which --model does not have"
+        "--lora=both is for a model with two experts, but this model has one."
     )

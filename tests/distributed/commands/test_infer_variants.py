@@ -352,7 +352,7 @@ def test_command_line(tiny_variant: Callable[[str], Path], clips_dir: Path, tmp_
         3.5,
         "--shift",
         4,
-        "--lora",
+        "--lora-1",
         f"{lora}=0.25",
         "--lora-2",
         lora,
@@ -451,7 +451,7 @@ IMAGE, LAST, BOTH = (
         ("wan2.2-t2v-a14b", {"image": ("first.png", None)}, "--image=first.png of prompt 1 is for models"),
         ("wan2.2-t2v-a14b", {"lora": ["no/such/lora"]}, "--lora=no/such/lora does not exist. Set --lora to the file"),
         ("wan2.2-t2v-a14b", {"lora_2": ["a/b=much"]}, "--lora-2=a/b=much: there is no file a/b=much, and the scale 'much'"),
-        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for the low-noise expert, but"),
+        ("wan2.2-ti2v-5b", {"lora_2": ["low.safetensors"]}, "--lora-2=low.safetensors is for one of two experts, but"),
     ],
 )  # fmt: skip
 def test_one_sentence_before_weights_are_read(
@@ -460,7 +460,7 @@ def test_one_sentence_before_weights_are_read(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(infer_module, "load_pipeline", lambda *a, **k: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "low.safetensors").touch()
+    save_file({"x": torch.zeros(1)}, tmp_path / "low.safetensors")
     with pytest.raises(ConfigError) as caught:
         infer(tiny_variant(variant), ["a", "b"], out_dir=tmp_path / "out", **SMALL | asked)
     assert str(caught.value).startswith(message)

@@ -26,7 +26,8 @@ from wands.cli import main
 from wands.errors import CheckpointError, ConfigError, WandsError
 from wands.model.files import hub, name_maps
 from wands.model.files.hashes import HASH_FILE
-from wands.model.files.lora_files import EXPERT_NAMES, LORA_FILE, parse_lora
+from wands.model.files.lora_experts import EXPERT_NAMES, describe_file
+from wands.model.files.lora_files import LORA_FILE, lora_tensors, parse_lora
 from wands.model.files.name_maps import DIT, EXPERTS
 from wands.model.files.tensor_files import TensorFiles, as_bytes
 
@@ -469,6 +470,7 @@ def write_lora(path: Path, source: Path, experts: tuple[str, ...] = ("transforme
         if isinstance(module, torch.nn.Linear)
         for half, shape in (("A", (2, module.in_features)), ("B", (module.out_features, 2)))
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(keys, path)
     return keys
 
@@ -563,7 +565,10 @@ def test_lora_of_two_experts_becomes_two_files(pipelines: dict[str, Path], tmp_p
     assert torch.equal(low.lora_B, keys["transformer_2.blocks.0.attn1.to_q.lora_B.weight"].bfloat16())
     assert [row.read for row in report.summaries] == [len(keys) // 2] * 2
     for_diffusers = convert(str(tmp_path / "pair.safetensors"), tmp_path / "two", to="diffusers")
-    assert "load_into_transformer_2=True" in for_diffusers.notes[0]
+    assert "load_into_transformer_2=True" in for_diffusers.notes[-1]
+    for name in files:  # found again after a user has renamed them
+        renamed = (report.out / name).rename(tmp_path / f"{name[0]}.safetensors")
+        assert describe_file(renamed, "SOURCE").experts == (EXPERTS[name == files[1]],)
 
 
 @pytest.mark.parametrize("experts", [EXPERTS, EXPERTS[1:]])
@@ -587,24 +592,51 @@ def test_a_folder_with_a_lora_for_each_expert(
     for name, expert in zip(files, experts, strict=True):
         assert_same_bits(tensors(back.out / name), keys[expert])
     assert back.notes == [
-        f"load low_noise_{LORA_FILE} in diffusers with load_lora_weights(..., load_into_transformer_2=True)."
+        *(
+            f"{EXPERT_NAMES[each]}_{LORA_FILE} changes the {EXPERT_NAMES[each][:-6]}-noise expert (its metadata)."
+            for each in experts
+        ),
+        f"load low_noise_{LORA_FILE} in diffusers with load_lora_weights(..., load_into_transformer_2=True).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("high", "low"), [("my-lora-high", "my-lora-low"), ("style-high-noise", "style-low-noise")]
+)
+@pytest.mark.parametrize("to", ["musubi", "diffusers"])
+def test_a_folder_with_two_files_named_after_experts(
+    high: str, low: str, to: str, pipelines: dict[str, Path], tmp_path: Path
+):
+    keys = [
+        write_lora(tmp_path / "pair" / f"{name}.safetensors", pipelines["wan2.2-i2v-a14b"])
+        for name in (high, low)
+    ]
+    report = convert(str(tmp_path / "pair"), tmp_path / "out", to=to)
+    names = [f"high_noise_{LORA_FILE}", f"low_noise_{LORA_FILE}"]
+    names = names if to == "diffusers" else [f"{high}.safetensors", f"{low}.safetensors"]
+    assert sorted(path.name for path in report.out.glob("[!.]*")) == names
+    assert f"{low}.safetensors changes the low-noise expert (its file name)." in report.notes
+    for name, stored in zip(names, keys, strict=True):
+        [pairs] = parse_lora(tensors(report.out / name)).values()
+        assert_same_bits(lora_tensors(pairs.pairs), stored)
 
 
 def test_folders_of_experts_that_are_not_clear(pipelines: dict[str, Path], tmp_path: Path):
     (tmp_path / "high_noise").mkdir()
-    with pytest.raises(ConfigError, match=r"SOURCE=\S*high_noise contains no \.safetensors file"):
+    with pytest.raises(ConfigError, match=r"SOURCE=\S* contains no Wan model"):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
     write_lora(tmp_path / "high_noise" / LORA_FILE, pipelines["wan2.2-i2v-a14b"], EXPERTS[1:])
-    with pytest.raises(
-        CheckpointError,
-        match=r"contains a LoRA for transformer_2, but the name of this file or its folder indicates transformer\.",
-    ):
-        convert(str(tmp_path), tmp_path / "out", to="comfyui")
+    report = convert(str(tmp_path), tmp_path / "by keys", to="comfyui")
+    assert report.notes == [f"high_noise/{LORA_FILE} changes the low-noise expert (its tensor names)."]
+    assert (report.out / f"low_noise_{LORA_FILE}").is_file()
     write_lora(tmp_path / "other.safetensors", pipelines["wan2.2-i2v-a14b"])
     with pytest.raises(
-        ConfigError,
-        match=r"contains LoRAs of the experts and also other\.safetensors, which belongs to no expert.* set SOURCE",
+        ConfigError, match=r"contains 2 \.safetensors files: other\.safetensors, .* Keep one LoRA"
+    ):
+        convert(str(tmp_path), tmp_path / "out", to="comfyui")
+    save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"a LoRA and also other\.safetensors, which is none\. .* set SOURCE"
     ):
         convert(str(tmp_path), tmp_path / "out", to="comfyui")
 

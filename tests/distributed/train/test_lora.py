@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from wands.config.deepspeed import SHIPPED_CONFIGS
 from wands.config.options import TrainOptions
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import load_weights
-from wands.model.files.lora_files import LORA_FILE, LoraPair, lora_tensors
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear")
 CELLS = [(3, Grid(1, 1, 2))]
@@ -224,41 +224,42 @@ def test_merging_into_a_base_of_bf16_loses_nothing(tiny_pipeline: Path, start: P
         torch.testing.assert_close(model[name] - base[name].float(), update, rtol=1e-3, atol=1e-7)
 
 
-def test_a_lora_of_one_expert_is_not_given_to_the_other(tmp_path: Path):
-    from wands.model.lora import load_lora
-    from wands.variants import VARIANTS
-
-    high, low = VARIANTS["wan2.2-t2v-a14b"].experts
-    pairs = {"blocks.0.attn1.to_q": LoraPair(torch.ones(2, 4), torch.ones(4, 2))}
-    for name, part in (("high_noise", "transformer"), ("own", "transformer_2")):
-        (tmp_path / name).mkdir()
-        keys = {key.replace("transformer", part, 1): value for key, value in lora_tensors(pairs).items()}
-        save_file(keys, tmp_path / name / LORA_FILE)
-    assert load_lora(tmp_path, high, "lora.init_from").pairs.keys() == pairs.keys()
-    with pytest.raises(ConfigError, match="no LoRA of the low-noise expert"):
-        load_lora(tmp_path, low, "lora.init_from")
-    assert load_lora(tmp_path / "own", low, "lora.init_from").pairs.keys() == pairs.keys()
-    with pytest.raises(ConfigError, match="contains a LoRA for transformer_2, not for transformer"):
-        load_lora(tmp_path / "own", high, "lora.init_from")
-    for name, value in (("high", 1.0), ("low", 2.0)):  # as pairs of LoRAs are published
-        named = {"blocks.0.attn1.to_q": LoraPair(value * torch.ones(2, 4), torch.ones(4, 2))}
-        (tmp_path / "pair").mkdir(exist_ok=True)
-        save_file(lora_tensors(named), tmp_path / "pair" / f"{name}_noise_model.safetensors")
-    for expert, value in ((high, 1.0), (low, 2.0)):
-        [pair] = load_lora(tmp_path / "pair", expert, "lora.init_from").pairs.values()
-        assert float(pair.lora_A[0, 0]) == value
-
-
 def test_targets_that_choose_nothing(tiny_pipeline: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"lora\.targets=\[\] selects no layer"):
         make_run(tiny_pipeline, tmp_path, ("lora.rank=4", "lora.targets=[]"), world_size=1)
 
 
-def test_the_config_for_cpus_trains_a_lora(tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool):
-    """Its leaf modules would free the weights of a recomputed block too early."""
+FROZEN = {
+    "lora": ("lora.rank=4",),
+    "trainable": ("model.trainable=['blocks.1.*']",),
+    "lora with ffn": ("lora.rank=4", "lora.targets=attention+ffn"),
+    "freeze": ("model.freeze=['patch_embedding*','condition_embedder*']",),
+}
+SLOW_FROZEN = ("lora with ffn", "freeze")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW_FROZEN)) for case in FROZEN]
+)
+def test_the_config_for_cpus_trains_with_frozen_weights(
+    case: str, tiny_pipeline: Path, tmp_path: Path, worlds: WorldPool
+):
+    """Its leaf modules would free the frozen weights of a recomputed block before their backward pass."""
     cpu = json.loads((SHIPPED_CONFIGS / "cpu.json").read_text())
-    run = partial(
-        run_training, tiny_pipeline, overrides=(*LORA[:2], "lora.targets=attention", "train.max_steps=2")
-    )
-    found = [worlds[2].run(partial(run, tmp_path / str(i), ds=ds))[0] for i, ds in enumerate((cpu, zero(2)))]
+    run = partial(run_training, tiny_pipeline, overrides=(*FROZEN[case], "train.max_steps=2"))
+    found = [worlds[2].run(partial(run, tmp_path / str(i), ds=ds))[0] for i, ds in enumerate((cpu, zero(3)))]
     assert losses(found[0]) == pytest.approx(losses(found[1]), rel=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"])
+def test_a_lora_run_goes_on_with_the_config_for_cpus(
+    variant: str, tiny_variant: Callable[[str], Path], tmp_path: Path, worlds: WorldPool
+):
+    cpu = json.loads((SHIPPED_CONFIGS / "cpu.json").read_text())
+    settings = ("lora.rank=4", "train.max_steps=4", "checkpoint.every=2", "checkpoint.keep=3")
+    run = partial(run_training, tiny_variant(variant), tmp_path, settings)
+    straight = losses(worlds[2].run(partial(run, ds=zero(3)))[0])
+    (tmp_path / "checkpoints" / "step_00000004").rename(tmp_path / "set aside")
+    resumed = losses(worlds[2].run(partial(run, ds=cpu, resume=True))[0])
+    assert resumed == pytest.approx(straight, rel=2e-6)

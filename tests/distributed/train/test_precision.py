@@ -25,7 +25,7 @@ from wands.distributed.dims import ProcessGroups
 from wands.engine.optimizers import split_by_dtype
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
-from wands.model.files.lora_files import LoraUpdate
+from wands.model.files.lora_update import LoraUpdate
 from wands.model.lora import MergedLoras
 from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
 from wands.train.summary import start_block

@@ -54,7 +54,7 @@ def test_every_key_of_a_resolved_recipe_is_listed():
     }  # a dict that is empty here
     assert names(yaml.safe_load(full.to_yaml())) - {"model.merge_loras", "data.sources"} == listed
     assert {key.name for key in KEYS if "[]" in key.name} == {
-        "model.merge_loras[].path", "model.merge_loras[].scale",
+        "model.merge_loras[].path", "model.merge_loras[].scale", "model.merge_loras[].expert",
         "data.sources[].path", "data.sources[].weight", "data.sources[].repeat",
         "data.sources[].loss_weight", "data.sources[].caption_dropout",
     }  # fmt: skip

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.packs import KINDS, build_pair, make_pack, run_packed, run_stock
 from wands.config.recipe import LoraConfig, MergeConfig
 from wands.errors import ConfigError
-from wands.model.files.lora_files import LoraPair, LoraUpdate
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import ADAPTER, MergedLoras, add_lora, check_lora, find_targets, load_start
 from wands.variants import Expert

@@ -61,7 +61,11 @@ def add(
     pipeline: WanPipeline, path: Path, state: dict[str, Tensor], prefix: str = "diffusion_model."
 ) -> None:
     save_file({prefix + key: value for key, value in state.items()}, path)
-    add_loras(pipeline, find_loras([f"{path}=0.7"]))
+    add_to_one_dit(pipeline, [f"{path}=0.7"])
+
+
+def add_to_one_dit(pipeline: WanPipeline, paths: list[str]) -> None:
+    add_loras(pipeline, [lora.assigned(two_experts=False) for lora in find_loras(paths)])
 
 
 def normal(*shape: int) -> Tensor:
@@ -99,19 +103,6 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
     assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max()
 
 
-def test_a_low_noise_file_for_the_high_noise_expert_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
-    for name in ("wan22_low_noise", "wan22_high_noise"):
-        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    low, high = tmp_path / "wan22_low_noise.safetensors", tmp_path / "wan22_high_noise.safetensors"
-    with caplog.at_level(logging.WARNING, "wands"):
-        assert [lora.subfolder for lora in find_loras([high], [low])] == ["transformer", "transformer_2"]
-        assert not caplog.records
-        assert [lora.subfolder for lora in find_loras([low])] == ["transformer"]
-    assert f"--lora={low} goes to the high-noise expert; use --lora-2" in caplog.text
-
-
 @pytest.mark.parametrize(
     "part", [*PARTS, "pairs with alpha", "pairs in bf16", "convolution", "bias of lora_B", "everything"]
 )
@@ -141,17 +132,6 @@ def test_a_part_is_the_merged_part(part: str, tmp_path: Path):
     assert_close(predict(pipeline), wanted)
 
 
-def test_two_files_for_one_expert_are_refused(tmp_path: Path):
-    for name in ("a_high_noise", "b_high_noise", "low_noise"):
-        save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
-    files = r"a_high_noise\.safetensors, b_high_noise\.safetensors"
-    with pytest.raises(
-        ConfigError, match=rf"--lora=\S+ has several files for one expert: {files}\. Keep one"
-    ):
-        find_loras([tmp_path])
-    assert [lora.file.name for lora in find_loras([], [tmp_path])] == ["low_noise.safetensors"]
-
-
 def test_several_files_add_up(tmp_path: Path):
     """The full differences of the second file also reach layers to which the first file has added matrices."""
     pipeline = build()
@@ -162,7 +142,7 @@ def test_several_files_add_up(tmp_path: Path):
         save_file(
             {f"diffusion_model.{key}": value for key, value in keys.items()}, tmp_path / f"{name}.safetensors"
         )
-    add_loras(pipeline, find_loras([f"{tmp_path / name}.safetensors=0.7" for name in ("first", "second")]))
+    add_to_one_dit(pipeline, [f"{tmp_path / name}.safetensors=0.7" for name in ("first", "second")])
     changes["blocks.0.attn1.to_q.bias"] = bias["blocks.0.self_attn.q.diff_b"]
     assert_close(predict(pipeline), expected(changes))
 

@@ -1,4 +1,4 @@
-"""Find, read and write LoRA files of Wan in the layouts of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
+"""Read and write LoRA files of Wan in the layouts of diffusers, PEFT, ComfyUI, official Wan and musubi-tuner.
 
 A key of a LoRA file consists of a prefix that depends on the training program, the name of a module, and a suffix such as
 ".lora_A.weight". The key does not mark where the prefix ends, so wands compares the key with a list of known prefixes.
@@ -13,17 +13,17 @@ Sources: diffusers' `save_lora_weights` and its loaders of other layouts, ComfyU
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from wands.errors import CheckpointError, ConfigError, one_line
-from wands.model.files.hashes import check_files
+from wands.errors import CheckpointError, one_line
+from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import COMFYUI_DIT, COMFYUI_LORA, DIT, EXPERTS, shorten
 from wands.model.files.tensor_files import TensorFiles
 
@@ -33,10 +33,6 @@ PEFT_FILE = "adapter_model.safetensors"
 """Name that PEFT gives to a LoRA file in a folder."""
 PEFT_CONFIG = "adapter_config.json"
 """Name of the file next to `PEFT_FILE` in which PEFT stores the settings of a LoRA, such as alpha."""
-EXPERT_NAMES = dict(zip(EXPERTS, ("high_noise", "low_noise"), strict=True))
-"""Maps "transformer" to "high_noise" and "transformer_2" to "low_noise". `wands export` and most publishers write
-"high_noise" or "low_noise" into the name of the LoRA's file or folder.
-"""
 
 _SUFFIX = re.compile(r"\.(lora_\w+?)(?:\.[\w-]+)?(\.weight|\.bias)$|\.(\w+)$")
 _KINDS = {
@@ -58,163 +54,14 @@ _OTHER_METHODS = {
 }
 """Maps the name of each method that is not LoRA to parts of tensor names. A file of such a method has tensors whose names contain
 one of these parts."""
+_MERGE_IT = "merge the file into the model with the program that made the file"
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Values of PEFT's `init_lora_weights` with which training starts from the unchanged weights of the base. All other names move a
+part of the base into the LoRA."""
 _MUSUBI = "lora_unet_"
-_PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "transformer_2.", "transformer.")
-
-
-# ---- contents
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    """LoRA of one module: two matrices, which add `scale * lora_B @ lora_A` to the module's weight.
-
-    Attributes:
-        lora_A: matrix [rank, in_features].
-        lora_B: matrix [out_features, rank].
-        scale: factor of the product lora_B @ lora_A: alpha / rank (rsLoRA: alpha / sqrt(rank)), or 1 without alpha.
-    """
-
-    lora_A: Tensor
-    lora_B: Tensor
-    scale: float = 1.0
-
-    def folded(self) -> LoraPair:
-        """Return an equivalent pair with scale 1, whose lora_B is multiplied by the scale of this pair.
-
-        A LoRA file with scale 1 needs no alpha, so every loader can read it. The multiplication is exact if the scale is a
-        power of two.
-        """
-        return LoraPair(self.lora_A, (self.lora_B.double() * self.scale).to(self.lora_B.dtype))
-
-    def delta(self) -> Tensor:
-        """Return the matrix that the LoRA adds to the module's weight, float64 [out_features, in_features]."""
-        return self.scale * (self.lora_B.double() @ self.lora_A.double())
-
-
-@dataclass(frozen=True)
-class LoraUpdate:
-    """Everything that a LoRA file adds to the weights of one DiT.
-
-    Attributes:
-        pairs: maps the diffusers name of a linear layer to its two LoRA matrices.
-        differences: maps the diffusers name of a parameter to the full difference that is added to the parameter.
-    """
-
-    pairs: dict[str, LoraPair] = field(default_factory=dict)
-    differences: dict[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of each parameter that the LoRA changes."""
-        matrices = [(f"{name}.weight", (len(p.lora_B), p.lora_A.shape[1])) for name, p in self.pairs.items()]
-        return [*matrices, *((name, tuple(value.shape)) for name, value in self.differences.items())]
-
-    def merge(self, name: str, weight: Tensor, scale: float) -> Tensor:
-        """Return a parameter plus `scale` times the LoRA's update, in float64.
-
-        If the LoRA does not change this parameter, return `weight` itself.
-
-        Args:
-            name: diffusers name of the parameter.
-            weight: value of the parameter.
-            scale: factor of the update.
-        """
-        module, _, leaf = name.rpartition(".")
-        if leaf == "weight" and module in self.pairs:
-            weight = weight + scale * self.pairs[module].delta()
-        return weight + scale * self.differences[name].double() if name in self.differences else weight
-
-    def find_missing(self, model: nn.Module, where: str) -> list[str]:
-        """Return the names of the parameters that the LoRA changes and the model lacks.
-
-        Args:
-            model: DiT without a LoRA.
-            where: option and value that name the LoRA, for error messages.
-
-        Raises:
-            ConfigError: if a parameter has different shapes in the LoRA and in the model.
-        """
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        for name, shape in self.shapes:
-            if shapes.get(name, shape) != shape:
-                raise ConfigError(
-                    f"{where}: the LoRA changes a parameter {name} of shape {[*shape]}, but this parameter has shape "
-                    f"{[*shapes[name]]} in the model. Use a LoRA for this model."
-                )
-        return [name for name, _ in self.shapes if name not in shapes]
-
-    def without(self, names: Collection[str]) -> LoraUpdate:
-        """Return a copy of this LoRA update without its changes of the named parameters."""
-        return LoraUpdate(
-            {name: pair for name, pair in self.pairs.items() if f"{name}.weight" not in names},
-            {name: value for name, value in self.differences.items() if name not in names},
-        )
-
-
-# ---- find
-
-
-def experts_in(folder: Path) -> list[str]:
-    """Return the experts (DiTs for high or low noise) for which a folder contains a LoRA.
-
-    The LoRA of an expert is a safetensors file with "high_noise" or "low_noise" in its name, or a subfolder called
-    "high_noise" or "low_noise".
-
-    Returns:
-        A list with "transformer" if the high-noise expert has a LoRA, and "transformer_2" if the low-noise expert has a
-        LoRA.
-    """
-    return [expert for expert, name in EXPERT_NAMES.items() if _with_name(folder, name)]
-
-
-def find_lora_file(path: Path, key: str, expert: str | None = None) -> Path:
-    """Return the safetensors file of one DiT's LoRA.
-
-    Args:
-        path: a LoRA file or a folder. The folder contains either one LoRA file, or a separate LoRA for each expert. The LoRA
-            of an expert is a file with "high_noise" or "low_noise" in its name, or a subfolder called "high_noise" or
-            "low_noise".
-        key: option or recipe key that the user typed, for error messages.
-        expert: "transformer" or "transformer_2" for a model with two experts; None for a model with one DiT.
-
-    Raises:
-        ConfigError: if `path` does not exist, contains no LoRA for `expert`, or contains several files that could be
-            the LoRA.
-        CheckpointError: if the LoRA file changed after wands stored its hash.
-    """
-    if path.is_file():
-        if path.suffix != ".safetensors":  # a pickle can run any code
-            raise ConfigError(f"{key}={path} must be a .safetensors file. Convert the file to safetensors.")
-        return path
-    if not path.is_dir():
-        raise ConfigError(f"{key}={path} does not exist. Set {key} to the file or folder of a LoRA.")
-    if expert is not None and (experts := experts_in(path)):
-        name = EXPERT_NAMES[expert]
-        if expert not in experts:
-            raise ConfigError(
-                f"{key}={path} contains no LoRA of the {name.replace('_', '-')} expert. Add a .safetensors file with {name} in "
-                f"its name, or train only the other expert with model.experts={'low' if name == 'high_noise' else 'high'}."
-            )
-        found, *others = _with_name(path, name)
-        if others:
-            names = ", ".join(file.name for file in (found, *others))
-            raise ConfigError(f"{key}={path} has several files for one expert: {names}. Keep one of them.")
-        check_files(path, f"{key}={path}", parts={found.name})
-        return find_lora_file(found, key)
-    files = sorted(path.glob("*.safetensors"))
-    usual = [path / name for name in (LORA_FILE, PEFT_FILE) if (path / name).is_file()]
-    if not usual and len(files) != 1:
-        content = f"{len(files)} .safetensors files, but no {LORA_FILE}" if files else "no .safetensors file"
-        raise ConfigError(f"{key}={path} contains {content}. Set {key} to a LoRA file.")
-    check_files(path, f"{key}={path}", parts={(usual or files)[0].name})
-    return (usual or files)[0]
-
-
-def _with_name(folder: Path, name: str) -> list[Path]:
-    if (folder / name).is_dir():
-        return [folder / name]
-    return sorted(file for file in folder.glob("*.safetensors") if name in file.name.lower())
+_UNDERSCORE_PREFIXES = ("lora_unet__", _MUSUBI, "lycoris_", "lora_transformer_")
+"""Prefixes after which underscores join the parts of a module name. VideoX-Fun writes `lora_unet__`."""
+_PREFIXES = ("base_model.model.", COMFYUI_DIT, COMFYUI_LORA, "pipe.dit.", "transformer_2.", "transformer.")
 
 
 # ---- read
@@ -234,9 +81,16 @@ def read_lora_file(files: TensorFiles) -> dict[str, LoraUpdate]:
         A dict that maps "transformer" or "transformer_2" to everything that the LoRA adds to the weights of this DiT.
 
     Raises:
-        CheckpointError: if the file is damaged, is not a LoRA of Wan, or has settings that wands does not support.
+        CheckpointError: if the file is damaged, contains values that are not finite, is not a LoRA of Wan, or has settings that
+            wands does not support.
     """
     state = {name: files.read(name) for name in files.tensors}
+    for name, value in state.items():
+        if not value.float().isfinite().all():
+            raise CheckpointError(
+                f"{files.where}: {name} in {files.files[0].name} contains NaN or infinite values, with which every video is "
+                "black. Use another file: the training that wrote it diverged, or the file is damaged."
+            )
     return parse_lora(state, settings=peft_settings(files.metadata, files.files[0]), where=files.where)
 
 
@@ -253,9 +107,11 @@ def parse_lora(
     - diffusers: prefix `transformer.` or `transformer_2.`, then diffusers' module name
     - PEFT: prefix `base_model.model.`, then diffusers' module name; the name of the adapter may follow lora_A and
       lora_B
+    - DiffSynth-Studio: prefix `pipe.dit.`, then the official module name
     - ComfyUI: prefix `diffusion_model.`, then the official module name
     - no prefix: diffusers' or the official module name
-    - musubi-tuner: prefix `lora_unet_`, then the official module name with underscores instead of dots
+    - musubi-tuner, LyCORIS and others: prefix `lora_unet_`, `lycoris_` or `lora_transformer_`, then the official or diffusers'
+      module name with underscores instead of dots
 
     A full difference is a tensor that is added directly to a parameter. Its key has the suffix `.diff` (weight), `.diff_b`
     (bias) or `.diff_m` (modulation table). The LoRA of a convolution, and a bias of lora_B, are returned as full differences
@@ -328,7 +184,7 @@ def _group(state: Mapping[str, Tensor], where: str) -> dict[tuple[str, str], dic
     if methods:
         raise CheckpointError(
             f"{where} uses {' and '.join(methods)} ({shorten(filter(_other_method, unknown), 1)}), which wands cannot apply. "
-            "Use a plain LoRA, or merge the file into the model with the program that made the file."
+            f"Use a plain LoRA, or {_MERGE_IT}."
         )
     if unknown or not state:
         raise CheckpointError(
@@ -356,32 +212,27 @@ def _pair_of(name: str, tensors: Mapping[str, Tensor], settings: Mapping[str, An
     all dimensions after the first are flattened.
     """
     lora_A, lora_B = tensors["A"], tensors["B"]
-    if min(lora_A.ndim, lora_B.ndim) < 2 or len(lora_A) != lora_B.flatten(1).shape[1]:
+    if min(lora_A.ndim, lora_B.ndim) < 2 or not 0 < len(lora_A) == lora_B.flatten(1).shape[1]:
         raise CheckpointError(
             f"{where}: {name} has lora_A {list(lora_A.shape)} and lora_B {list(lora_B.shape)}, which do not fit each other. "
             "Their shapes must be [rank, inputs] and [outputs, rank]. Download the file again, or use another LoRA."
         )
     alpha, patterns = settings.get("lora_alpha"), settings.get("alpha_pattern") or {}
-    for spelled in (name, DIT.to_official(name)):  # matched as PEFT does
-        alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", spelled)), alpha)
+    try:
+        for spelled in (name, DIT.to_official(name)):  # matched as PEFT does
+            alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", spelled)), alpha)
+    except re.error as error:
+        raise CheckpointError(
+            f"{where}: alpha_pattern contains a wrong pattern ({one_line(error)}). Download the LoRA again."
+        ) from None
     if "alpha" in tensors:
-        alpha, settings = float(tensors["alpha"]), {}
+        stored, settings = tensors["alpha"], {}
+        alpha = stored.item() if stored.numel() == 1 else stored.tolist()
+    if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+        raise CheckpointError(f"{where}: the alpha of {name} is {alpha}, not one number. Use another file.")
     divisor = len(lora_A) ** (0.5 if settings.get("use_rslora") else 1)
     scale = 1.0 if alpha is None else alpha / divisor
     return LoraPair(lora_A.flatten(1), lora_B.flatten(1), scale)
-
-
-def update_of(loras: Mapping[str, LoraUpdate], expert: str) -> LoraUpdate | None:
-    """Return the LoRA of one expert (DiT for high or low noise). Return None if the LoRA file is not for this expert.
-
-    Most LoRA files do not name an expert, and `parse_lora` returns their LoRA under the key "transformer". If `loras`
-    has only the key "transformer", the LoRA under this key is therefore returned for either expert.
-
-    Args:
-        loras: result of `parse_lora`.
-        expert: "transformer" or "transformer_2".
-    """
-    return loras.get(expert) or (loras[EXPERTS[0]] if list(loras) == [EXPERTS[0]] else None)
 
 
 def _split_key(key: str) -> tuple[str, str]:
@@ -409,9 +260,10 @@ def _module_of(key: str, is_table: bool = False) -> tuple[str, str]:
     Raises:
         KeyError: if the DiT has no such module.
     """
-    if key.startswith(_MUSUBI):  # VideoX-Fun writes two underscores
-        name = key.removeprefix(_MUSUBI).removeprefix("_")
-        return EXPERTS[0], _find_module(name + "_modulation" * is_table, separator="_")
+    for prefix in _UNDERSCORE_PREFIXES:
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix) + "_modulation" * is_table
+            return EXPERTS[0], _find_module(name, separator="_")
     prefix = next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
     expert = EXPERTS[1] if prefix == f"{EXPERTS[1]}." else EXPERTS[0]
     return expert, _find_module(key.removeprefix(prefix) + ".modulation" * is_table)
@@ -422,16 +274,15 @@ def _find_module(name: str, separator: str = ".") -> str:
 
     Args:
         name: name of the module.
-        separator: "." or, in keys of musubi-tuner, "_". The separator joins the parts of `name`, such as "blocks", "0" and
-            "ffn".
+        separator: "." or, after a prefix in `_UNDERSCORE_PREFIXES`, "_". The separator joins the parts of `name`, such as
+            "blocks", "0" and "ffn".
 
     Raises:
         KeyError: if the DiT has no such module.
     """
     block = re.match(rf"blocks{re.escape(separator)}(\d+){re.escape(separator)}", name)
     names = DIT.block if block else DIT.outside
-    modules = {old.replace(".", separator): new for old, new in names.items()}
-    modules |= {new: new for new in names.values()}
+    modules = {spelled.replace(".", separator): new for old, new in names.items() for spelled in (new, old)}
     return f"blocks.{block[1]}.{modules[name[block.end() :]]}" if block else modules[name]
 
 
@@ -450,7 +301,8 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
         the metadata nor `adapter_config.json` contains settings.
 
     Raises:
-        CheckpointError: if the metadata or `adapter_config.json` is damaged, or its settings are for a DoRA.
+        CheckpointError: if the metadata or `adapter_config.json` is damaged, or its settings are for a DoRA, or for a method
+            such as PiSSA or OLoRA, whose LoRA starts with a part of the base weights and fits only the base without this part.
     """
     peft_config = path.with_name(PEFT_CONFIG)
     is_peft = path.name == PEFT_FILE and peft_config.is_file()
@@ -468,11 +320,17 @@ def peft_settings(metadata: Mapping[str, str], path: Path) -> dict[str, dict[str
         raise CheckpointError(
             f"{path}: {damaged} is not a JSON object ({one_line(error)}). Download the LoRA again."
         ) from None
-    if any(values.get("use_dora") for values in experts.values()):
-        raise CheckpointError(
-            f"{path} uses DoRA (use_dora), which wands cannot apply. Use a plain LoRA, or merge the file into the model with the "
-            "program that made the file."
-        )
+    for values in experts.values():
+        if not isinstance(values.get("alpha_pattern") or {}, dict):
+            raise CheckpointError(f"{path}: alpha_pattern is not a JSON object. Download the LoRA again.")
+        init = values.get("init_lora_weights")
+        moves_base = isinstance(init, str) and init.lower() not in _PLAIN_INITS
+        if values.get("use_dora") or moves_base:
+            method = "DoRA (use_dora)" if values.get("use_dora") else f"init_lora_weights={init}"
+            fix = "save it with PEFT's path_initial_model_for_weight_conversion" if moves_base else _MERGE_IT
+            raise CheckpointError(
+                f"{path} uses {method}, which wands cannot apply. Use a plain LoRA, or {fix}."
+            )
     return experts
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,18 +16,20 @@ from diffusers.loaders.lora_conversion_utils import (
     _convert_non_diffusers_wan_lora_to_diffusers,
 )
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support.packs import CONFIG, KINDS
 from wands.errors import CheckpointError
 from wands.model.files.lora_files import (
-    LoraPair,
     is_lora,
     lora_tensors,
     parse_lora,
     peft_settings,
     read_lora_file,
 )
+from wands.model.files.lora_update import LoraPair
+from wands.model.files.name_maps import DIT
 from wands.model.files.tensor_files import TensorFiles
 
 RANK = 4
@@ -285,6 +289,109 @@ def test_another_method_is_refused_by_name(suffix: str, method: str):
         f"--lora=a.safetensors uses {method} ({key}), which wands cannot apply. Use a plain LoRA, or merge the file into the "
         "model with the program that made the file."
     )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "names", "halves"),
+    [
+        ("lycoris_", str, ("lora_down.weight", "lora_up.weight")),
+        ("lycoris_", DIT.to_official, ("lora_down.weight", "lora_up.weight")),
+        ("lora_transformer_", str, ("lora_down.weight", "lora_up.weight")),
+        ("pipe.dit.", DIT.to_official, ("lora_A.default.weight", "lora_B.default.weight")),
+        ("pipe.dit.", str, ("lora_A.weight", "lora_B.weight")),
+    ],
+)
+def test_names_of_more_programs_are_plain_loras(
+    prefix: str, names: Callable[[str], str], halves: tuple[str, str]
+):
+    lora = make_lora(only="blocks")
+    keys = {}
+    for module, pair in lora.items():
+        name = names(module).replace(".", "_") if prefix.endswith("_") else names(module)
+        keys |= {f"{prefix}{name}.{halves[0]}": pair.lora_A, f"{prefix}{name}.{halves[1]}": pair.lora_B}
+    assert is_lora(keys)
+    assert_same(lora_tensors(parse_lora(keys)["transformer"].pairs), lora_tensors(lora))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "loftq", "lora_ga"])
+@pytest.mark.parametrize("place", ["metadata", "adapter_config.json"])
+def test_a_lora_that_starts_with_a_part_of_the_base_is_refused(init: str, place: str, tmp_path: Path):
+    """Its matrices fit the base without this part, so that they are not an update of the whole base."""
+    metadata, settings = {}, {"lora_alpha": 4, "init_lora_weights": init}
+    if place == "metadata":
+        metadata["lora_adapter_metadata"] = json.dumps({f"transformer.{k}": v for k, v in settings.items()})
+    else:
+        (tmp_path / place).write_text(json.dumps(settings))
+    save_file(lora_tensors(make_lora(only="to_q")), tmp_path / "adapter_model.safetensors", metadata)
+    with pytest.raises(
+        CheckpointError, match=rf"uses init_lora_weights={init}, which wands cannot apply\. Use"
+    ):
+        read_lora_file(TensorFiles([tmp_path / "adapter_model.safetensors"], "SOURCE"))
+
+
+def test_peft_s_olora_moves_a_part_of_the_base_and_its_other_methods_do_not(tmp_path: Path):
+    """As PEFT itself does it."""
+    for init, is_plain in {"olora": False, "pissa": False, "gaussian": True, "orthogonal": True}.items():
+        model = WanTransformer3DModel(**CONFIG)
+        before = model.blocks[0].attn1.to_q.weight.clone()
+        config = LoraConfig(r=RANK, lora_alpha=RANK, target_modules=["to_q"], init_lora_weights=init)
+        peft = get_peft_model(model, config)
+        assert torch.equal(model.blocks[0].attn1.to_q.base_layer.weight, before) == is_plain
+        peft.save_pretrained(tmp_path / init)
+        files = TensorFiles([tmp_path / init / "adapter_model.safetensors"], "SOURCE")
+        if is_plain:
+            assert read_lora_file(files)
+        else:
+            with pytest.raises(CheckpointError, match=f"uses init_lora_weights={init}"):
+                read_lora_file(files)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_not_finite_are_refused_by_name(value: float, dtype: torch.dtype, tmp_path: Path):
+    keys = {key: tensor.to(dtype) for key, tensor in lora_tensors(make_lora(only="to_q")).items()}
+    bad = sorted(keys)[3]
+    keys[bad][1, 2] = value
+    save_file(keys, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        read_lora_file(TensorFiles([tmp_path / "a.safetensors"], "--lora=folder"))
+    assert str(caught.value).startswith(
+        f"--lora=folder: {bad} in a.safetensors contains NaN or infinite values"
+    )
+
+
+TENSORS = [torch.ones(2), torch.ones(0), torch.ones(1, 2)]
+VALUES = [[4.0], "4", {}, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"tensor": value} for value in TENSORS),
+        *({"lora_alpha": value} for value in VALUES),
+        *({"alpha_pattern": {"to_q": value}} for value in VALUES),
+    ],
+)
+def test_an_alpha_that_is_not_one_number_is_refused(wrong: dict):
+    settings, keys = dict(wrong), lora_tensors(make_lora(only="to_q"))
+    if "tensor" in settings:
+        keys["transformer.blocks.0.attn1.to_q.alpha"] = settings.pop("tensor")
+    with pytest.raises(
+        CheckpointError, match=r"a\.safetensors: the alpha of blocks\.\S+to_q is .* not one number"
+    ):
+        parse_lora(keys, settings={"transformer": settings}, where="a.safetensors")
+
+
+def test_settings_that_are_no_settings_are_refused():
+    for settings in ({"transformer.alpha_pattern": [1]}, {"transformer.alpha_pattern": "x"}):
+        with pytest.raises(CheckpointError, match="alpha_pattern is not a JSON object"):
+            peft_settings({"lora_adapter_metadata": json.dumps(settings)}, Path("x"))
+    keys, wrong = lora_tensors(make_lora(only="to_q")), {"transformer": {"alpha_pattern": {"(": 4}}}
+    with pytest.raises(CheckpointError, match="alpha_pattern contains a wrong pattern"):
+        parse_lora(keys, settings=wrong)
+    empty = {key: tensor[:0] if "lora_A" in key else tensor[:, :0] for key, tensor in keys.items()}
+    with pytest.raises(CheckpointError, match=r"lora_A \[0, 48\] and lora_B \[48, 0\], which do not fit"):
+        parse_lora(empty)
 
 
 def broken(change) -> dict[str, Tensor]:
