@@ -23,6 +23,7 @@ LAYERS = {
     "wands.errors": 0,
     "wands.config": 0,
     "wands.files": 0,
+    "wands.own_files": 0,
     "wands.texts": 0,
     "wands.variants": 0,
     "wands.recipes": 0,
