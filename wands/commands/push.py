@@ -35,7 +35,8 @@ from wands.model.files.hub import is_hub_id
 from wands.model.files.lora_files import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
-from wands.texts import hide_secrets, is_local, without_paths
+from wands.secret_patterns import hide_secrets
+from wands.texts import is_local, without_paths
 from wands.version import __version__
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
+from tests.support.secret_texts import ORDINARY_TEXTS, SECRET_TEXTS
 from wands import __version__
 from wands.checkpoint.checkpoint_files import TrainState
 from wands.commands import push as push_module
@@ -722,6 +723,18 @@ def test_a_card_contains_no_secret_and_no_user(
     for name in ("README.md", "wands_export.json"):
         text = hub.files(NAME)[name].decode()
         assert [secret for secret in ("carol", "dave", "0123456789abcdef", "hf_abc") if secret in text] == []
+
+
+def test_no_secret_of_the_recipe_is_in_the_card(small: Path, hub: FakeHub) -> None:
+    texts = [text.format(secret) for text, secret in SECRET_TEXTS.items()]
+    notes = {"secrets": texts, "ordinary": [*ORDINARY_TEXTS], "objective": {"api_key": "transformer"}}
+    write_record(small, RECORD | {"recipe": notes})
+    send(small, hub)
+    for name in ("README.md", "wands_export.json"):
+        text = hub.files(NAME)[name].decode()
+        assert [secret for secret in SECRET_TEXTS.values() if len(secret) > 3 and secret in text] == []
+    recipe = yaml.safe_load(hub.files(NAME)["README.md"].decode().split("```yaml\n")[1].split("```")[0])
+    assert recipe["objective"] == {"api_key": "REDACTED"}
 
 
 # ---- the token
