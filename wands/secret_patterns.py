@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 HIDDEN = "REDACTED"
 SHORTEST = 8
@@ -44,6 +45,9 @@ _TOKENS = (
     r"SG\.[\w-]{16,}\.[\w-]{16,}",
     r"eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)*",  # a JSON web token
 )
+_SEARCHED_BYTES = 1 << 20
+_LONGEST_TEXT = 1 << 26
+_TEXT = re.compile(rb"[\t\n\r -~]{12,}")
 _PRIVATE_KEY = r"[A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
 _SECRET = re.compile(
     rf"(?<![A-Za-z0-9])(?:{'|'.join(_TOKENS)})"
@@ -103,6 +107,23 @@ def hide_patterns(text: str) -> str:
             pieces += [text[start : value.start()], HIDDEN]
             start = value.end()
     return "".join([*pieces, text[start:]])
+
+
+def contains_secret(path: Path) -> bool:
+    """Return whether a file contains a secret, whatever its name.
+
+    Of a binary file, such as weights or a video, only the texts in its first MiB are searched: the metadata. In a longer text,
+    such as a vocabulary, the values of environment variables are ordinary words.
+    """
+    with path.open("rb") as file:
+        data = file.read(_SEARCHED_BYTES)
+        if b"\0" in data:
+            return any(
+                hide_secrets(text) != text for text in (found.decode() for found in _TEXT.findall(data))
+            )
+        text = (data + file.read(_LONGEST_TEXT)).decode(errors="replace")
+    hide = hide_secrets if len(data) < _SEARCHED_BYTES else hide_patterns
+    return hide(text) != text
 
 
 def _is_secret(assignment: re.Match[str], value: str) -> bool:

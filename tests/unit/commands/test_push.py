@@ -711,6 +711,44 @@ def test_a_file_with_a_secret_is_refused(
     assert hub.requests == []
 
 
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("LICENSE", KEY),
+        ("vae/LICENSE", KEY),
+        ("vae/NOTICE.old", "DB_PASS=nightingale"),
+        ("vae/merges.txt", "https://blob.example/x?sig=abc"),
+        ("vae/vocab.json", "a b\n" * 300_000 + "\nhf_abcdefghijklmnopqrstuvwxyz"),
+        ("vae/tokenizer.model", "\0\1" * 50 + "hf_abcdefghijklmnopqrstuvwxyz\0\1"),
+        ("samples/a.mp4", "\0\0\0\x18ftypmp42\0comment: of-an-environment-variable\0"),
+        ("vae/x.safetensors", "\x60\0\0\0\0\0\0\0" + json.dumps({"__metadata__": {"token": "abcdefghijkl"}})),
+    ],
+)
+def test_a_file_is_searched_for_secrets_whatever_its_name(
+    small: Path, hub: FakeHub, name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "of-an-environment-variable")
+    (small / name).parent.mkdir(exist_ok=True)
+    (small / name).write_text(content)
+    with pytest.raises(WandsError, match=rf"{name} contains a token, a password or a private key"):
+        send(small, hub)
+    assert hub.requests == []
+
+
+def test_ordinary_words_are_no_secrets(small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a long vocabulary contains the word that somebody took as password."""
+    monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
+    (small / "vae" / "vocab.json").write_text("postgres\n" * 200_000)
+    (small / "vae" / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "<pad>", "eos_token": "</s>"})
+    )
+    send(small, hub)
+    assert "vae/vocab.json" in hub.files(NAME)
+
+
 def test_a_card_contains_no_secret_and_no_user(
     small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
