@@ -31,7 +31,7 @@ SECRET_TEXTS = {
     "id {}.": f"AKIA{'Q8KD02MVX7LTYW3R'}",
     "sts {}.": f"ASIA{'Q8KD02MVX7LTYW3R'}",
     "aws_secret_access_key = {}": "wJalr/UtnFEMI+K7MDENG/bPxRfiCYq8Kd02mVx7",
-    "DefaultEndpointsProtocol=https;AccountKey={};EndpointSuffix=x": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq==",
+    "DefaultEndpointsProtocol=https;AccountKey={};EndpointSuffix=x": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50==",
     "google {}": f"AIza{_LETTERS}abc",
     "oauth {}": f"ya29.{_LETTERS}",
     "client {}": f"GOCSPX-{_LETTERS}",
