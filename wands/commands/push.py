@@ -104,8 +104,10 @@ def push(options: PushOptions, token: str | None = None) -> str:
     written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
     names = sorted({*files, *written})
 
+    operations: list[CommitOperationAdd] = []
+
     def send_commit() -> CommitInfo:
-        operations = [CommitOperationAdd(name, _uploaded_content(directory / name)) for name in names]
+        operations[:] = [CommitOperationAdd(name, _uploaded_content(directory / name)) for name in names]
         message = options.message or f"Upload the {kind}{step} with wands {__version__}"
         return hub.api.create_commit(
             hub.repo_id, operations, commit_message=message, revision=options.revision
@@ -113,6 +115,7 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
     log.info("uploading to %s", url)
     commit = hub.call("the upload", send_commit, RETRY_WAITS)
+    hub.check_files(operations, commit.oid)
     log.info("%s is complete at commit %s", url, commit.oid)
     return url
 

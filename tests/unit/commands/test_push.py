@@ -518,6 +518,66 @@ def test_the_way_of_the_library_with_xet(small: Path, hub: FakeHub, monkeypatch:
         send(small, hub)
 
 
+@pytest.mark.parametrize("name", ["vae/weights.safetensors", "model_index.json"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_that_the_hub_leaves_out_is_named(
+    small: Path, hub: FakeHub, name: str, is_there: bool
+) -> None:
+    """Also if an earlier push has left another file of this name."""
+    if is_there:
+        send(small, hub)
+        with (small / name).open("ab") as file:
+            file.write(b" ")
+    hub.ignored = (name,)
+    with pytest.raises(WandsError, match=rf"the Hub left out {name}, because a \.gitignore"):
+        send(small, hub)
+
+
+@pytest.mark.parametrize("kind", ["whoami", "info", "create"])
+def test_a_hub_that_never_answers_is_one_sentence(
+    small: Path, hub: FakeHub, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_repo, "ANSWER_SECONDS", 0.2)
+    hub.fail(kind, None, times=3, silence=0.6)
+    with pytest.raises(WandsError, match=rf"--endpoint {hub.url} cannot be reached \(ReadTimeout"):
+        send(small, hub, NAME if kind != "whoami" else "wan-tiny")
+
+
+ANSWERS = (
+    b"<html><form>Log in</form></html>",
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"7",
+    b'"text"',
+    b'{"files": [1]}',
+    b"\xff\x00",
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["whoami", "info", "create", "preupload", "batch", "commit", "tree", "branch", "validate"]
+)
+@pytest.mark.parametrize("body", ANSWERS)
+def test_an_answer_of_another_shape_is_one_sentence(
+    small: Path, hub: FakeHub, kind: str, body: bytes
+) -> None:
+    """Such as the login page of a proxy. An answer that says nothing may also be accepted, if all files arrive."""
+    hub.fail(kind, 200, times=9, body=body)
+    try:
+        send(
+            small,
+            hub,
+            NAME if kind != "whoami" else "wan-tiny",
+            revision="other" if kind == "branch" else None,
+        )
+    except WandsError as error:
+        assert len(str(error)) < 900
+        return
+    assert "vae/weights.safetensors" in hub.files(NAME, "other" if kind == "branch" else "main")
+
+
 # ---- mistakes
 
 
