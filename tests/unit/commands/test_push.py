@@ -771,6 +771,26 @@ def test_a_file_with_a_secret_is_refused(
     assert hub.requests == []
 
 
+def test_html_of_a_record_is_only_text_in_the_card(small: Path, hub: FakeHub) -> None:
+    evil = '"`|<img src=x onerror=alert(1)>\n```\n<script>'
+    index = json.loads((small / "model_index.json").read_text())
+    (small / "model_index.json").write_text(json.dumps(index | {"_class_name": f"WanPipeline{evil}"}))
+    (small / "samples").mkdir()
+    (small / "samples" / "a.mp4").write_bytes(b"video")
+    (small / "samples" / "samples.jsonl").write_text(json.dumps({"prompt": evil, "file": "a.mp4"}) + "\n")
+    record = {key: evil for key in ("base", "checkpoint", "variant", "dtype", "wands_version")}
+    record |= {"ema": {"decay": evil}, "events": {evil: [1]}, "step": 3, "data": {"fingerprint": evil}}
+    record |= {"recipe": {"lora": {"rank": evil, "alpha": evil, "targets": [evil]}, "note": evil}}
+    write_record(small, record)
+    send(small, hub)
+    _, body = read_card(hub.files(NAME)["README.md"].decode())
+    parts = body.split("```")
+    assert len(parts) == 5  # text, recipe, text, code, text
+    for tag in ("<img", "<script"):
+        assert all(text.count(tag) == text.count("\\" + tag) for text in parts[::2])
+    ast.parse(parts[3].removeprefix("python\n"))
+
+
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc"
 
 
