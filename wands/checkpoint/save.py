@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import resource
 import shutil
 import subprocess
@@ -53,6 +54,7 @@ from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
 from wands.objectives.objective import Objective
+from wands.own_files import open_own_file
 from wands.run.append_log import EventLog
 from wands.run.data_identity import DataIdentity
 from wands.run.run_model import RunModel, base_fingerprint
@@ -411,10 +413,10 @@ class BackgroundPush:
             return
         mark = step / PUSH_MARK
         number = int(step.name.removeprefix("step_"))
-        with suppress(OSError):
+        with suppress(OSError, WandsError):
             if hub is None or (number != self._total_steps and number % hub.every):
                 return mark.unlink(missing_ok=True)  # the mark of a run with other settings
-            mark.touch()
+            os.close(open_own_file(mark, os.O_WRONLY | os.O_CREAT))
             self._newest = mark
             command = [*_COMMAND, str(step), hub.repo, *["--public"] * hub.public]
             self._thread = Thread(target=self._push, args=(mark, command), daemon=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -17,8 +16,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from wands.errors import one_line
+from wands.errors import WandsError, one_line
 from wands.files import read_rows, write_text
+from wands.own_files import open_own_file
 from wands.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class AppendLog:
                 _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
             self._waiting.clear()
             self._num_lost, self._failed = 0, False
-        except OSError as error:
+        except (OSError, WandsError) as error:  # WandsError: a link or a named pipe
             if not self._failed:
                 _log.error(_FAILURE, self.path, one_line(error))
             self._failed = True
@@ -71,11 +71,11 @@ class AppendLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            with self.path.open("ab") as file:
+            with open(self.path, "ab", opener=open_own_file) as file:
                 file.write(data)
         except OSError:
-            with suppress(OSError):
-                os.truncate(self.path, size)  # a full disk may have left a part of a record
+            with suppress(OSError), open(self.path, "r+b", opener=open_own_file) as file:
+                file.truncate(size)  # a full disk may have left a part of a record
             raise
 
 

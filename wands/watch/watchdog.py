@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from wands.distributed.consistency import group_ranks, name_ranks
-from wands.errors import RankError, one_line
+from wands.errors import RankError, WandsError, one_line
+from wands.own_files import open_own_file
 from wands.texts import safe_lines
 from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
 
@@ -268,9 +269,9 @@ def call_roll(folder: Path, seconds: float, error: BaseException | None = None) 
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     files = [answer_file(folder, number) for number in range(world_size)]
-    with contextlib.suppress(OSError):  # the disk may be full
+    with contextlib.suppress(OSError, WandsError):  # the disk may be full
         folder.mkdir(parents=True, exist_ok=True)
-        with files[rank].open("w", encoding="utf-8") as file:
+        with open(files[rank], "w", encoding="utf-8", opener=open_own_file) as file:
             file.write(f"{_place(error)}\n\n")
             file.writelines(traceback.format_exception(error) if error else ())
             file.flush()
@@ -289,7 +290,9 @@ def dump_collectives(folder: Path) -> None:
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
         with contextlib.suppress(AttributeError, OSError, RuntimeError):
             file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
-            file.write_bytes(getattr(torch._C._distributed_c10d, name)())
+            content = getattr(torch._C._distributed_c10d, name)()
+            file.unlink(missing_ok=True)  # a link would be followed
+            file.write_bytes(content)
             return
 
 

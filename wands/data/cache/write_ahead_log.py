@@ -22,6 +22,7 @@ import numpy as np
 from wands.data.cache.format import disk_error
 from wands.errors import CacheError
 from wands.lock import WriterLock
+from wands.own_files import open_own_file
 
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes of header and arrays, CRC-32 of header and arrays
 _MAGIC = b"wjr1"
@@ -145,7 +146,7 @@ class WriteAheadLog:
         with ExitStack() as stack:
             stack.enter_context(WriterLock(path.with_name(f"{path.name}.lock"), label, patience))
             try:
-                self._file = stack.enter_context(path.open("ab", buffering=0))
+                self._file = stack.enter_context(open(path, "ab", buffering=0, opener=open_own_file))
             except OSError as error:
                 raise disk_error(path, 0, error, cache=path.parent.parent) from None
             records = list(read_records(path))
