@@ -67,6 +67,7 @@ ORDINARY_TEXTS = (
     "data.exclude=[films/night#3], lora.targets=attention+ffn, optim.lr=1e-05",
     "HF_TOKEN_PATH=token-of-the-hub, GIT_CREDENTIAL_HELPER=cache-for-a-day",
     "-----BEGIN PUBLIC KEY-----",
+    "\"l=\\)yR{='#T",  # a backslash is no quote
     "set HF_TOKEN, or run `hf auth login`; --token is not an option",
 )
 
