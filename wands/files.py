@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from typing import Any
 
 from wands.errors import ConfigError, WandsError, one_line
 from wands.lock import WriterLock
+
+_TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp(?:\..+)?")
 
 
 def read_json_object(
@@ -97,12 +100,20 @@ def atomic_path(path: Path) -> Iterator[Path]:
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.unlink(missing_ok=True)  # a link in a folder of somebody else would be followed
             yield temporary
             publish(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise _write_error(path, one_line(error)) from error
+
+
+def delete_leftovers(folder: Path) -> None:
+    """Delete the temporary files of `atomic_path` that killed processes left in a folder, which must not be a link."""
+    for path in folder.glob(".*.tmp*") if not folder.is_symlink() else ():
+        if _TEMPORARY_NAME.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 @contextmanager

@@ -12,16 +12,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from wands.secret_patterns import HIDDEN, hide_secrets, is_secret_name
+
 Log = Callable[[str], None]
 """Function that prints a line or several lines for the user. It is called on rank 0."""
 
 # Terminals obey control characters. The bidirectional ones make a name look like another name.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|_)_?KEY")
-_SECRET = re.compile(
-    r"\b(?:hf_|gh[opsu]_|AKIA)[A-Za-z0-9]{16,}|\b(?:github_pat_|glpat-|sk-|xox[abp]-)[\w-]{20,}"
-    r"|(?<=://)[^\s/@]+(?=@)|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*"
-)
 
 _NO_USER_NAMES = {"", "root", "home"}
 """Names that tell nothing about the user, and names of folders that every machine has."""
@@ -39,24 +36,6 @@ def printable(text: str) -> str:
     In Python, a file name that is not UTF-8 contains characters that are not valid Unicode (surrogates).
     """
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
-
-
-def hide_secrets(text: str) -> str:
-    """Replace the secrets in a text by the word REDACTED.
-
-    Secrets are:
-
-    - access tokens of known services, such as Hugging Face and GitHub
-    - private keys
-    - user names and passwords in URLs
-    - values of environment variables whose name contains a word such as TOKEN or PASSWORD
-    """
-    # A shorter text contains no such value. Reading the environment takes longer than all other work.
-    variables = os.environ.items() if len(text) >= 8 else ()
-    for name, value in variables:
-        if len(value) >= 8 and _SECRET_NAME.search(name.upper()):
-            text = text.replace(value, "REDACTED")
-    return _SECRET.sub("REDACTED", text)
 
 
 def redact(text: str) -> str:
@@ -100,13 +79,18 @@ def without_paths(value: Any) -> Any:
     user's machine.
     """
     if isinstance(value, Mapping):
-        return {key: without_paths(item) for key, item in value.items()}
+        return {key: _without_secret(key, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [without_paths(item) for item in value]
     if not isinstance(value, str):
         return value
     text = redact(value)
     return last_part(text) if is_local(text) else _INNER_PATH.sub(lambda match: last_part(match[0]), text)
+
+
+def _without_secret(key: object, value: Any) -> Any:
+    is_secret = isinstance(value, str) and value and is_secret_name(str(key))
+    return HIDDEN if is_secret else without_paths(value)
 
 
 def is_local(text: str) -> bool:

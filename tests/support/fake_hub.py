@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -48,12 +49,15 @@ class Repo:
 class Fault:
     """What to do to the next `times` requests of a kind: answer `status`, or hang up when it is None.
 
-    `after` lets the request take effect first: the answer alone is lost.
+    `after` lets the request take effect first: the answer alone is lost. `body` is sent as it is, in place of the right answer.
+    `silence` is how many seconds nothing is sent.
     """
 
     status: int | None
     after: bool = False
     text: str = "out of order"
+    body: bytes | None = None
+    silence: float = 0.0
 
 
 class Refused(Exception):
@@ -69,6 +73,7 @@ class FakeHub:
         tokens: token -> account; an account writes to its own name only.
         repos: ``owner/name`` -> repository.
         requests: (kind, path, body bytes) of every request so far.
+        ignored: names that a `.gitignore` of every repository lists.
     """
 
     def __init__(self, tokens: dict[str, str], *, lfs_from: int | None = 20_000) -> None:
@@ -77,6 +82,7 @@ class FakeHub:
         self.objects: dict[str, bytes] = {}
         self.requests: list[tuple[str, str, int]] = []
         self.faults: dict[str, list[Fault]] = {}
+        self.ignored: tuple[str, ...] = ()
         self.lock = threading.RLock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -146,6 +152,10 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = None if fault and not fault.after else self._answer(kind, groups, body)
             except Refused as refused:
                 fault, answer = None, refused
+        if fault:
+            time.sleep(fault.silence)
+        if fault and fault.body is not None:
+            return self._send((fault.body, {}))
         if fault and fault.status is None:
             self.close_connection = True
             return
@@ -276,6 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
             large = self.hub.lfs_from is not None and item["size"] >= self.hub.lfs_from
             file = known.get(item["path"])
             mode = {"path": item["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            mode["shouldIgnore"] = item["path"] in self.hub.ignored
             answer.append(mode | {"oid": file.oid if file else None})
         return {"files": answer}
 

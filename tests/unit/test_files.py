@@ -13,7 +13,7 @@ import pytest
 
 from wands import lock
 from wands.errors import ConfigError, WandsError
-from wands.files import atomic_folder, read_rows
+from wands.files import atomic_folder, delete_leftovers, read_rows, write_text
 
 # Writes argv[1], and kills itself at argv[2].
 WRITE = """
@@ -110,3 +110,33 @@ def test_rows_end_at_line_feeds_alone(tmp_path: Path):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"prompt": "cut')
     assert read_rows(path) == rows
     assert read_rows(tmp_path / "missing.jsonl") == []
+
+
+@pytest.mark.parametrize("target", ["precious", "missing"])
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Path, target: str):
+    """Also a link in the place of the temporary file, whose name can be guessed."""
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "report.html").symlink_to(target)
+    (tmp_path / f".report.{os.getpid()}.tmp.html").symlink_to(target)
+    write_text(tmp_path / "report.html", "page")
+    assert not (tmp_path / "report.html").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["precious", "report.html"]
+    assert ((tmp_path / "precious").read_text(), (tmp_path / "report.html").read_text()) == (
+        "keep me",
+        "page",
+    )
+
+
+def test_only_temporary_files_of_wands_are_deleted(tmp_path: Path):
+    kept = {".notes.tmp", ".cache.tmp.d", ".latest.8.tmp", "latest"}
+    for name in (".latest.7.tmp", ".recipe.77.tmp.yaml", ".notes.tmp", "latest"):
+        (tmp_path / name).write_text("text")
+    (tmp_path / ".cache.tmp.d").mkdir()
+    (tmp_path / ".latest.8.tmp").mkdir()
+    (tmp_path / ".report.9.tmp.html").symlink_to("latest")
+    delete_leftovers(tmp_path)
+    assert set(os.listdir(tmp_path)) == kept
+    (tmp_path / ".latest.7.tmp").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    delete_leftovers(tmp_path / "link")
+    assert (tmp_path / ".latest.7.tmp").exists()

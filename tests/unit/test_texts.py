@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.secret_texts import ORDINARY_NAMES, ORDINARY_TEXTS, SECRET_NAMES, SECRET_TEXTS
 from wands.commands.check.check_report import CheckedClip, CheckReport, render_check_page
 from wands.data.clips.clip import ClipSpec
-from wands.texts import hide_secrets, printable, redact, safe_lines, without_paths
+from wands.secret_patterns import hide_secrets, is_secret_name
+from wands.texts import printable, redact, safe_lines, without_paths
 
 CLEAR = "a\x1b[2J\x1b]0;owned\x07\x9b31m\r\u202egpj"
 """Name of a clip that clears the screen, sets the title of the window, returns to the start of the line and turns the text."""
@@ -40,6 +42,36 @@ def test_secrets_are_hidden(text: str, shown: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MY_API_KEY", "value-of-the-variable")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     assert hide_secrets(text) == redact(text) == shown
+
+
+@pytest.mark.parametrize("text", SECRET_TEXTS)
+def test_a_secret_in_any_text_is_hidden(text: str) -> None:
+    secret = SECRET_TEXTS[text]
+    hidden = hide_secrets(text.format(secret))
+    assert secret not in hidden
+    assert max(secret.split(), key=len) not in hidden
+    assert "REDACTED" in hidden
+    assert hide_secrets(hidden) == hidden
+    assert secret not in str(without_paths({"a": [text.format(secret)]}))
+
+
+@pytest.mark.parametrize("text", ORDINARY_TEXTS)
+def test_an_ordinary_text_is_not_changed(text: str) -> None:
+    assert hide_secrets(text) == text
+
+
+def test_names_decide_which_variables_and_keys_are_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_NAMES:
+        assert is_secret_name(name), name
+        assert without_paths({name: "transformer"}) == {name: "REDACTED"}
+        with monkeypatch.context() as variables:
+            variables.setenv(name, "transformer")
+            assert hide_secrets("a transformer of Wan") == "a REDACTED of Wan", name
+    for name in ORDINARY_NAMES:
+        assert not is_secret_name(name), name
+        assert without_paths({name: "transformer"}) == {name: "transformer"}
+        monkeypatch.setenv(name, "transformer")
+    assert hide_secrets("a transformer of Wan") == "a transformer of Wan"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -12,6 +11,7 @@ from safetensors.torch import load_file
 
 from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainState, find_checkpoint
 from wands.checkpoint.engine_state import load_engine
+from wands.checkpoint.old_steps import set_aside
 from wands.checkpoint.step_folders import list_steps
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
@@ -190,8 +190,7 @@ def restore(
         return
     for path in list_steps(steps):
         if path.name > checkpoint.folder.name:  # the resumed run will make this step again
-            names = (path.with_name(f"{path.name}.abandoned{number or ''}") for number in itertools.count())
-            path.rename(next(name for name in names if not name.exists()))
+            set_aside(path)
     write_text(steps / "latest", checkpoint.folder.name)
     best = steps / "best"
     if best.is_file() and not (steps / best.read_text()).is_dir():

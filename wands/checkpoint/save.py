@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import os
 import resource
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -43,7 +44,8 @@ from wands.checkpoint.checkpoint_files import (
 from wands.checkpoint.ema import WeightAverage
 from wands.checkpoint.engine_state import engine_tensors
 from wands.checkpoint.epoch_files import EPOCH_FILE, epoch_values
-from wands.checkpoint.step_folders import list_steps, step_name
+from wands.checkpoint.old_steps import PUSH_MARK, delete_old_steps, make_room, make_unfinished
+from wands.checkpoint.step_folders import step_name
 from wands.config.recipe import CheckpointConfig, HubConfig, Recipe
 from wands.data.datasets import Dataset
 from wands.data.sampler import StepPlan
@@ -52,6 +54,7 @@ from wands.errors import CheckpointError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
 from wands.objectives.objective import Objective
+from wands.own_files import open_own_file
 from wands.run.append_log import EventLog
 from wands.run.data_identity import DataIdentity
 from wands.run.run_model import RunModel, base_fingerprint
@@ -59,8 +62,6 @@ from wands.texts import Log
 
 _log = logging.getLogger(__name__)
 
-PUSH_MARK = "push_is_pending"
-"""Name of an empty file. It marks the folder of a checkpoint that must be pushed to the Hub."""
 # The command is not a rank of the run, and must not slow down the run.
 _COMMAND = ("env", "-uRANK", "-uLOCAL_RANK", "-uWORLD_SIZE", "nice", sys.executable, "-m", "wands", "push")
 
@@ -117,6 +118,15 @@ def build_state(
     )
 
 
+class _PendingSave(NamedTuple):
+    """Checkpoint whose files are being written to a folder with a temporary name."""
+
+    state: TrainState
+    is_best: bool
+    partial: Path
+    work: Future[dict[str, str] | str]
+
+
 class CheckpointSaver:
     """Writes the checkpoints of a run.
 
@@ -159,7 +169,7 @@ class CheckpointSaver:
         self._last_save = time.perf_counter()
         self._buffers = HostBuffers() if config.asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="wands-save")
-        self._pending: tuple[TrainState, bool, Future[dict[str, str] | str]] | None = None
+        self._pending: _PendingSave | None = None
         self.saved = resumed.folder if resumed else None
 
     @property
@@ -170,7 +180,7 @@ class CheckpointSaver:
     @property
     def is_writing(self) -> bool:
         """Whether this rank is still writing its files of a checkpoint that it has started to save."""
-        return self._pending is not None and not self._pending[2].done()
+        return self._pending is not None and not self._pending.work.done()
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due: `step` is a multiple of `checkpoint.every`. The result is equal on all ranks."""
@@ -218,9 +228,10 @@ class CheckpointSaver:
             CheckpointError: if the checkpoint is required and cannot be written.
         """
         assert self._pending is not None
-        (state, is_best, work), self._pending = self._pending, None
-        with self._tolerant(state.step, required):
-            self.saved = self._complete(state, is_best, work.result())
+        pending = self._pending
+        self._pending = None
+        with self._tolerant(pending.state.step, required):
+            self.saved = self._complete(pending)
             self._log(f"saved {self.saved}")
 
     @contextmanager
@@ -234,12 +245,7 @@ class CheckpointSaver:
 
     def _start(self, state: TrainState, plan: StepPlan, is_best: bool) -> None:
         rank = dist.get_rank()
-        folder = self._folder
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
-                shutil.rmtree(stale)
-        dist.barrier()
+        partial = self._make_unfinished(state.step)
         files = []
         for part, engine in self._engines.items():
             if rank == 0 or engine.zero_optimization_stage():
@@ -252,21 +258,37 @@ class CheckpointSaver:
         if rank == 0 and state_of_objective:
             tensors = [LazyTensor.of(name, tensor) for name, tensor in state_of_objective.items()]
             files.append(TensorFile(OBJECTIVE_FILE, tensors, {}))
-        _check_space(folder, files)
+        _check_space(self._folder, files)
         if self._buffers is not None:
             files = self._buffers.copy_files(files)
         texts = {}
         if rank == 0:
             values = epoch_values(self._data.keys, self._data.checksums, plan)
             texts = {EPOCH_FILE: json.dumps(values)}
-        partial = folder / f"{step_name(state.step)}.tmp"
         work = self._thread.submit(_write_files, partial, files, texts)
-        self._pending = copy.deepcopy(state), is_best, work
+        self._pending = _PendingSave(copy.deepcopy(state), is_best, partial, work)
 
-    def _complete(self, state: TrainState, is_best: bool, own_hashes: dict[str, str] | str) -> Path:
+    def _make_unfinished(self, step: int) -> Path:
+        made: Path | str = ""
+        if dist.get_rank() == 0:
+            try:
+                made = make_unfinished(self._folder, step)
+            except OSError as error:
+                made = one_line(error)
+        made = gather_objects(made)[0]
+        if isinstance(made, str):
+            raise CheckpointError(
+                f"output_dir={self._folder.parent}: no checkpoint of step {step} can be written to {self._folder} ({made}); make "
+                "sure that this is a folder that you may write to.",
+                agreed=True,
+            )
+        return made
+
+    def _complete(self, pending: _PendingSave) -> Path:
+        state, is_best, partial, work = pending
         folder = self._folder
         target = folder / step_name(state.step)
-        partial, hashes = folder / f"{target.name}.tmp", gather_objects(own_hashes)
+        hashes = gather_objects(work.result())
         problem: str | None = next((found for found in hashes if isinstance(found, str)), None)
         if dist.get_rank() == 0 and not problem:
             files = {name: digest for own in hashes if isinstance(own, dict) for name, digest in own.items()}
@@ -276,7 +298,7 @@ class CheckpointSaver:
                 if is_best:
                     write_text(folder / "best", target.name)
                 _publish(partial, target)
-                self._thread.submit(_delete_old_steps, target, self._config)
+                self._thread.submit(delete_old_steps, target, self._config)
             except (OSError, WandsError) as error:
                 problem = one_line(error)
         if problem := next(filter(None, gather_objects(problem)), None):
@@ -340,28 +362,11 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
 
 
 def _publish(partial: Path, target: Path) -> None:
-    if target.exists():  # the same step saved again, after a resume from an older checkpoint
-        shutil.rmtree(target)
+    make_room(target)
     pointer = target.with_name("next")
     write_text(pointer, target.name)
     publish(partial, target)
     publish(pointer, target.with_name("latest"))
-
-
-def _delete_old_steps(newest: Path, config: CheckpointConfig) -> None:
-    older = [path for path in list_steps(newest.parent) if path.name <= newest.name]
-    abandoned = sorted(newest.parent.glob("step_*.abandoned*"), key=lambda path: path.stat().st_mtime)
-    best = newest.with_name("best")
-    best_name = best.read_text() if best.is_file() else ""
-    for path in older[: -config.keep] + abandoned[: -config.keep]:
-        step = int(path.name.partition(".")[0].removeprefix("step_"))
-        is_kept = (config.keep_every and step % config.keep_every == 0) or (path / PUSH_MARK).exists()
-        is_kept = is_kept or path.name == best_name
-        if path in abandoned or not is_kept:
-            try:
-                shutil.rmtree(path)
-            except OSError as error:
-                _log.error("%s cannot be deleted (%s); delete the folder yourself.", path, one_line(error))
 
 
 class BackgroundPush:
@@ -408,10 +413,10 @@ class BackgroundPush:
             return
         mark = step / PUSH_MARK
         number = int(step.name.removeprefix("step_"))
-        with suppress(OSError):
+        with suppress(OSError, WandsError):
             if hub is None or (number != self._total_steps and number % hub.every):
                 return mark.unlink(missing_ok=True)  # the mark of a run with other settings
-            mark.touch()
+            os.close(open_own_file(mark, os.O_WRONLY | os.O_CREAT))
             self._newest = mark
             command = [*_COMMAND, str(step), hub.repo, *["--public"] * hub.public]
             self._thread = Thread(target=self._push, args=(mark, command), daemon=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, constants, metadata_load
+from huggingface_hub import CommitInfo, CommitOperationAdd, metadata_load
 
 from wands.commands.plots import save_loss_plot
 from wands.config.options import ExportOptions, PushOptions
@@ -31,11 +31,12 @@ from wands.export.model_card import FolderContents, LoraFile
 from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import read_json_object, write_text
 from wands.model.files.hashes import HASH_FILE
-from wands.model.files.hub import is_hub_id
+from wands.model.files.hub import check_link, is_hub_id
 from wands.model.files.lora_experts import EXPERT_NAMES, describe_file
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.tensor_files import TensorFiles
-from wands.texts import hide_secrets, is_local, without_paths
+from wands.secret_patterns import contains_secret
+from wands.texts import is_local, without_paths
 from wands.version import __version__
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,10 @@ def push(options: PushOptions, token: str | None = None) -> str:
     written = (name for name in ("README.md", model_card.LOSS_FILE) if (directory / name).is_file())
     names = sorted({*files, *written})
 
+    operations: list[CommitOperationAdd] = []
+
     def send_commit() -> CommitInfo:
-        operations = [CommitOperationAdd(name, _uploaded_content(directory / name)) for name in names]
+        operations[:] = [CommitOperationAdd(name, _uploaded_content(directory / name)) for name in names]
         message = options.message or f"Upload the {kind}{step} with wands {__version__}"
         return hub.api.create_commit(
             hub.repo_id, operations, commit_message=message, revision=options.revision
@@ -112,6 +115,7 @@ def push(options: PushOptions, token: str | None = None) -> str:
 
     log.info("uploading to %s", url)
     commit = hub.call("the upload", send_commit, RETRY_WAITS)
+    hub.check_files(operations, commit.oid)
     log.info("%s is complete at commit %s", url, commit.oid)
     return url
 
@@ -278,22 +282,15 @@ def _check_path(path: Path, directory: Path) -> None:
 
     Raises:
         WandsError: if the path leads out of the folder to push, or cannot be read. The error is also raised for a link to
-            a folder that contains the link, and for a text file that contains a secret.
+            a folder that contains the link, and for a file that contains a secret.
     """
-    real = Path(os.path.realpath(path))
-    if path.is_symlink() and path.is_dir() and path.parent.resolve().is_relative_to(real):
-        raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")
-    if not any(real.is_relative_to(os.path.realpath(root)) for root in (directory, constants.HF_HUB_CACHE)):
-        raise WandsError(
-            f"{path} leads to {real}, which is outside DIRECTORY and outside the Hub cache; replace the link by a copy."
-        )
-    if not (real.is_dir() or real.is_file()) or not os.access(real, os.R_OK):
+    check_link(path, directory, "DIRECTORY")
+    if not (path.is_dir() or path.is_file()) or not os.access(path, os.R_OK):
         raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")
-    is_text = real.is_file() and path.suffix in (".json", ".jsonl", ".md", ".txt")
-    if is_text and real.stat().st_size <= 1 << 20:  # larger text files are vocabularies
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if hide_secrets(text) != text and path.name != model_card.RECORD_FILE:  # the record is cleaned
-            raise WandsError(f"{path} contains a token, a password or a private key; remove this secret.")
+    if (
+        path.is_file() and path.name != model_card.RECORD_FILE and contains_secret(path)
+    ):  # the record is cleaned
+        raise WandsError(f"{path} contains a token, a password or a private key; remove this secret.")
 
 
 @contextmanager

@@ -326,7 +326,7 @@ class ModelConversion:
             check_base(rest, self.dit_config, EXPERTS[:1], "SOURCE's model", self.two_experts)
             for path in sorted(rest.iterdir()):
                 if not path.name.startswith((".", "README")) and not (self.out / path.name).exists():
-                    copy_path(path, self.out / path.name)
+                    copy_path(path, self.out / path.name, rest)
             return
         missing = [name for name in ("transformer", "vae", "text_encoder") if name not in self.components]
         if self.dit_config and "clip" in self.variant.conditions and "image_encoder" not in self.components:
@@ -347,11 +347,11 @@ class ModelConversion:
         The files are copied from the source of the conversion. Files that the source lacks are copied from the model in --base.
         """
         if (self.root / "tokenizer").is_dir():
-            copy_path(self.root / "tokenizer", self.out / _TOKENIZER)
+            copy_path(self.root / "tokenizer", self.out / _TOKENIZER, self.root)
         for root in filter(None, (self.root, self.rest)):
             for path in (path for pattern in _OFFICIAL_REST for path in sorted(root.glob(pattern))):
                 if not any(self.out.glob(f"{path.stem}*")):
-                    copy_path(path, self.out / path.name)
+                    copy_path(path, self.out / path.name, root)
         if any(self.out.glob("models_clip_*")):
             notes = self.result.notes
             notes[:] = [note for note in notes if not note.startswith("image_encoder ")]

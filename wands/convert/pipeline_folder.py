@@ -12,6 +12,7 @@ import diffusers
 import torch
 import transformers
 
+from wands.model.files.hub import check_link
 from wands.variants import Variant
 
 
@@ -119,7 +120,21 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def copy_path(source: Path, target: Path) -> None:
-    """Copy a file or folder to a new path. Create the missing parent folders of the new path."""
+def copy_path(source: Path, target: Path, model: Path) -> None:
+    """Copy a file or folder of the folder `model` to a new path. Create the missing parent folders of the new path.
+
+    Raises:
+        WandsError: if a file to copy is a link that leads out of the model and of the Hub cache.
+    """
+
+    def check(folder: str, names: list[str]) -> set[str]:
+        for name in names:
+            check_link(Path(folder, name), model, str(model))
+        return set()
+
+    check_link(source, model, str(model))
     target.parent.mkdir(parents=True, exist_ok=True)
-    (shutil.copytree if source.is_dir() else shutil.copy2)(source, target)
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=check)
+    else:
+        shutil.copy2(source, target)

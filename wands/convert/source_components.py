@@ -16,7 +16,7 @@ from wands.encoders.components import WEIGHT_STEMS
 from wands.errors import CheckpointError, ConfigError
 from wands.model.files import name_maps, official
 from wands.model.files.config_files import read_model_config
-from wands.model.files.lora_files import EXPERT_NAMES
+from wands.model.files.lora_experts import EXPERT_NAMES
 from wands.model.files.name_maps import EXPERTS, NameMap, shorten
 from wands.model.files.tensor_files import PICKLES, LazyTensor, find_weights
 

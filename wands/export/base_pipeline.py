@@ -11,6 +11,7 @@ from typing import Any
 from wands.errors import ConfigError
 from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
 from wands.files import read_json_object
+from wands.model.files.hub import check_link
 from wands.variants import extra_channels
 
 
@@ -73,12 +74,18 @@ def copy_base(base_dir: Path, out: Path, parts: Sequence[str], link: bool = Fals
         parts: subfolders of the DiTs that the export replaces, such as "transformer".
         link: whether to make hard links instead of copies if the file system supports hard links. A program that writes
             into a hard link also changes the base.
+
+    Raises:
+        WandsError: if a file to copy is a link that leads out of the base and of the Hub cache: a push would publish it.
     """
     replaced = {*parts, "README.md", RECORD_FILE, LOSS_FILE, "samples"}
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         skipped = replaced if Path(folder) == base_dir else set()
-        return {name for name in names if name.startswith(".") or name in skipped}
+        ignored = {name for name in names if name.startswith(".") or name in skipped}
+        for name in sorted({*names} - ignored):
+            check_link(Path(folder, name), base_dir, f"--base {base_dir}")
+        return ignored
 
     copy = _link_or_copy if link else shutil.copy2
     shutil.copytree(base_dir, out, ignore=ignore, copy_function=copy, dirs_exist_ok=True)

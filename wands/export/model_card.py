@@ -49,7 +49,7 @@ class LoraFile:
     def location(self) -> str:
         """Arguments of diffusers' `load_lora_weights` that select this LoRA file in its repository, as Python code."""
         folder, _, name = self.name.rpartition("/")
-        return (f'subfolder="{folder}", ' if folder else "") + f'weight_name="{name}"'
+        return (f"subfolder={json.dumps(folder)}, " if folder else "") + f"weight_name={json.dumps(name)}"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ def build_card(
     variant, parts = _variant_of(record), record.get("parts") or ()
     loras, base, name = contents.loras, str(record.get("base", "")), str(record.get("variant") or "")
     base_id = base if is_hub_id(base) else ""
-    class_name = contents.class_name or ("WanImageToVideoPipeline" if variant.num_images else "WanPipeline")
+    class_name = contents.class_name if contents.class_name.isidentifier() else ""
+    class_name = class_name or ("WanImageToVideoPipeline" if variant.num_images else "WanPipeline")
     images = {"image": "first_frame.png"} if "ImageToVideo" in class_name else {}
     if images and variant.num_images == 2:
         images["last_image"] = "last_frame.png"
@@ -130,17 +131,18 @@ def build_card(
         head,
         template_path=str(Path(__file__).with_name("model_card_template.md")),
         marker=MARKER,
-        record=record,
+        record=_escape_all(record),
         experts=[expert for expert in variant.experts if expert.name and expert.subfolder in parts],
-        lora_settings=(recipe or {}).get("lora"),
+        lora_settings=_escape_all((recipe or {}).get("lora")),
         base_id=base_id,
-        local_base=last_part(base),
-        checkpoint=last_part(str(record.get("checkpoint") or "")),
+        local_base=_in_code(last_part(base)),
+        checkpoint=_in_code(last_part(str(record.get("checkpoint") or ""))),
+        quoted=json.dumps,
         samples=samples,
         escape=_escape,
         loss_file=LOSS_FILE if loss_points(record) else "",
         strips_file=STRIPS_FILE if (directory / STRIPS_FILE).is_file() else "",
-        recipe=recipe and yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True),
+        recipe=recipe and _fenced(yaml.safe_dump(without_paths(recipe), sort_keys=False, allow_unicode=True)),
         repo_id=repo_id,
         source="base" if loras else "repo",
         loras=loras,
@@ -156,6 +158,26 @@ def build_card(
 def _escape(text: str) -> str:
     """Escape a text so that a Markdown table shows it literally, and remove paths and control characters."""
     return re.sub(r"([\\`*_~\[\]<>|&#!])", r"\\\1", printable(without_paths(str(text))))
+
+
+def _escape_all(value: Any) -> Any:
+    """Return nested JSON values with every text, and every key that is no plain word, escaped for Markdown."""
+    if isinstance(value, Mapping):
+        keys = {key: key if re.fullmatch(r"[\w -]+", key) else _escape(key) for key in value}
+        return {keys[key]: _escape_all(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_all(item) for item in value]
+    return _escape(value) if isinstance(value, str) else value
+
+
+def _in_code(text: str) -> str:
+    """Return a text that stays inside the backticks of a code span in a table."""
+    return re.sub(r"[`|<>]", "_", printable(text))
+
+
+def _fenced(text: str) -> str:
+    """Return a text that cannot end the code block that contains it."""
+    return text.replace("```", "'''")
 
 
 def _variant_of(record: Mapping[str, Any]) -> Variant:

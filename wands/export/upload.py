@@ -5,17 +5,19 @@ Error messages explain the cause of a failure and never contain the token.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token, set_client_factory
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._http import default_client_factory
 
 from wands.errors import WandsError, one_line
 from wands.version import __version__
@@ -31,6 +33,9 @@ FIRST_CONTACT_WAITS = RETRY_WAITS[:2]
 """Seconds to wait before each new attempt of the requests that a push sends before the upload. Only two new attempts are made,
 so that a wrong address of the Hub is reported soon.
 """
+
+ANSWER_SECONDS = 60.0
+"""Largest time without any byte from the Hub, in each attempt. Without it, a server that never answers would hang a push."""
 
 _LOGIN = "make a token with write access, then run `hf auth login` or set HF_TOKEN"
 _AGAIN = "run the same command again: files that were uploaded are not sent twice"
@@ -64,10 +69,14 @@ class Hub:
         network_errors = (ConnectionError, TimeoutError, HfHubHTTPError.__bases__[0])
         try:
             return request()
+        except (AttributeError, LookupError, TypeError, AssertionError) as error:  # JSON of another shape
+            raise self._no_hub(action, f"{type(error).__name__}: {one_line(error)}") from None
         except (OSError, ValueError, RuntimeError, *network_errors) as error:
             cause: BaseException = error
             while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
                 cause = cause.__cause__  # the Hub client wraps the error of a file upload
+            if isinstance(cause, json.JSONDecodeError):
+                raise self._no_hub(action, "no JSON") from None
             status = _status(cause)
             text = self._text(cause, status)
             is_network = isinstance(cause, network_errors)
@@ -78,6 +87,31 @@ class Hub:
         log.warning("%s failed (%s); trying again in %g s", action, text, waits[0])
         time.sleep(waits[0])
         return self.call(action, request, waits[1:])
+
+    def _no_hub(self, action: str, reason: str) -> WandsError:
+        return WandsError(
+            f"--endpoint {self.api.endpoint}: {action} got an answer that no Hub gives ({reason}), such as the login page of a "
+            f"proxy. Check address and network, then {_AGAIN}."
+        )
+
+    def check_files(self, operations: Iterable[CommitOperationAdd], revision: str) -> None:
+        """Compare the files of a commit with the list. The Hub leaves out files that a `.gitignore` of the repository names.
+
+        Raises:
+            WandsError: if a file is missing, or has another content.
+        """
+
+        def list_files() -> dict[str, Any]:
+            tree = self.api.list_repo_tree(self.repo_id, recursive=True, revision=revision)
+            return {item.path: item for item in tree if hasattr(item, "blob_id")}
+
+        there = self.call("listing the uploaded files", list_files, RETRY_WAITS)
+        missing = [one.path_in_repo for one in operations if not _is_same(one, there.get(one.path_in_repo))]
+        if missing:
+            raise WandsError(
+                f"REPO_ID {self.repo_id}: the Hub left out {', '.join(missing)}, because a .gitignore of the repository names "
+                "these files, or because of another rule of the server. Remove these lines from .gitignore, and push again."
+            )
 
     def _text(self, error: BaseException, status: int | None) -> str:
         """Return an error as one short line, such as "HTTP 404: Not Found" or "ConnectionError: Connection refused".
@@ -144,6 +178,7 @@ def connect(repo_id: str, token: str | None, endpoint: str | None) -> Hub:
         raise WandsError(f"No Hub token was found for REPO_ID {repo_id}; {_LOGIN}.")
     if not re.fullmatch(r"[!-~]+", secret):  # the HTTP client's error would show the token
         raise WandsError(f"The Hub token contains spaces or invalid characters; {_LOGIN}.")
+    set_client_factory(_build_client)
     api = HfApi(endpoint=endpoint, token=secret, library_name="wands", library_version=__version__)
     return Hub(api, repo_id)
 
@@ -161,7 +196,9 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         A copy of `hub` whose `repo_id` is the full ``owner/name``.
     """
     if "/" not in hub.repo_id:
-        owner = hub.call("looking up your account", hub.api.whoami, FIRST_CONTACT_WAITS)["name"]
+        owner = hub.call(
+            "looking up your account", lambda: str(hub.api.whoami()["name"]), FIRST_CONTACT_WAITS
+        )
         hub = replace(hub, repo_id=f"{owner}/{hub.repo_id}")
     api, repo_id = hub.api, hub.repo_id
     exists, info = partial(api.repo_exists, repo_id), partial(api.model_info, repo_id)
@@ -176,6 +213,26 @@ def open_repository(hub: Hub, *, public: bool, revision: str | None) -> Hub:
         branch = partial(api.create_branch, repo_id, branch=revision, exist_ok=True)
         hub.call(f"creating the branch {revision}", branch, FIRST_CONTACT_WAITS)
     return hub
+
+
+def _is_same(operation: CommitOperationAdd, stored: Any) -> bool:
+    if stored is None or stored.size != operation.upload_info.size:
+        return False
+    return stored.lfs is None or stored.lfs.sha256 == operation.upload_info.sha256.hex()
+
+
+def _build_client() -> Any:
+    """Return the Hub client's default HTTP client, with limits also for requests that set no limit."""
+    client = default_client_factory()
+
+    def limit_time(request: Any) -> None:
+        limits = request.extensions.get("timeout") or {}
+        names = ("connect", "read", "write", "pool")
+        request.extensions["timeout"] = {name: limits.get(name) or ANSWER_SECONDS for name in names}
+
+    hooks = client.event_hooks
+    client.event_hooks = {**hooks, "request": [*hooks["request"], limit_time]}
+    return client
 
 
 def _status(error: BaseException) -> int | None:

@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import jinja2
 import numpy as np
@@ -27,7 +28,17 @@ from wands.data.clips.isolated import IsolatedWorker
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, one_line
 from wands.files import write_text
-from wands.report.run_data import column, extremes, is_learning, read_run, smooth, thin
+from wands.report.run_data import (
+    IMAGE_KINDS,
+    VIDEO_KINDS,
+    column,
+    extremes,
+    find_file,
+    is_learning,
+    read_run,
+    smooth,
+    thin,
+)
 from wands.texts import format_seconds, safe_lines, without_paths
 
 _log = logging.getLogger(__name__)
@@ -193,13 +204,13 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
         steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
         shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
         for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
-            paths = [(root / str(row.get(key))).resolve() for key in ("thumbnail", "video")]
-            image, video = (path if path.is_file() and path.is_relative_to(root) else None for path in paths)
+            image = find_file(root, row.get("thumbnail"), IMAGE_KINDS)
+            video = find_file(root, row.get("video"), VIDEO_KINDS)
             size, link = video.stat().st_size * 4 // 3 if video else 0, ""
             if video and size <= left:
                 link, left = _data_uri(video), left - size
             elif video and video.is_relative_to(place):
-                link = video.relative_to(place).as_posix()
+                link = quote(video.relative_to(place).as_posix())
             cell = row | {"image": image and _data_uri(image), "link": link}
             cells[row.get("number"), row["step"], row["weights"]] = cell
         prompts = {row.get("number"): row.get("prompt") or "" for row in run["samples"]}
@@ -241,5 +252,5 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
 
 
 def _data_uri(path: Path) -> Markup:
-    kind = "video" if path.suffix == ".mp4" else "image"
-    return Markup(f"data:{kind}/{path.suffix[1:]};base64,{base64.b64encode(path.read_bytes()).decode()}")
+    kind = {**IMAGE_KINDS, **VIDEO_KINDS}[path.suffix]
+    return Markup(f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}")

@@ -20,6 +20,9 @@ from wands.files import differences, iter_rows
 T = TypeVar("T")
 STRIP_SIZE = (256, 144)
 """Width and height of the images in `sample_strips`, in pixels."""
+IMAGE_KINDS = {".webp": "image/webp", ".png": "image/png", ".jpg": "image/jpeg"}
+VIDEO_KINDS = {".mp4": "video/mp4"}
+"""Map the suffixes of the images and videos that are shown to their media types."""
 _STATES = {"end": "finished", "stop": "stopped", "error": "failed", "start": "running", "restart": "running"}
 
 
@@ -158,6 +161,25 @@ def extremes(values: np.ndarray, most: int) -> np.ndarray:
     return np.unique([0, *chosen, len(values) - 1])
 
 
+def find_file(folder: Path, name: object, kinds: Mapping[str, str]) -> Path | None:
+    """Return the file of a run folder that a row of samples.jsonl names, to show or to publish it.
+
+    Args:
+        folder: run folder.
+        name: path of the file in the run folder.
+        kinds: maps the allowed suffixes to media types.
+
+    Returns:
+        The resolved path; None if the file is missing, is outside the run folder, or is of another kind.
+    """
+    root = folder.resolve()
+    with suppress(OSError, ValueError):  # such as a name that is too long
+        path = (root / str(name)).resolve()
+        if path.is_file() and path.is_relative_to(root) and path.suffix in kinds:
+            return path
+    return None
+
+
 def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[str, np.ndarray]:
     """Return the frames for the model card: for each prompt, the middle frame of each of its sample videos.
 
@@ -173,11 +195,12 @@ def sample_strips(run: Mapping[str, Any], weights: str, last_step: int) -> dict[
     """
     strips: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
     for row in run["samples"]:
-        path = run["folder"] / str(row.get("thumbnail"))
+        path = find_file(run["folder"], row.get("thumbnail"), IMAGE_KINDS)
         is_shown = row["step"] <= last_step and row["weights"] == (weights if row["step"] else "raw")
-        if is_shown and path.is_file():
-            image = ImageOps.pad(Image.open(path).convert("RGB"), STRIP_SIZE, color="white")
-            strips[str(row.get("prompt"))][row["step"]] = np.asarray(image)
+        if is_shown and path:
+            with suppress(Exception):  # a damaged thumbnail is never worth an export
+                image = ImageOps.pad(Image.open(path).convert("RGB"), STRIP_SIZE, color="white")
+                strips[str(row.get("prompt"))][row["step"]] = np.asarray(image)
     names = {prompt: f"{prompt} (steps {', '.join(map(str, strip))})" for prompt, strip in strips.items()}
     return {names[prompt]: np.stack(list(strip.values())) for prompt, strip in strips.items()}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -60,7 +59,7 @@ class AppendLog:
                 _log.error("the log %s can be written again; missing records: %d", self.path, self._num_lost)
             self._waiting.clear()
             self._num_lost, self._failed = 0, False
-        except (OSError, WandsError) as error:
+        except (OSError, WandsError) as error:  # WandsError: a link or a named pipe
             if not self._failed:
                 _log.error(_FAILURE, self.path, one_line(error))
             self._failed = True
@@ -80,8 +79,8 @@ class AppendLog:
             with open(self.path, "ab", opener=open_own_file) as file:
                 file.write(data)
         except OSError:
-            with suppress(OSError):
-                os.truncate(self.path, size)  # a full disk may have left a part of a record
+            with suppress(OSError), open(self.path, "r+b", opener=open_own_file) as file:
+                file.truncate(size)  # a full disk may have left a part of a record
             raise
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from wands.config.recipe import Recipe
 from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
 from wands.engine.engine import check_offload
 from wands.errors import ConfigError, WandsError
-from wands.files import write_text
+from wands.files import delete_leftovers, write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.objectives.objective import Objective
 from wands.planning.search import SHIPPED, Task, check_memory, machine_here
@@ -164,8 +163,8 @@ class Trainer:
         stack.enter_context(lock)
         for name in sorted(take_requests(output_dir)):
             log(f"deleted {output_dir / name}, a request to an earlier run")
-        for leftover in chain(output_dir.glob(".*.tmp*"), output_dir.glob("checkpoints/.*.tmp*")):
-            leftover.unlink()
+        for folder in (output_dir, output_dir / "checkpoints"):
+            delete_leftovers(folder)
         finish_publish(output_dir / "checkpoints")
 
     def _load(self, is_dry_run: bool, claim: Callable[[Path], None] | None = None) -> PreparedRun:

@@ -264,7 +264,9 @@ def dump_collectives(folder: Path) -> None:
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # with NCCL; other backends
         with contextlib.suppress(AttributeError, OSError, RuntimeError):
             file = answer_file(folder, int(os.environ.get("RANK", "0"))).with_suffix(".collectives.json")
-            file.write_bytes(getattr(torch._C._distributed_c10d, name)())
+            content = getattr(torch._C._distributed_c10d, name)()
+            file.unlink(missing_ok=True)  # a link would be followed
+            file.write_bytes(content)
             return
 
 

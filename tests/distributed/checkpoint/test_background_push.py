@@ -20,7 +20,7 @@ from tests.support.runs import run_training
 from tests.support.world import WorldPool
 from wands.checkpoint import save as background_push
 from wands.checkpoint.checkpoint_files import find_checkpoint
-from wands.checkpoint.save import PUSH_MARK
+from wands.checkpoint.old_steps import PUSH_MARK
 from wands.checkpoint.step_folders import list_steps, step_name
 from wands.config.recipe import HubConfig
 from wands.distributed.bootstrap import init_process_group

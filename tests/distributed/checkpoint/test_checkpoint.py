@@ -466,3 +466,30 @@ def test_state_file_is_plain_json(finished: Path):
     values = json.loads((finished / "checkpoints" / "step_00000006" / STATE_FILE).read_text())
     assert values["recipe"]["train"]["max_steps"] == 6
     assert values["transformer_config"]["_class_name"] == "WanTransformer3DModel"
+
+
+def test_links_in_checkpoints_do_not_stop_a_run(tiny_pipeline: Path, tmp_path: Path, worlds):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "notes.txt").write_text("keep me")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step_00000001.tmp").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoints" / "step_00000002").symlink_to(tmp_path / "elsewhere")
+    overrides = ("train.max_steps=2", "checkpoint.every=1", "checkpoint.keep=1")
+    worlds[2].run(run_training, tiny_pipeline, tmp_path / "run", overrides, ZERO2)
+    assert find_checkpoint(tmp_path / "run")[1].step == 2
+    assert os.listdir(tmp_path / "elsewhere") == ["notes.txt"]
+
+
+def train_over_a_file(model: Path, out: Path) -> tuple[list[str], str]:
+    lines: list[str] = []
+    with pytest.raises(CheckpointError) as caught:  # of the last step: that checkpoint is required
+        run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2, log=lines.append)
+    return lines, str(caught.value)
+
+
+def test_a_file_in_the_place_of_checkpoints_is_one_sentence(tiny_pipeline: Path, tmp_path: Path, worlds):
+    (tmp_path / "checkpoints").write_text("a file")
+    for lines, error in worlds[1].run(train_over_a_file, tiny_pipeline, tmp_path):
+        assert "no checkpoint of step 2 can be written" in error
+        assert "(File exists)" in error
+        assert any("The training continues without a checkpoint of step 1." in line for line in lines)

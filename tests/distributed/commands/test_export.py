@@ -226,6 +226,46 @@ def test_a_program_that_writes_into_an_export_does_not_change_the_base(
     assert {path: path.read_bytes() for path in before} == before
 
 
+@pytest.mark.parametrize("name", ["vae/LICENSE", "LICENSE", "scheduler"])
+@pytest.mark.parametrize("link", [False, True])
+def test_a_link_out_of_the_base_is_refused(
+    run: Path, tiny_pipeline: Path, tmp_path: Path, name: str, link: bool
+):
+    """`wands push` would publish the copy of a private key."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    shutil.rmtree(base / "scheduler")
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "id_ed25519").write_text("key")
+    (base / name).symlink_to(secret if name == "scheduler" else secret / "id_ed25519")
+    with pytest.raises(
+        WandsError, match=rf"{name} leads to .*/secret.*outside --base .* replace the link by a copy"
+    ):
+        export(run, tmp_path / "out", base=str(base), link=link)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_of_links_into_the_hub_cache_is_copied(run: Path, tiny_pipeline: Path, tmp_path: Path):
+    """A snapshot consists of links into `../../blobs`, also in a cache that HF_HUB_CACHE does not name."""
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot = blobs.parent / "snapshots" / "0123"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(path for path in tiny_pipeline.rglob("*") if path.is_file()):
+        target = snapshot / path.relative_to(tiny_pipeline)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, blobs / str(number))
+        target.symlink_to(os.path.relpath(blobs / str(number), target.parent))
+    out = export(run, tmp_path / "out", base=str(snapshot))
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    assert (out / "vae" / "config.json").read_bytes() == (tiny_pipeline / "vae" / "config.json").read_bytes()
+    shutil.rmtree(out)
+    blobs.rename(tmp_path / "secret")
+    blobs.symlink_to(tmp_path / "secret")
+    with pytest.raises(WandsError, match="outside --base"):
+        export(run, tmp_path / "out", base=str(snapshot))
+
+
 def test_export_into_the_current_folder(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -685,3 +685,18 @@ def test_the_command(pipelines: dict[str, Path], tmp_path: Path):
     again = run(main, ["convert", source, "--to", "comfyui", "--out", str(tmp_path / "out")])
     assert again.exit_code == 2
     assert "choose a new or an empty folder" in again.output
+
+
+@pytest.mark.parametrize(("name", "to"), [("vae/LICENSE", "diffusers"), ("tokenizer/LICENSE", "official")])
+def test_a_link_out_of_the_model_is_not_copied(
+    pipelines: dict[str, Path], tmp_path: Path, name: str, to: str
+):
+    source = tmp_path / "source"
+    shutil.copytree(pipelines["wan2.1-t2v-1.3b"], source)
+    (tmp_path / "id_ed25519").write_text("key")
+    (source / name).symlink_to(tmp_path / "id_ed25519")
+    dit = source if to == "official" else source / "transformer" / WEIGHTS
+    base = None if to == "official" else str(source)
+    with pytest.raises(WandsError, match=rf"{name} leads to .*id_ed25519.* replace the link by a copy"):
+        convert(str(dit), tmp_path / "out", to=to, base=base, forward=False)
+    assert not (tmp_path / "out").exists()

@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
+from tests.support.secret_texts import ORDINARY_TEXTS, SECRET_TEXTS
 from wands import __version__
 from wands.checkpoint.checkpoint_files import TrainState
 from wands.commands import push as push_module
@@ -517,6 +518,61 @@ def test_the_way_of_the_library_with_xet(small: Path, hub: FakeHub, monkeypatch:
         send(small, hub)
 
 
+@pytest.mark.parametrize("name", ["vae/weights.safetensors", "model_index.json"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_file_that_the_hub_leaves_out_is_named(
+    small: Path, hub: FakeHub, name: str, is_there: bool
+) -> None:
+    """Also if an earlier push has left another file of this name."""
+    if is_there:
+        send(small, hub)
+        with (small / name).open("ab") as file:
+            file.write(b" ")
+    hub.ignored = (name,)
+    with pytest.raises(WandsError, match=rf"the Hub left out {name}, because a \.gitignore"):
+        send(small, hub)
+
+
+@pytest.mark.parametrize("kind", ["whoami", "info", "create"])
+def test_a_hub_that_never_answers_is_one_sentence(
+    small: Path, hub: FakeHub, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_repo, "ANSWER_SECONDS", 0.2)
+    hub.fail(kind, None, times=3, silence=0.6)
+    with pytest.raises(WandsError, match=rf"--endpoint {hub.url} cannot be reached \(ReadTimeout"):
+        send(small, hub, NAME if kind != "whoami" else "wan-tiny")
+
+
+ANSWERS = (
+    b"<html><form>Log in</form></html>",
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"7",
+    b'"text"',
+    b'{"files": [1]}',
+    b"\xff\x00",
+)
+
+
+@pytest.mark.parametrize(
+    "kind", ["whoami", "info", "create", "preupload", "batch", "commit", "tree", "branch", "validate"]
+)
+@pytest.mark.parametrize("body", ANSWERS)
+def test_an_answer_of_another_shape_is_one_sentence(
+    small: Path, hub: FakeHub, kind: str, body: bytes
+) -> None:
+    """Such as the login page of a proxy. An answer that says nothing may also be accepted, if all files arrive."""
+    hub.fail(kind, 200, times=9, body=body)
+    branch = "other" if kind == "branch" else None
+    try:
+        send(small, hub, NAME if kind != "whoami" else "wan-tiny", revision=branch)
+    except WandsError:
+        return
+    assert "vae/weights.safetensors" in hub.files(NAME, branch or "main")
+
+
 # ---- mistakes
 
 
@@ -710,6 +766,64 @@ def test_a_file_with_a_secret_is_refused(
     assert hub.requests == []
 
 
+def test_html_of_a_record_is_only_text_in_the_card(small: Path, hub: FakeHub) -> None:
+    evil = '"`|<img src=x onerror=alert(1)>\n```\n<script>'
+    index = json.loads((small / "model_index.json").read_text())
+    (small / "model_index.json").write_text(json.dumps(index | {"_class_name": f"WanPipeline{evil}"}))
+    (small / "samples").mkdir()
+    (small / "samples" / "a.mp4").write_bytes(b"video")
+    (small / "samples" / "samples.jsonl").write_text(json.dumps({"prompt": evil, "file": "a.mp4"}) + "\n")
+    record = {key: evil for key in ("base", "checkpoint", "variant", "dtype", "wands_version")}
+    record |= {"ema": {"decay": evil}, "events": {evil: [1]}, "step": 3, "data": {"fingerprint": evil}}
+    record |= {"recipe": {"lora": {"rank": evil, "alpha": evil, "targets": [evil]}, "note": evil}}
+    write_record(small, record)
+    send(small, hub)
+    _, body = read_card(hub.files(NAME)["README.md"].decode())
+    parts = body.split("```")
+    assert len(parts) == 5  # text, recipe, text, code, text
+    for tag in ("<img", "<script"):
+        assert all(text.count(tag) == text.count("\\" + tag) for text in parts[::2])
+    ast.parse(parts[3].removeprefix("python\n"))
+
+
+KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nabc"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("LICENSE", KEY),
+        ("vae/LICENSE", KEY),
+        ("vae/NOTICE.old", "DB_PASS=nightingale"),
+        ("vae/merges.txt", "https://blob.example/x?sig=abc"),
+        ("vae/vocab.json", "a b\n" * 300_000 + "\nhf_abcdefghijklmnopqrstuvwxyz"),
+        ("vae/tokenizer.model", "\0\1" * 50 + "hf_abcdefghijklmnopqrstuvwxyz\0\1"),
+        ("samples/a.mp4", "\0\0\0\x18ftypmp42\0comment: of-an-environment-variable\0"),
+        ("vae/x.safetensors", "\x60\0\0\0\0\0\0\0" + json.dumps({"__metadata__": {"token": "abcdefghijkl"}})),
+    ],
+)
+def test_a_file_is_searched_for_secrets_whatever_its_name(
+    small: Path, hub: FakeHub, name: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "of-an-environment-variable")
+    (small / name).parent.mkdir(exist_ok=True)
+    (small / name).write_text(content)
+    with pytest.raises(WandsError, match=rf"{name} contains a token, a password or a private key"):
+        send(small, hub)
+    assert hub.requests == []
+
+
+def test_ordinary_words_are_no_secrets(small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a long vocabulary contains the word that somebody took as password."""
+    monkeypatch.setenv("POSTGRES_PASSWORD", "postgres")
+    (small / "vae" / "vocab.json").write_text("postgres\n" * 200_000)
+    (small / "vae" / "tokenizer_config.json").write_text(
+        json.dumps({"pad_token": "<pad>", "eos_token": "</s>"})
+    )
+    send(small, hub)
+    assert "vae/vocab.json" in hub.files(NAME)
+
+
 def test_a_card_contains_no_secret_and_no_user(
     small: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -722,6 +836,18 @@ def test_a_card_contains_no_secret_and_no_user(
     for name in ("README.md", "wands_export.json"):
         text = hub.files(NAME)[name].decode()
         assert [secret for secret in ("carol", "dave", "0123456789abcdef", "hf_abc") if secret in text] == []
+
+
+def test_no_secret_of_the_recipe_is_in_the_card(small: Path, hub: FakeHub) -> None:
+    texts = [text.format(secret) for text, secret in SECRET_TEXTS.items()]
+    notes = {"secrets": texts, "ordinary": [*ORDINARY_TEXTS], "objective": {"api_key": "transformer"}}
+    write_record(small, RECORD | {"recipe": notes})
+    send(small, hub)
+    for name in ("README.md", "wands_export.json"):
+        text = hub.files(NAME)[name].decode()
+        assert [secret for secret in SECRET_TEXTS.values() if len(secret) > 3 and secret in text] == []
+    recipe = yaml.safe_load(hub.files(NAME)["README.md"].decode().split("```yaml\n")[1].split("```")[0])
+    assert recipe["objective"] == {"api_key": "REDACTED"}
 
 
 # ---- the token

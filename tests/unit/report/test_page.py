@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import io
 import json
 import os
@@ -22,6 +23,7 @@ from PIL import Image
 from tests.support import deadly
 from tests.support.run_folder import PROMPTS, write_rows, write_run
 from tests.support.samples import narrow_text
+from tests.support.secret_texts import ORDINARY_TEXTS, SECRET_TEXTS
 from wands.cli import main
 from wands.config.options import ReportOptions
 from wands.data.cache.reader import CacheWriter, LatentCache
@@ -186,6 +188,25 @@ def test_the_page_needs_no_network_and_tells_nothing_about_the_machine(
     for word in ("http", "//", "alice", str(tmp_path), secret, "a-value-of-the-environment"):
         assert word not in re.sub(r"base64,[\w+/=]+", "", text), word
     assert "a.h5 of REDACTED is full" in text
+
+
+def test_the_page_shows_no_secret(tmp_path: Path) -> None:
+    """In events, prompts and the recipe. Ordinary texts stay."""
+    texts = [text.format(secret) for text, secret in SECRET_TEXTS.items()]
+    run = write_run(tmp_path / "fox", 40, 10, overrides=(f"data.exclude={json.dumps(texts)}",))
+    texts += ORDINARY_TEXTS
+    write_rows(
+        run / "events.jsonl",
+        [{"step": 1, "event": "error", "reason": text, "db_pass": "geheim"} for text in texts],
+    )
+    row = {"step": 0, "weights": "raw"}
+    samples = [row | {"number": number, "prompt": text} for number, text in enumerate(texts)]
+    write_rows(run / "samples" / "samples.jsonl", samples)
+    text = html.unescape(render(run))
+    assert [
+        secret for secret in (*SECRET_TEXTS.values(), "geheim") if len(secret) > 3 and secret in text
+    ] == []
+    assert [ordinary for ordinary in ORDINARY_TEXTS if ordinary not in text] == []
 
 
 def test_videos_beyond_the_limit_are_links(

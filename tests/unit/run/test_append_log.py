@@ -74,3 +74,20 @@ def test_a_log_is_rewritten_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert [row["step"] for row in continue_rows(path, 2)[0]] == [1, 2]
     assert path.read_text() == text[: 2 * len('{"step": 1}\n')]
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("target", ["precious", "missing"])
+def test_a_link_in_the_place_of_a_log_is_not_followed(
+    tmp_path: Path, target: str, caplog: pytest.LogCaptureFixture
+):
+    """The rows wait, and are written when the link is gone."""
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "metrics.jsonl").symlink_to(target)
+    log = AppendLog(tmp_path / "metrics.jsonl")
+    log.append(b"1\n")
+    log.append(b"2\n")
+    assert caplog.text.count("must be a regular file, and no link") == 1
+    assert ((tmp_path / "precious").read_text(), (tmp_path / "missing").exists()) == ("keep me", False)
+    (tmp_path / "metrics.jsonl").unlink()
+    log.append(b"3\n")
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"1\n2\n3\n"

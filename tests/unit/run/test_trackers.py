@@ -15,6 +15,7 @@ import torch
 
 from tests.support.fake_wandb import SOURCE
 from tests.support.runs import make_run
+from tests.support.secret_texts import SECRET_TEXTS
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import Recipe
 from wands.errors import ConfigError
@@ -263,3 +264,17 @@ def test_names_are_those_of_accelerate():
     for name in LOGGER_TYPE_TO_CLASS:
         Recipe.model_validate({"logging": {"trackers": [name]}})
     assert json.loads(Recipe().model_dump_json())["logging"]["trackers"] == ["tensorboard"]
+
+
+def test_tensorboard_gets_no_secret(tmp_path: Path):
+    recipe = build_recipe(tmp_path)
+    texts = [text.format(secret) for text, secret in SECRET_TEXTS.items()]
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"exclude": texts})})
+    board = Trackers(recipe, 0, 0)
+    board.close()
+    (file,) = (path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file())
+    written = file.read_bytes()
+    assert written.count(b"REDACTED") >= len(texts)
+    assert [
+        secret for secret in SECRET_TEXTS.values() if len(secret) > 3 and secret.encode() in written
+    ] == []

@@ -154,6 +154,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
+        temporary.unlink(missing_ok=True)  # a link would be followed
         temporary.write_bytes(content)
         publish(temporary, path)
     except OSError as error:

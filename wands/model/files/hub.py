@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from wands.errors import ConfigError, one_line
+from wands.errors import ConfigError, WandsError, one_line
 from wands.model.files.name_maps import EXPERTS
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import find_weights, is_gguf
@@ -94,3 +95,29 @@ def fetch_model(
             f"{key}={name} is not a folder and cannot be downloaded from the Hub ({reason}); check the name, the "
             "network and your access."
         ) from None
+
+
+def check_link(path: Path, folder: Path, name: str) -> None:
+    """Check that a file or folder of a model may be copied or uploaded: no link may lead out of the model's folder.
+
+    Links to files of the Hub cache are allowed, because a downloaded model consists of them.
+
+    Args:
+        path: file or folder in `folder`.
+        folder: folder of the model.
+        name: name of `folder` in the error message, such as "--base".
+
+    Raises:
+        WandsError: if `path` leads to another place, or is a link to a folder that contains the link.
+    """
+    real = Path(os.path.realpath(path))
+    if path.is_symlink() and path.is_dir() and path.parent.resolve().is_relative_to(real):
+        raise WandsError(f"{path} is a link to a folder that contains the link; remove the link.")
+    root = Path(os.path.realpath(folder))
+    roots = [root, Path(os.path.realpath(constants.HF_HUB_CACHE))]
+    if root.parent.name == "snapshots":  # a Hub cache in another place; `blobs` itself must not be a link
+        roots.append(root.parent.parent / "blobs")
+    if not any(map(real.is_relative_to, roots)):
+        raise WandsError(
+            f"{path} leads to {real}, which is outside {name} and outside the Hub cache; replace the link by a copy."
+        )
