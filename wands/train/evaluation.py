@@ -115,7 +115,8 @@ class Evaluator(Job):
                 self._training.log("a new series of evaluations begins, because eval or data.holdout changed")
                 self._training.events.write("new evaluation series")
             write_text(plan_file, plan.model_dump_json(indent=1))
-        self._rows, self._log_file = continue_rows(results, run.start_step if run.checkpoint else -1)
+        start_step = run.start_step if run.checkpoint else -1
+        self._rows, self._log_file = continue_rows(results, start_step, "weights", HELD_OUT, "losses")
         return plan
 
     def is_missing(self, step: int) -> bool:
