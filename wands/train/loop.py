@@ -155,7 +155,7 @@ def run_steps(
             for expert, loss, result in zip(run.model.experts, sums.losses, results, strict=True):
                 bad_steps.check(plan, count, expert, loss, result)
                 if training.averages and not result.skipped:
-                    training.averages[expert.subfolder].update(step)
+                    training.averages[expert.subfolder].update()
             now = time.perf_counter()
             seconds = now - started
             started = now
