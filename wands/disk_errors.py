@@ -52,17 +52,23 @@ _LASTING = ("EACCES", "EPERM", "ENOENT", "ENOSPC", "EDQUOT", "EROFS", "EFBIG")
 RETRIED = frozenset(getattr(errno, name) for name in _RETRIED if hasattr(errno, name))
 """Error numbers after which a read is repeated."""
 DISK_NUMBERS = RETRIED | {getattr(errno, name) for name in _LASTING}
-"""Error numbers that say nothing about the content of a file."""
+"""Error numbers of the file system. They say nothing about the content of a file."""
 # HDF5 and the safetensors package name the error number only in their texts.
 _NUMBER_IN_TEXT = re.compile(r"(?:errno = |\(os error )(\d+)")
 
 
-def disk_number(error: BaseException) -> int:
-    """Return the number of an error of the file system, such as `errno.EIO`; 0 for any other error."""
+def system_number(error: BaseException) -> int:
+    """Return the error number of the operating system that caused an error, such as `errno.EIO`; 0 if there is none."""
     number: int | None = error.number if isinstance(error, DiskError) else getattr(error, "errno", None)
     if number is None and (found := _NUMBER_IN_TEXT.search(str(error))):
         number = int(found[1])
-    return number if number and number in DISK_NUMBERS else 0
+    return number or 0
+
+
+def disk_number(error: BaseException) -> int:
+    """Return the number of an error that says nothing about the content of a file, such as `errno.EIO`; 0 for others."""
+    number = system_number(error)
+    return number if number in DISK_NUMBERS else 0
 
 
 def unreadable(path: Path | str, error: BaseException) -> DiskError:
@@ -72,6 +78,16 @@ def unreadable(path: Path | str, error: BaseException) -> DiskError:
         f"{path} cannot be read ({os.strerror(number)}). This is an error of the file system: the file may be intact. Check the "
         "disk, its mount and the permissions, then run the same command again (wands train with --resume).",
         number=number,
+    )
+
+
+def failed_access(error: OSError) -> DiskError:
+    """Return the error for a read or write that the file system failed, and that no other code has described."""
+    return DiskError(
+        f"{error.filename or 'a file'} cannot be read or written ({error.strerror}). This is an error of the file system: the "
+        "file may be intact. Check the disk, its mount and the permissions, then run the same command again (wands train with "
+        "--resume).",
+        number=disk_number(error),
     )
 
 
@@ -85,14 +101,14 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
         read: function that opens and reads the file.
 
     Raises:
-        DiskError: if the file system failed each time. Other errors of `read` are raised as they are.
+        DiskError: if the file system failed each time. Other errors of `read`, such as FileNotFoundError, are raised as they are.
     """
     for wait in (*WAITS, None):
         try:
             return read()
         except Exception as error:
             number = disk_number(error)
-            if not number:
+            if number in (0, errno.ENOENT):
                 raise
             if wait is None or number not in RETRIED:
                 raise unreadable(path, error) from error

@@ -36,9 +36,10 @@ def read_json_object(
 
     Raises:
         WandsError: of class `error`, if the file is missing, is unreadable or does not contain a JSON object.
+        DiskError: if the file system does not read the file.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(read_patiently(path, path.read_bytes).decode("utf-8-sig"))
     except FileNotFoundError:
         raise error(f"{label or path} cannot be read (no such file); {fix}") from None
     except (OSError, ValueError, RecursionError) as problem:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainState, find_checkpoint
 from wands.checkpoint.engine_state import load_engine
 from wands.checkpoint.step_folders import list_steps
+from wands.disk_errors import read_patiently
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
 from wands.files import differences, write_text
@@ -215,7 +216,8 @@ def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
         CheckpointError: if the objective does not accept the state.
     """
     path = checkpoint.folder / OBJECTIVE_FILE
-    state = load_file(path) if OBJECTIVE_FILE in checkpoint.state.files else {}
+    is_saved = OBJECTIVE_FILE in checkpoint.state.files
+    state = read_patiently(path, lambda: load_file(path)) if is_saved else {}
     try:
         objective.load_state_dict(state)
     except (KeyError, ValueError, RuntimeError) as error:

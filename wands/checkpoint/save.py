@@ -48,7 +48,7 @@ from wands.config.recipe import CheckpointConfig, HubConfig, Recipe
 from wands.data.datasets import Dataset
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
-from wands.errors import CheckpointError, WandsError, one_line
+from wands.errors import DiskError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
 from wands.objectives.objective import Objective
@@ -196,7 +196,7 @@ class CheckpointSaver:
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
         Raises:
-            CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
+            DiskError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
                 does not change.
             ConfigError: if the host has too little memory for a copy of the state.
         """
@@ -215,7 +215,7 @@ class CheckpointSaver:
             required: whether a failure raises an error. Otherwise the failure is only logged.
 
         Raises:
-            CheckpointError: if the checkpoint is required and cannot be written.
+            DiskError: if the checkpoint is required and cannot be written.
         """
         assert self._pending is not None
         (state, is_best, work), self._pending = self._pending, None
@@ -227,7 +227,7 @@ class CheckpointSaver:
     def _tolerant(self, step: int, required: bool) -> Iterator[None]:
         try:
             yield
-        except CheckpointError as error:
+        except DiskError as error:
             if required or not error.agreed:  # not agreed: the other ranks wait for a rank that failed
                 raise
             self._log(f"{error} The training continues without a checkpoint of step {step}.")
@@ -235,11 +235,15 @@ class CheckpointSaver:
     def _start(self, state: TrainState, plan: StepPlan, is_best: bool) -> None:
         rank = dist.get_rank()
         folder = self._folder
+        problem = None
         if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
-                shutil.rmtree(stale)
-        dist.barrier()
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for stale in folder.glob("step_*.tmp"):  # left by a save that was killed
+                    shutil.rmtree(stale)
+            except OSError as error:
+                problem = one_line(error)
+        _raise_problem(folder, problem)
         files = []
         for part, engine in self._engines.items():
             if rank == 0 or engine.zero_optimization_stage():
@@ -279,18 +283,26 @@ class CheckpointSaver:
                 self._thread.submit(_delete_old_steps, target, self._config)
             except (OSError, WandsError) as error:
                 problem = one_line(error)
-        if problem := next(filter(None, gather_objects(problem)), None):
+        try:
+            _raise_problem(target, problem)
+        except DiskError:
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
-            raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, start the "
-                "run again with --resume.",
-                agreed=True,
-            )
+            raise
         return target
 
     def close(self) -> None:
         """Wait until the thread that deletes old checkpoints has finished."""
         self._thread.shutdown()
+
+
+def _raise_problem(target: Path, problem: str | None) -> None:
+    """Raise a DiskError on all ranks if a rank could not write its part of a checkpoint."""
+    if found := next(filter(None, gather_objects(problem)), None):
+        raise DiskError(
+            f"checkpoint {target} could not be written ({found}); free disk space. If this error ended the run, start the run "
+            "again with --resume.",
+            agreed=True,
+        )
 
 
 def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
@@ -324,19 +336,21 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
         files: files that this rank will write.
 
     Raises:
-        CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
+        DiskError: on all ranks, if any rank has too little free space or a file size limit that is too small.
     """
     sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
     needed, largest = sum(gather_objects(sum(sizes))), max(sizes, default=0)
-    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     problem = None
+    free = needed
+    with suppress(OSError):  # a network disk does not answer; the write then shows whether the disk works
+        free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
     if needs_x_and_fix := next(filter(None, gather_objects(problem)), None):
-        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
+        raise DiskError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
 
 
 def _publish(partial: Path, target: Path) -> None:

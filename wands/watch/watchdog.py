@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from wands.distributed.consistency import group_ranks, name_ranks
-from wands.errors import RankError, one_line
+from wands.errors import RankError, WandsError, one_line
 from wands.texts import safe_lines
 from wands.watch.launcher import PATIENT_LAUNCHER, Ancestor
 
@@ -71,6 +71,7 @@ class Watchdog:
 
     Attributes:
         stop_requested: whether to save a checkpoint and stop.
+        failure: error of this rank for which it asked to stop, see `stop_for`.
         saved: newest complete checkpoint of the run, for messages.
     """
 
@@ -80,6 +81,7 @@ class Watchdog:
         heartbeat: Callable[[str, float], None] = lambda work, seconds: None,
     ) -> None:
         self.stop_requested = False
+        self.failure: WandsError | None = None
         self.saved: Path | None = None
         self._launcher, self._heartbeat = launcher, heartbeat
         self._ends_hang = False
@@ -165,6 +167,12 @@ class Watchdog:
         """
         # A new tuple, also if its values are equal.
         self._allowed = (work, self._timeout if limit is None else limit)
+
+    def stop_for(self, error: WandsError) -> None:
+        """Request a stop for an error after which this rank can finish the current step, such as a failed read of later data."""
+        self.failure = self.failure or error
+        self.stop_requested = True
+        _print("a read failed; saving a checkpoint after this step, then stopping.", all_ranks=True)
 
     def _watch(self) -> None:
         last, allowed, elapsed = time.monotonic(), self._allowed, 0.0

@@ -50,7 +50,7 @@ from wands.data.cache.shards import (
 )
 from wands.data.cache.write_ahead_log import read_records
 from wands.data.holdout import signature
-from wands.errors import CacheError
+from wands.errors import CacheError, DiskError
 from wands.files import differences, publish
 from wands.lock import LOCK_NAME, WriterLock
 from wands.variants import Variant
@@ -125,7 +125,7 @@ class ShardWriter:
                 range of frames of its clip.
 
         Raises:
-            CacheError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
+            DiskError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
                 earlier samples. If the space was reserved and a write fails, the unfinished shard is removed.
         """
         unknown = arrays.keys() - {spec.name for spec in self.arrays}
@@ -187,7 +187,8 @@ class ShardWriter:
             path: file of the log.
 
         Raises:
-            CacheError: if a record is damaged, or the disk is full.
+            CacheError: if a record is damaged.
+            DiskError: if the disk is full.
         """
         for record in read_records(path):
             samples = record.meta["samples"]
@@ -204,7 +205,7 @@ class ShardWriter:
         """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
 
         Raises:
-            CacheError: if the disk is full. The shard is then removed.
+            DiskError: if the disk is full. The shard is then removed.
         """
         if self._file is None:
             return
@@ -270,7 +271,7 @@ class ShardWriter:
         finally:
             os.close(descriptor)
 
-    def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
+    def _drop_shard(self, wanted: int, error: Exception) -> DiskError:
         """Remove the file and the samples of the unfinished shard, and return the error to raise.
 
         Args:
@@ -363,7 +364,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
                 later run need not encode them again.
 
         Raises:
-            CacheError: if the disk is full.
+            DiskError: if the disk is full.
         """
         self.finish_shard()
         entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]
