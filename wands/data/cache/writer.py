@@ -158,10 +158,10 @@ class ShardWriter:
             group = file.create_group(sample_path(row))
             for array, values in ordered.items():
                 if same is None:
-                    group.create_dataset(array, data=values)
+                    _write_dataset(group, array, values)
                 else:  # for example another caption of the same clip: link to the stored array
                     group[array] = file[sample_path(same)][array]
-            group.create_dataset("text_embeds", data=text_bits)
+            _write_dataset(group, "text_embeds", text_bits)
             # JSON escapes file names that are not Unicode; HDF5 strings must be Unicode. Strings of fixed length are
             # in the object's header, which HDF5 protects by a checksum.
             group.attrs.update(key=np.bytes_(json.dumps(key)), crc32=crc32, meta=np.bytes_(text))
@@ -284,6 +284,11 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
         self._begin_shard()
         return disk_error(self.path / shard_name(self._next), wanted, error)
+
+
+def _write_dataset(group: h5py.Group, name: str, values: np.ndarray) -> None:
+    """Write an array. HDF5 keeps small arrays in a buffer, and h5py ignores an error of a write when the array is closed."""
+    group.create_dataset(name, data=values).flush()
 
 
 def _mask_sums(bits: np.ndarray | None) -> list[float]:
