@@ -160,6 +160,8 @@ def _quiet_writer() -> None:
     from tensorboard.summary.writer import event_file_writer
 
     class QuietThread(event_file_writer._AsyncWriterThread):  # type: ignore[misc]
+        """Thread whose error is only stored."""
+
         def run(self) -> None:
             with suppress(Exception):  # stored in `exception`
                 super().run()
