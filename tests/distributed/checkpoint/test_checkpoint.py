@@ -31,7 +31,7 @@ from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
-from wands.errors import CheckpointError, ConfigError
+from wands.errors import CheckpointError, ConfigError, DiskError
 from wands.files import read_rows
 from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
@@ -372,7 +372,7 @@ def save_without_space(model: Path, out: Path) -> str:
         log=print,
     )
     plan = run.schedule.sampler.step_plan(0)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(DiskError) as caught:
         saver.save(replace(run.state, step=1), plan, required=True)
     assert caught.value.agreed
     return str(caught.value)
@@ -410,11 +410,7 @@ def test_all_files_of_all_ranks_need_room(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(
             checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
         )
-        with (
-            nullcontext()
-            if free == 1200
-            else pytest.raises(CheckpointError, match=r"are free\. Free disk space")
-        ):
+        with nullcontext() if free == 1200 else pytest.raises(DiskError, match=r"are free\. Free disk space"):
             checkpoint._check_space(tmp_path, files)
 
 
