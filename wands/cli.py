@@ -1,7 +1,8 @@
 """The `wands` command, its subcommands, and the environment and exit code of its process.
 
 Each subcommand parses its options and calls one function. If the function raises a RankError, because another
-rank has crashed, `wands` exits with code 3. For any other WandsError, `wands` exits with code 2.
+rank has crashed, or a DiskError, because the file system failed, `wands` exits with code 3. For any other WandsError, `wands`
+exits with code 2.
 Heavy packages are imported inside the functions of the subcommands, so that `wands --help` answers at once.
 """
 
@@ -24,6 +25,7 @@ import click
 from wands.config import options as opts
 from wands.config.base import Options
 from wands.config.click_options import build_command
+from wands.disk_errors import disk_number, failed_access
 from wands.distributed.gpu_settings import GPU_SETTINGS, set_gpu_settings
 from wands.errors import WandsError
 from wands.texts import log_to_stderr, printable, safe_lines
@@ -43,6 +45,11 @@ class _CommandGroup(click.Group):
             _exit_rank()
         except WandsError as error:
             _exit_with_error(error)
+        except OSError as error:
+            if not disk_number(error):
+                raise
+            logging.getLogger(__name__).debug("the file system failed", exc_info=True)
+            _exit_with_error(failed_access(error))
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}

@@ -58,6 +58,24 @@ class RankError(WandsError):
     exit_code = 3
 
 
+class DiskError(WandsError):
+    """Error because the file system failed, for example a network disk. The files may be intact.
+
+    The launch scripts may restart the run after this error.
+
+    Args:
+        message: as for `WandsError`.
+        agreed: as for `WandsError`.
+        number: error number of the operating system, such as `errno.EIO`.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str | Sequence[str], *, agreed: bool = False, number: int = 0) -> None:
+        super().__init__(message, agreed=agreed)
+        self.number = number
+
+
 class Problems:
     """Collector for the errors of several checks, so that one exception can report all errors.
 

@@ -15,10 +15,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from wands.errors import ConfigError, WandsError, one_line
+from wands.disk_errors import disk_number, read_patiently
+from wands.errors import ConfigError, DiskError, WandsError, one_line
 from wands.lock import WriterLock
 
 _TEMPORARY_NAME = re.compile(r"\..+\.\d+\.tmp(?:\..+)?")
+_DECODER = json.JSONDecoder()
+_GAPS = " \t\r\0"
+"""Bytes that may be between the objects of a damaged line."""
 
 
 def read_json_object(
@@ -34,9 +38,10 @@ def read_json_object(
 
     Raises:
         WandsError: of class `error`, if the file is missing, is unreadable or does not contain a JSON object.
+        DiskError: if the file system does not read the file.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(read_patiently(path, path.read_bytes).decode("utf-8-sig"))
     except FileNotFoundError:
         raise error(f"{label or path} cannot be read (no such file); {fix}") from None
     except (OSError, ValueError, RecursionError) as problem:
@@ -47,19 +52,45 @@ def read_json_object(
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows (one JSON object per line) of a `.jsonl` file up to the first damaged line; [] if there is no file."""
-    return list(iter_rows(path))
+    """Return the intact rows (one JSON object per line) of a `.jsonl` file; [] if there is no file."""
+    return split_rows(path)[0]
 
 
-def iter_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows (one JSON object per line) of a `.jsonl` file up to the first damaged line; nothing if there is no file."""
+def split_rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Read a `.jsonl` file, and return (intact rows, damaged lines).
+
+    A power failure can leave NUL bytes in a line, or join lines. The objects at the start of such a line, or after its NUL bytes,
+    are intact rows.
+
+    Raises:
+        DiskError: if the file system does not read the file.
+    """
+    rows: list[dict[str, Any]] = []
+    damaged: list[bytes] = []
     # splitlines would also split at characters such as U+2028, which JSON need not escape.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else ():
-        try:
-            if line:
-                yield json.loads(line)
-        except ValueError:
-            return
+    lines = read_patiently(path, path.read_bytes).split(b"\n") if path.is_file() else []
+    for line in filter(None, lines):
+        found, is_whole = _objects_of(line)
+        rows += found
+        if not is_whole:
+            damaged.append(line)
+    return rows, damaged
+
+
+def _objects_of(line: bytes) -> tuple[list[dict[str, Any]], bool]:
+    """Return the JSON objects of a line of a `.jsonl` file, and whether the line is one object and nothing else."""
+    found: list[dict[str, Any]] = []
+    try:
+        rest = line.decode().strip(_GAPS)
+        while rest:
+            value, end = _DECODER.raw_decode(rest)
+            if not isinstance(value, dict):
+                return found, False
+            found.append(value)
+            rest = rest[end:].strip(_GAPS)
+    except (ValueError, RecursionError):
+        return found, False
+    return found, len(found) == 1 and b"\0" not in line
 
 
 def differences(ours: Any, theirs: Any, name: str = "") -> list[tuple[str, Any, Any]]:
@@ -106,7 +137,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise _write_error(path, one_line(error)) from error
+        raise write_error(path, error) from error
 
 
 def delete_leftovers(folder: Path) -> None:
@@ -174,14 +205,17 @@ def _fill_and_rename(out: Path, partial: Path, old: Path, lock: WriterLock) -> I
         # copytree lists every failed file.
         failures = error.args[0] if isinstance(error, shutil.Error) else None
         reason = failures[0][-1] if isinstance(failures, list) else one_line(error)
-        raise _write_error(f"--out {out}", reason) from error
+        raise write_error(f"--out {out}", error, reason) from error
     finally:
         lock.check()  # raises if the folder now belongs to another process
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_error(target: object, reason: str) -> WandsError:
-    return WandsError(f"{target} cannot be written ({reason}); free space or choose another folder.")
+def write_error(target: object, error: OSError, reason: str | None = None) -> WandsError:
+    """Return the error for a file or folder that could not be written. If the file system failed, it is a DiskError."""
+    text = f"{target} cannot be written ({reason or one_line(error)}); free space or choose another folder."
+    number = disk_number(error)
+    return DiskError(text, number=number) if number else WandsError(text)
 
 
 def _check_replaceable(out: Path, replaceable: str | None) -> None:

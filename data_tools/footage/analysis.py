@@ -9,7 +9,7 @@ from typing import Any
 
 from wands.data.clips.isolated import Crash, map_isolated
 from wands.data.clips.records import ClipRecord
-from wands.files import iter_rows, write_text
+from wands.files import read_rows, write_text
 from wands.preprocess.clip_rules import LIMIT_SECONDS, crash_reason
 from wands.preprocess.progress import progress
 
@@ -44,7 +44,7 @@ def analyse_clips(
     Returns:
         The result of each clip by identity, in the order of `clips`, and the number of clips that this call analyzed.
     """
-    results = {row["clip"]: row for row in iter_rows(store) if row.get("clip") in clips}
+    results = {row["clip"]: row for row in read_rows(store) if row.get("clip") in clips}
     todo = [name for name in clips if name not in results]
     # Without a line that an interrupted call left incomplete.
     write_text(store, "".join(json.dumps(row) + "\n" for row in results.values()))

@@ -31,7 +31,7 @@ from wands.data.clips.records import ClipRecord
 from wands.data.clips.tables import check_out, table_row, write_table
 from wands.data.clips.video import decode_clip, probe
 from wands.errors import ConfigError, DataError, WandsError
-from wands.files import iter_rows
+from wands.files import read_rows
 from wands.lock import WriterLock
 from wands.preprocess.clip_rules import LIMIT_SECONDS, crash_reason
 from wands.preprocess.encoding import Devices
@@ -144,7 +144,7 @@ def _identity(record: ClipRecord) -> str:
 
 
 def _read_logs(work: Path) -> dict[str, Any]:
-    return {row["clip"]: row for log in sorted(work.glob("*.jsonl")) for row in iter_rows(log)}
+    return {row["clip"]: row for log in sorted(work.glob("*.jsonl")) for row in read_rows(log)}
 
 
 def caption_clips(

@@ -21,6 +21,7 @@ LAYERS = {
     "wands.version": 0,
     "wands.lock": 0,
     "wands.errors": 0,
+    "wands.disk_errors": 0,
     "wands.config": 0,
     "wands.files": 0,
     "wands.own_files": 0,

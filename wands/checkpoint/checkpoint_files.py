@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wands.checkpoint.step_folders import STATE_FILE, list_steps, named_step
 from wands.config.recipe import LoraConfig, MergeConfig
+from wands.disk_errors import read_patiently
 from wands.errors import CheckpointError, one_line
 from wands.files import write_text
 from wands.model.files.hashes import find_damaged_files
@@ -31,6 +32,8 @@ from wands.variants import Expert
 
 log = logging.getLogger(__name__)
 
+EPOCH_FILE = "epoch.json"
+"""File of a checkpoint with the plan of its epoch."""
 OBJECTIVE_FILE = "objective.safetensors"
 """File of a checkpoint with the tensors of the objective's state. It is absent for an objective without state."""
 
@@ -164,12 +167,13 @@ def load_state(checkpoint: Path) -> TrainState:
             has a different size.
     """
     try:
-        values = json.loads((checkpoint / STATE_FILE).read_bytes())
+        path = checkpoint / STATE_FILE
+        values = json.loads(read_patiently(path, path.read_bytes))
         digest = values.pop("hash_of_this_file", None)
         if digest != _hash_of(values):
             raise ValueError(f"hash_of_this_file={digest} is not the hash of the rest of {STATE_FILE}")
         state = TrainState(**values)
-    except OSError:
+    except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint={checkpoint} has no {STATE_FILE}; use a step_* folder that wands train saved."
         ) from None
@@ -192,18 +196,25 @@ def _hash_of(values: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
-def find_damage(checkpoint: Checkpoint, share: tuple[int, int] = (0, 1)) -> str | None:
+def find_damage(
+    checkpoint: Checkpoint, share: tuple[int, int] = (0, 1), names: Collection[str] | None = None
+) -> str | None:
     """Compare the files of a checkpoint with the hashes in `wands_state.json`.
 
     Args:
         checkpoint: a checkpoint whose files all have the right size.
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
+        names: files to compare; None for all files.
 
     Returns:
         An error message for the first damaged file that this rank read. None if this rank read no damaged file.
+
+    Raises:
+        DiskError: if the file system does not read a file.
     """
     folder, state = checkpoint
-    damaged = find_damaged_files(folder, state.hashes, share, f"its hash differs from {STATE_FILE}")
+    hashes = {name: value for name, value in state.hashes.items() if names is None or name in names}
+    damaged = find_damaged_files(folder, hashes, share, f"its hash differs from {STATE_FILE}")
     texts = (f"{name} is damaged ({reason}); use another step_* folder." for name, reason in damaged)
     return next((f"checkpoint={folder}: {text}" for text in texts), None)
 
@@ -223,14 +234,15 @@ def find_checkpoint(
     Args:
         where: a step folder, a file that names a step folder (`best` or `latest`), a run folder, or the folder `checkpoints`
             of a run.
-        verify: whether to compare the hash of every file, in addition to the size.
+        verify: whether to compare the hash of every file, in addition to the size. Without it, only the hash of `epoch.json` is
+            compared, because a resumed run reads this file first.
         damaged: maps each step folder that is known to be damaged to an error message.
 
     Raises:
         CheckpointError: if `where` contains no usable checkpoint.
     """
     if where.name in ("best", "latest") and where.is_file():
-        where = where.parent / where.read_text(encoding="utf-8").strip()
+        where = where.parent / read_patiently(where, where.read_bytes).decode(errors="replace").strip()
     if (where / STATE_FILE).is_file():
         return _open_step(where, verify, damaged)
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
@@ -253,7 +265,7 @@ def find_checkpoint(
 
 def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Checkpoint:
     checkpoint = Checkpoint(folder, load_state(folder))
-    problem = damaged.get(folder) or (find_damage(checkpoint) if verify else None)
+    problem = damaged.get(folder) or find_damage(checkpoint, names=None if verify else (EPOCH_FILE,))
     if problem:
         raise CheckpointError(problem)
     return checkpoint

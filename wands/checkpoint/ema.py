@@ -43,8 +43,9 @@ class WeightAverage:
 
     def __init__(self, engine: Any, section: EmaConfig, step: int) -> None:
         self.section = section
-        # `_first` is the step at which the average starts. `_last` is the step of its last update.
-        self._first = self._last = step
+        # Skipped optimizer steps do not count, so that the average is that of a run without these steps. `_step` is the number
+        # of steps made, `_first` this number when the average started, and `_last` at the last update of the average.
+        self._step = self._first = self._last = step
         fragments = own_fragments(engine)
         device = torch.device("cpu") if section.device == "cpu" else engine.device
         self._crosses = device.type == "cpu" and any(fragment.tensor.is_cuda for fragment in fragments)
@@ -61,18 +62,17 @@ class WeightAverage:
         return decay_after(self.section, self._last - self._first)
 
     @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Update the moving average after an optimizer step. Do nothing unless `step` is a multiple of `ema.every`.
+    def update(self) -> None:
+        """Update the moving average after an optimizer step that was not skipped. Only every `ema.every`-th call has an effect.
 
         The formula is average += (1 - decay ** n) * (weights - average), where n is the number of steps since the last
         update.
-
-        Args:
-            step: number of optimizer steps that the run has made.
         """
-        if step % self.section.every:
+        self._step += 1
+        if self._step % self.section.every:
             return
-        num_steps, self._last = step - self._last, step
+        num_steps = self._step - self._last
+        self._last = self._step
         weight = 1.0 - self.decay**num_steps
         for fragment, average in self._pairs:
             master = fragment.read()
@@ -110,7 +110,7 @@ class WeightAverage:
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
         places = {fragment.name: [fragment.start, fragment.shape] for fragment, _ in self._pairs}
-        header = {"first_step": self._first, "last_step": self._last, "fragments": places}
+        header = {"first_step": self._first, "last_step": self._last, "step": self._step, "fragments": places}
         tensors = [LazyTensor.of(fragment.name, average) for fragment, average in self._pairs]
         return tensors, {"wands_ema": json.dumps(header)}
 
@@ -126,7 +126,9 @@ class WeightAverage:
         files = FragmentFiles(folder, "ema")
         files.read({fragment.name: (fragment.start, average) for fragment, average in self._pairs})
         header = next(iter(files.headers.values()))
-        self._first, self._last = header["first_step"], header["last_step"]
+        self._first = header["first_step"]
+        self._last = header["last_step"]
+        self._step = header.get("step", self._step)  # checkpoints of earlier versions count skipped steps
 
 
 def build_averages(

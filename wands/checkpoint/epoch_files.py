@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from wands.checkpoint.checkpoint_files import Checkpoint
+from wands.checkpoint.checkpoint_files import EPOCH_FILE, Checkpoint
 from wands.data.datasets import Dataset
 from wands.data.packing import EpochPlan
 from wands.data.sampler import PlanSampler, StepPlan
+from wands.disk_errors import read_patiently
 from wands.errors import CheckpointError, ConfigError, one_line
 
-EPOCH_FILE = "epoch.json"
 FORMAT = "wands-plan-1"
 """Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
 
@@ -119,7 +119,8 @@ def follow_data(
     folder, state = checkpoint
     is_same = fingerprint == state.data_fingerprint
     start = (state.data_start[0], state.data_start[1])
-    values = json.loads((folder / EPOCH_FILE).read_bytes())
+    path = folder / EPOCH_FILE
+    values = json.loads(read_patiently(path, path.read_bytes))
     rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(data.keys)}
     steps = tuple(
         tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)

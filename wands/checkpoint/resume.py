@@ -13,6 +13,7 @@ from wands.checkpoint.checkpoint_files import OBJECTIVE_FILE, Checkpoint, TrainS
 from wands.checkpoint.engine_state import load_engine
 from wands.checkpoint.old_steps import set_aside
 from wands.checkpoint.step_folders import list_steps
+from wands.disk_errors import read_patiently
 from wands.distributed.consistency import shorten_value
 from wands.errors import CheckpointError, ConfigError, failed_rules, one_line
 from wands.files import differences, write_text
@@ -169,7 +170,7 @@ def _recipe_value(recipe: Mapping[str, Any], name: str) -> Any:
 
 def restore(
     checkpoint: Checkpoint, output_dir: Path, engines: Mapping[str, Any], rank: int, log: Log
-) -> None:
+) -> float | None:
     """Load a checkpoint into new engines. Every rank must call this function.
 
     If the checkpoint is in the run folder, rank 0 also renames the folders of all later steps to `*.abandoned`. The
@@ -181,13 +182,20 @@ def restore(
         engines: maps the subfolder of each trained DiT to its DeepSpeed engine.
         rank: rank of this process.
         log: function that prints a line for the user.
+
+    Returns:
+        The learning rate of the next step in the schedule of the checkpoint's run. None if a DeepSpeed JSON sets the schedule.
     """
+    lr = None
     for part, engine in engines.items():
-        load_engine(engine, checkpoint.open_state(part))
+        files = checkpoint.open_state(part)
+        load_engine(engine, files)
+        schedule = next(iter(files.headers.values()))["scheduler"] or {}
+        lr = schedule.get("_last_lr", [None])[0]
     log(f"resumed from {checkpoint.folder} at step {checkpoint.state.step}")
     steps = checkpoint.folder.parent
     if rank != 0 or steps.resolve() != (output_dir / "checkpoints").resolve():
-        return
+        return lr
     for path in list_steps(steps):
         if path.name > checkpoint.folder.name:  # the resumed run will make this step again
             set_aside(path)
@@ -195,6 +203,7 @@ def restore(
     best = steps / "best"
     if best.is_file() and not (steps / best.read_text()).is_dir():
         best.unlink()
+    return lr
 
 
 def check_objective(checkpoint: Checkpoint, objective: Objective) -> None:
@@ -214,7 +223,8 @@ def restore_objective(checkpoint: Checkpoint, objective: Objective) -> None:
         CheckpointError: if the objective does not accept the state.
     """
     path = checkpoint.folder / OBJECTIVE_FILE
-    state = load_file(path) if OBJECTIVE_FILE in checkpoint.state.files else {}
+    is_saved = OBJECTIVE_FILE in checkpoint.state.files
+    state = read_patiently(path, lambda: load_file(path)) if is_saved else {}
     try:
         objective.load_state_dict(state)
     except (KeyError, ValueError, RuntimeError) as error:

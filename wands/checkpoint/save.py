@@ -50,7 +50,7 @@ from wands.config.recipe import CheckpointConfig, HubConfig, Recipe
 from wands.data.datasets import Dataset
 from wands.data.sampler import StepPlan
 from wands.distributed.bootstrap import gather_objects
-from wands.errors import CheckpointError, WandsError, one_line
+from wands.errors import DiskError, WandsError, one_line
 from wands.files import publish, sync, write_text
 from wands.model.files.tensor_files import LazyTensor, hash_file, write_safetensors
 from wands.objectives.objective import Objective
@@ -206,7 +206,7 @@ class CheckpointSaver:
             is_best: whether the held-out loss is the lowest so far. The file `best` then names this checkpoint.
 
         Raises:
-            CheckpointError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
+            DiskError: if the disk is full or not writable, and the checkpoint is required. The previous checkpoint
                 does not change.
             ConfigError: if the host has too little memory for a copy of the state.
         """
@@ -225,7 +225,7 @@ class CheckpointSaver:
             required: whether a failure raises an error. Otherwise the failure is only logged.
 
         Raises:
-            CheckpointError: if the checkpoint is required and cannot be written.
+            DiskError: if the checkpoint is required and cannot be written.
         """
         assert self._pending is not None
         pending = self._pending
@@ -238,7 +238,7 @@ class CheckpointSaver:
     def _tolerant(self, step: int, required: bool) -> Iterator[None]:
         try:
             yield
-        except CheckpointError as error:
+        except DiskError as error:
             if required or not error.agreed:  # not agreed: the other ranks wait for a rank that failed
                 raise
             self._log(f"{error} The training continues without a checkpoint of step {step}.")
@@ -277,7 +277,7 @@ class CheckpointSaver:
                 made = one_line(error)
         made = gather_objects(made)[0]
         if isinstance(made, str):
-            raise CheckpointError(
+            raise DiskError(
                 f"output_dir={self._folder.parent}: no checkpoint of step {step} can be written to {self._folder} ({made}); make "
                 "sure that this is a folder that you may write to.",
                 agreed=True,
@@ -301,18 +301,26 @@ class CheckpointSaver:
                 self._thread.submit(delete_old_steps, target, self._config)
             except (OSError, WandsError) as error:
                 problem = one_line(error)
-        if problem := next(filter(None, gather_objects(problem)), None):
+        try:
+            _raise_problem(target, problem)
+        except DiskError:
             shutil.rmtree(partial, ignore_errors=True)  # a full disk may be full of these files
-            raise CheckpointError(
-                f"checkpoint {target} could not be written ({problem}); free disk space. If this error ended the run, start the "
-                "run again with --resume.",
-                agreed=True,
-            )
+            raise
         return target
 
     def close(self) -> None:
         """Wait until the thread that deletes old checkpoints has finished."""
         self._thread.shutdown()
+
+
+def _raise_problem(target: Path, problem: str | None) -> None:
+    """Raise a DiskError on all ranks if a rank could not write its part of a checkpoint."""
+    if found := next(filter(None, gather_objects(problem)), None):
+        raise DiskError(
+            f"checkpoint {target} could not be written ({found}); free disk space. If this error ended the run, start the run "
+            "again with --resume.",
+            agreed=True,
+        )
 
 
 def _write_files(folder: Path, files: Sequence[TensorFile], texts: Mapping[str, str]) -> dict[str, str] | str:
@@ -346,19 +354,21 @@ def _check_space(folder: Path, files: Sequence[TensorFile]) -> None:
         files: files that this rank will write.
 
     Raises:
-        CheckpointError: on all ranks, if any rank has too little free space or a file size limit that is too small.
+        DiskError: on all ranks, if any rank has too little free space or a file size limit that is too small.
     """
     sizes = [sum(tensor.num_bytes for tensor in file.tensors) for file in files]
     needed, largest = sum(gather_objects(sum(sizes))), max(sizes, default=0)
-    free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     problem = None
+    free = needed
+    with suppress(OSError):  # a network disk does not answer; the write then shows whether the disk works
+        free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
     if needed > free:
         problem = f"needs about {needed / 1e9:.3f} GB, but {free / 1e9:.3f} GB are free. Free disk space, or change output_dir"
     elif limit != resource.RLIM_INFINITY and largest > limit:
         problem = f"needs files of about {largest} bytes, but the file size limit (ulimit -f) is {limit} bytes. Raise the limit"
     if needs_x_and_fix := next(filter(None, gather_objects(problem)), None):
-        raise CheckpointError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
+        raise DiskError(f"output_dir={folder.parent}: the checkpoint {needs_x_and_fix}.", agreed=True)
 
 
 def _publish(partial: Path, target: Path) -> None:

@@ -5,9 +5,9 @@ This module does not import PyTorch, so that a launcher starts quickly.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
+from wands.disk_errors import read_patiently
 from wands.files import write_text
 
 STATE_FILE = "wands_state.json"
@@ -40,8 +40,9 @@ def named_step(folder: Path) -> Path | None:
     """
     named = []
     for name in ("next", "latest"):  # `next` first, because a training may rename it to `latest` meanwhile
-        with suppress(OSError):
-            named.append((folder / name).read_text(encoding="utf-8", errors="replace").strip())
+        path = folder / name
+        if path.is_file():
+            named.append(read_patiently(path, path.read_bytes).decode(errors="replace").strip())
     return max((step for step in list_steps(folder) if step.name in named), default=None)
 
 

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image, ImageOps
 
 from wands.config.recipe import Recipe
-from wands.files import differences, iter_rows
+from wands.files import differences, read_rows
 
 T = TypeVar("T")
 STRIP_SIZE = (256, 144)
@@ -101,8 +101,8 @@ def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
 
     A key in `needed` must have a value that is not null or empty. Other keys whose value is null are removed from the rows.
     """
-    for row in iter_rows(path):
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and all(map(row.get, needed)):
+    for row in read_rows(path):
+        if isinstance(row.get("step"), int) and all(map(row.get, needed)):
             yield {key: value for key, value in row.items() if value is not None}
 
 

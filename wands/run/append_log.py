@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
+import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from wands.disk_errors import read_patiently
 from wands.errors import WandsError, one_line
-from wands.files import read_rows, write_text
+from wands.files import split_rows, write_error, write_text
 from wands.own_files import open_own_file
 from wands.version import __version__
 
@@ -89,24 +90,58 @@ def to_line(row: Mapping[str, Any]) -> bytes:
     return (json.dumps(json.loads(json.dumps(row), parse_constant=lambda name: None)) + "\n").encode()
 
 
-def continue_rows(path: Path, start_step: int) -> tuple[list[dict[str, Any]], AppendLog]:
+def continue_rows(path: Path, start_step: int, *keys: str) -> tuple[list[dict[str, Any]], AppendLog]:
     """Open a `.jsonl` file to append rows, after removing the rows that a resumed run writes again.
 
     The resumed run repeats the steps after `start_step`. The rows of these steps are removed, except rows of events that
-    the repeated steps do not write again, such as a restart.
+    the repeated steps do not write again, such as a restart. Damaged lines are moved to a file with the suffix `.damaged`.
+
+    Args:
+        path: the file.
+        start_step: number of optimizer steps that the run has made.
+        keys: keys that each row has, in addition to "step".
 
     Returns:
         (remaining rows, log to which rows can be appended).
 
     Raises:
         WandsError: if the file contains rows to remove, but cannot be written.
+        DiskError: if the file cannot be read.
     """
-    rows, cut = read_rows(path), (None, "bad update", "spike")
-    rows = [row for row in rows if row.get("event") not in cut or row.get("step", math.inf) <= start_step]
+    cut = (None, "bad update", "spike")
+    rows, damaged = _read_log(path, keys)
+    if damaged:
+        _set_aside(path, damaged)
+    rows = [row for row in rows if row.get("event") not in cut or row["step"] <= start_step]
     lines = b"".join(map(to_line, rows))
-    if path.is_file() and path.read_bytes() != lines:
+    if path.is_file() and read_patiently(path, path.read_bytes) != lines:
         write_text(path, lines.decode())
     return rows, AppendLog(path)
+
+
+def _set_aside(path: Path, damaged: Sequence[bytes]) -> None:
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        file = os.open(aside, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with open(file, "wb") as stream:
+            stream.write(b"".join(line + b"\n" for line in damaged))
+    except OSError as error:
+        raise write_error(aside, error) from error
+    _log.warning(
+        "%s: set aside %d damaged lines in %s; all other rows are kept", path, len(damaged), aside.name
+    )
+
+
+def _read_log(path: Path, keys: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return (rows, damaged lines) of a log. A row without a number of a step, or without one of the keys, is damaged."""
+    found, damaged = split_rows(path)
+    rows = []
+    for row in found:
+        if type(row.get("step")) is int and all(key in row for key in keys):
+            rows.append(row)
+        else:
+            damaged.append(to_line(row).rstrip())
+    return rows, damaged
 
 
 class EventLog:
@@ -133,14 +168,14 @@ class EventLog:
         self.step = step
         if rank != 0:
             return
-        rows, self._log = continue_rows(output_dir / "events.jsonl", step)
+        rows, self._log = continue_rows(output_dir / "events.jsonl", step, "event")
         past = [row for row in rows if row.get("event") in ("start", "restart", "error", "end", "stop")]
         is_restart = bool(past) and past[-1]["event"] not in ("end", "stop")
         values: dict[str, Any] = {"wands_version": __version__, **facts}
         if is_restart:
-            steps = [row["step"] for row in read_rows(output_dir / "metrics.jsonl")]
+            steps = [row["step"] for row in _read_log(output_dir / "metrics.jsonl")[0]]
             number = 1 + sum(row["event"] == "restart" for row in past)
-            reason = past[-1]["reason"] if past[-1]["event"] == "error" else None
+            reason = past[-1].get("reason") if past[-1]["event"] == "error" else None
             values |= {"number": number, "last_step": max(steps, default=0), "reason": reason}
         self.write("restart" if is_restart else "start", **values)
 
@@ -175,7 +210,7 @@ def marked_steps(output_dir: Path, last_step: int) -> dict[str, list[int]]:
         A dict that maps "restart" and "skipped update" to lists of steps. If slow ranks were reported, "slow-rank report" maps
         to the steps of these reports. The dict is empty if the run folder has no events.
     """
-    rows = [row for row in read_rows(output_dir / "events.jsonl") if row.get("step", last_step) <= last_step]
+    rows = [row for row in _read_log(output_dir / "events.jsonl")[0] if row["step"] <= last_step]
     restarts = [row["step"] for row in rows if row.get("event") == "restart"]
     skipped = [row["step"] for row in rows if row.get("skipped")]
     slow = sorted({row["step"] for row in rows if row.get("event") == "slow rank"})

@@ -140,6 +140,7 @@ def _build(name: str, config: LoggingConfig, folder: Path, step: int) -> Any:
     """
     run_name = config.run_name or folder.resolve().name
     if name == "tensorboard":
+        _quiet_writer()
         return tracking.TensorBoardTracker(name, folder, purge_step=step)
     id_file = folder / "tracker_id"
     if not id_file.is_file():
@@ -152,6 +153,21 @@ def _build(name: str, config: LoggingConfig, folder: Path, step: int) -> Any:
         "mlflow": {"run_name": run_name},
     }
     return tracking.LOGGER_TYPE_TO_CLASS[name](config.project, **options.get(name, {}))
+
+
+def _quiet_writer() -> None:
+    """Let TensorBoard's thread end without a traceback after a failed write. The next call of the tracker raises the error."""
+    from tensorboard.summary.writer import event_file_writer
+
+    class QuietThread(event_file_writer._AsyncWriterThread):  # type: ignore[misc]
+        """Thread whose error is only stored."""
+
+        def run(self) -> None:
+            with suppress(Exception):  # stored in `exception`
+                super().run()
+
+    if event_file_writer._AsyncWriterThread.__name__ != QuietThread.__name__:
+        event_file_writer._AsyncWriterThread = QuietThread
 
 
 def _send_media(tracker: Any, step: int, kind: str, values: Mapping[str, Any]) -> None:

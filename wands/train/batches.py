@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from wands.data.datasets import Dataset
 from wands.data.packing import Bin, assign_bins
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.dims import ParallelDims
+from wands.errors import WandsError
 from wands.objectives.objective import Objective, Prepared
 from wands.patches import frames_of_tokens, grid_size
 from wands.transfer import map_tensors
@@ -25,6 +27,8 @@ from wands.variants import Expert
 
 MicroBatch = tuple[RankSlice, Prepared]
 """Data of one micro step on one rank: the rank slice without its clean tokens, and what the objective prepared from it."""
+StepData = tuple[StepPlan, list[list[MicroBatch]]]
+"""Plan of a step, and the data of its micro steps on one rank for each trained DiT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +80,45 @@ class BatchReader:
         return batches
 
     def prefetched(
-        self, start_step: int, num_ahead: int, pins: bool = False
-    ) -> Generator[tuple[StepPlan, list[list[MicroBatch]]], None, None]:
+        self,
+        start_step: int,
+        num_ahead: int,
+        pins: bool = False,
+        on_failure: Callable[[WandsError], object] | None = None,
+    ) -> Generator[StepData, None, None]:
         """Yield (plan, batches of each DiT) for every remaining step.
+
+        The data of a step is yielded when the data of the next step has been read. If a read fails, this rank therefore
+        knows it one step before the data is missing, and all ranks can stop together after that step.
 
         Args:
             start_step: number of optimizer steps that the run has made.
             num_ahead: number of steps that a thread reads ahead; 0 for no thread.
             pins: whether to store the data in pinned memory, from which a GPU copies while it computes.
+            on_failure: function that is called with the error if the data of a step cannot be read, before the data of the
+                step before it is yielded. Nothing is yielded afterwards. None raises the error there.
+
+        Raises:
+            WandsError: if the data of the first step cannot be read.
         """
+        steps = self._steps(start_step, num_ahead, pins)
+        with closing(steps):
+            current = next(steps, None)
+            while current is not None:
+                try:
+                    following = next(steps, None)
+                except WandsError as error:
+                    if on_failure is None:
+                        raise
+                    on_failure(error)
+                    following = None
+                yield current
+                current = following
+
+    def _steps(self, start_step: int, num_ahead: int, pins: bool) -> Generator[StepData, None, None]:
         plans = self.sampler.iterate(start_step)
 
-        def read_next() -> tuple[StepPlan, list[list[MicroBatch]]] | None:
+        def read_next() -> StepData | None:
             plan = next(plans, None)
             if plan is None:
                 return None
@@ -98,7 +129,8 @@ class BatchReader:
             yield from iter(read_next, None)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="wands-prefetch") as thread:
-            pending = deque(thread.submit(read_next) for _ in range(num_ahead))
+            # One more: while a step is computed, the data of the next step has already been read.
+            pending = deque(thread.submit(read_next) for _ in range(num_ahead + 1))
             try:
                 while (batch := pending.popleft().result()) is not None:
                     pending.append(thread.submit(read_next))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from wands.data.collate import PackingCollator
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.dims import ParallelDims, ProcessGroups
+from wands.errors import WandsError
 from wands.files import write_text
 from wands.objectives.objective import Objective
 from wands.report.page import write_report
@@ -115,7 +116,8 @@ class Evaluator(Job):
                 self._training.log("a new series of evaluations begins, because eval or data.holdout changed")
                 self._training.events.write("new evaluation series")
             write_text(plan_file, plan.model_dump_json(indent=1))
-        self._rows, self._log_file = continue_rows(results, run.start_step if run.checkpoint else -1)
+        start_step = run.start_step if run.checkpoint else -1
+        self._rows, self._log_file = continue_rows(results, start_step, "weights", HELD_OUT, "losses")
         return plan
 
     def is_missing(self, step: int) -> bool:
@@ -168,11 +170,14 @@ class Evaluator(Job):
             rows.append(row | {"seconds": round(time.perf_counter() - began, 3)})
         return gather_objects(self._report(rows) if training.rank == 0 else None)[0] or Verdict()
 
-    def _proceed(self, step: int) -> bool:
-        """Report progress of the evaluation at `step` to the watchdog. Return False if a rank was asked to stop the run.
+    def _proceed(self, step: int, failure: WandsError | None) -> bool:
+        """Report progress of the evaluation at `step` to the watchdog. Return False if a rank was asked to stop the run, or could
+        not read its clips.
 
         Every rank must call this method.
         """
+        if failure is not None:
+            self._watchdog.stop_for(failure)
         self._watchdog.begin_work(f"the evaluation of step {step}")
         stops = torch.tensor(float(self._watchdog.stop_requested), device=self._training.device)
         dist.all_reduce(stops)
@@ -219,7 +224,7 @@ def measure(
     max_tokens: int,
     groups: ProcessGroups,
     device: torch.device,
-    proceed: Callable[[], bool] = lambda: True,
+    proceed: Callable[[WandsError | None], bool] | None = None,
 ) -> list[float] | None:
     """Return the loss of each evaluation sample: a clip at one noise level, with one DiT, as text-to-video or image-to-video.
 
@@ -235,7 +240,8 @@ def measure(
         max_tokens: largest number of tokens of a forward pass; 0 for one clip in each forward pass.
         groups: process groups of this rank.
         device: device of this rank.
-        proceed: function that is called before each forward pass, and returns whether to continue.
+        proceed: function that is called before each forward pass with the error of a failed read or None, and returns whether
+            to continue. None raises the error.
 
     Returns:
         Loss of each sample, in the order of `samples`; None if `proceed` returned False.
@@ -246,16 +252,22 @@ def measure(
         ratio = float(any(sample.kind == "first frame" for sample in used))
         flow = collator.flow.model_copy(update={"i2v_ratio": ratio})
         of_evaluation = replace(collator, flow=flow, has_dropout=False, drops_captions=False)
-        host_slice = read_rows_of_bin(
-            of_evaluation,
-            [sample.row for sample in used],
-            # The quantile takes the place of the repeat index.
-            repeat_indices=[sample.quantile for sample in used],
-            epoch=EPOCH,
-            dims=groups.dims,
-        )
+        failure = None
+        try:
+            host_slice = read_rows_of_bin(
+                of_evaluation,
+                [sample.row for sample in used],
+                # The quantile takes the place of the repeat index.
+                repeat_indices=[sample.quantile for sample in used],
+                epoch=EPOCH,
+                dims=groups.dims,
+            )
+        except WandsError as error:
+            if proceed is None:
+                raise
+            failure = error
         # The device still computes the last bin while this bin is read.
-        if not proceed():
+        if proceed is not None and not proceed(failure):
             return None
         sigmas = [sample.sigma for sample in used] or [0.5]  # an empty bin has one padding token
         prepared = objective.prepare_at(host_slice, sigmas)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from wands.checkpoint.save import CheckpointSaver
-from wands.distributed.bootstrap import group_timeout
+from wands.distributed.bootstrap import gather_objects, group_timeout
 from wands.distributed.consistency import check_agreement
 from wands.distributed.dims import ProcessGroups
 from wands.engine.attention_choice import agree_on_backend
@@ -95,6 +95,7 @@ def train(run: PreparedRun, rank: int, device: torch.device, log: Log, watchdog:
             watchdog=watchdog,
         )
         last_step = run_steps(run, training, jobs, bad_steps, saver, watchdog)
+        _raise_failure(training, last_step, watchdog)
     finally:
         for engine in training.engines.values():
             release_engine(engine)
@@ -121,7 +122,8 @@ def run_steps(
         models=models, device=training.device, events=training.events, log=training.log
     )
     reader = run.reader(training.groups.dims)
-    batches = reader.prefetched(step, run.recipe.data.prefetch, pins=training.device.type == "cuda")
+    pins = training.device.type == "cuda"
+    batches = reader.prefetched(step, run.recipe.data.prefetch, pins, on_failure=watchdog.stop_for)
     with training.events, ExitStack() as stack, memory_snapshots(training):
         stack.callback(batches.close)
         for job in jobs:
@@ -155,7 +157,7 @@ def run_steps(
             for expert, loss, result in zip(run.model.experts, sums.losses, results, strict=True):
                 bad_steps.check(plan, count, expert, loss, result)
                 if training.averages and not result.skipped:
-                    training.averages[expert.subfolder].update(step)
+                    training.averages[expert.subfolder].update()
             now = time.perf_counter()
             seconds = now - started
             started = now
@@ -176,12 +178,25 @@ def run_steps(
                     if not job.belongs_to_step:
                         started = time.perf_counter()
             if finished.stops:
-                if not finished.is_last and not finished.ends_early:
+                is_request = not finished.is_last and not finished.ends_early and watchdog.failure is None
+                if is_request:
                     training.log(f"stopped after step {step} as requested; use --resume to continue the run")
                 break
             watchdog.begin_step(step + 1)
         watchdog.begin_work("the end of the run", float("inf"))  # an upload may take longer than a step
     return step
+
+
+def _raise_failure(training: Training, last_step: int, watchdog: Watchdog) -> None:
+    """Raise the error for which a rank has stopped the run, on all ranks. A finished run only logs it."""
+    failure = watchdog.failure
+    failures = gather_objects((type(failure), str(failure)) if failure else None)
+    for error_class, text in filter(None, failures):
+        if last_step == training.total_steps:
+            training.log(f"{text} The run is complete otherwise.")
+            return
+        training.events.write("error", reason=text)
+        raise error_class(text, agreed=True) from failure
 
 
 def _sum_step(

@@ -80,7 +80,7 @@ class StepLog(Job):
             # An earlier part of the run may have had more ranks.
             for path in folder.glob("samples-rank*.jsonl"):
                 continue_rows(path, training.start_step)
-            rows, self._rows = continue_rows(folder / "metrics.jsonl", training.start_step)
+            rows, self._rows = continue_rows(folder / "metrics.jsonl", training.start_step, "loss")
             self.history = [(row["step"], row["loss"]) for row in rows if row["loss"]]
             # The checkpoint may be from another run folder.
             self.history = self.history or [(int(step), float(loss)) for step, loss in past_losses]

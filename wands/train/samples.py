@@ -302,7 +302,8 @@ class RunSamples(Job):
         size = training.groups.dims.dp_size
         self._folder = training.output_dir / "samples"
         if training.rank == 0:
-            self._rows, self._log = continue_rows(self._folder / "samples.jsonl", training.start_step)
+            path = self._folder / "samples.jsonl"
+            self._rows, self._log = continue_rows(path, training.start_step, "weights", "video")
         with start_together(), quiet_loading():
             extra = training.variant.extra
             source = find_pipeline(training.recipe.model.path, conditions=extra, is_base=True)

@@ -24,6 +24,7 @@ from wands.train.jobs import Job
 from wands.train.metrics import StepLog
 from wands.train.prepared_run import PreparedRun
 from wands.train.samples import RunSamples
+from wands.train.summary import describe_lr_change
 from wands.train.training import Training
 from wands.watch.bad_steps import BadSteps
 from wands.watch.watchdog import Watchdog
@@ -79,7 +80,10 @@ def build_training(
             schedule=run.plugin.schedule,
         )
     if run.checkpoint:
-        restore(run.checkpoint, run.output_dir, engines, rank, log)
+        planned_lr = restore(run.checkpoint, run.output_dir, engines, rank, log)
+        lr = float(next(iter(engines.values())).optimizer.param_groups[0]["lr"])
+        if rank == 0 and planned_lr is not None and (change := describe_lr_change(run, planned_lr, lr)):
+            log(change)
         restore_objective(run.checkpoint, run.objective)
     return Training(
         recipe=run.recipe,

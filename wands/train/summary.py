@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from wands.config.recipe import ModelConfig, Recipe
 from wands.data.datasets import describe_data
 from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.engine.engine import attention_backend
+from wands.files import read_rows
 from wands.model.lora import find_merge_loras, find_run_loras
 from wands.planning.memory import estimate_memory, to_gib
 from wands.planning.workload import Workload
@@ -107,6 +109,34 @@ def start_block(run: PreparedRun) -> str:
         rows["changed"] += list_changes(run.checkpoint.state, run.state)
     names = [(name if i == 0 else "", line) for name, lines in rows.items() for i, line in enumerate(lines)]
     return "\n".join(f"  {name:<12}{line}" for name, line in names)
+
+
+def describe_lr_change(run: PreparedRun, planned_lr: float, lr: float) -> str | None:
+    """Return a line about a learning rate that jumps where a run is resumed, because its settings have changed.
+
+    Args:
+        run: the resumed run.
+        planned_lr: learning rate of the next step in the schedule of the checkpoint's run.
+        lr: learning rate of the next step.
+
+    Returns:
+        The line; None if the learning rate is as planned, or stays as it was.
+    """
+    checkpoint = run.checkpoint
+    assert checkpoint is not None
+    step = checkpoint.state.step
+    rows = read_rows(checkpoint.folder.parents[1] / "metrics.jsonl")
+    before = next(
+        (row["lr"] for row in reversed(rows) if row.get("step") == step and row.get("lr")), planned_lr
+    )
+    if any(math.isclose(lr, other, rel_tol=1e-3) for other in (planned_lr, before)):
+        return None
+    key = before * run.recipe.optim.lr / learning_rate(run.ds_config, run.recipe)
+    keep = f"--set optim.schedule=constant --set optim.warmup=0 --set optim.lr={key:.6g}"
+    return (
+        f"the learning rate changes from {before:.2e} at step {step} to {lr:.2e} at step {step + 1}, because the settings have "
+        "changed since the checkpoint" + (f"; to keep {before:.2e}, add {keep}" if before else "")
+    )
 
 
 def _size_of(extra: ExtraInput) -> str:

@@ -26,7 +26,7 @@ from wands.checkpoint.step_folders import named_step
 from wands.config.click_options import build_command
 from wands.config.options import TrainOptions
 from wands.config.recipe_loading import load_recipe
-from wands.errors import WandsError, one_line
+from wands.errors import DiskError, WandsError, one_line
 from wands.texts import log_to_stderr
 
 _log = logging.getLogger("wands.watch.restart")  # this module is also `__main__`
@@ -60,13 +60,15 @@ class RestartingAgent(LocalElasticAgent):
             train = build_command(TrainOptions, lambda options: options).main(words, standalone_mode=False)
             self._is_path = train.resume not in (None, "auto")
             self._checkpoints = Path(load_recipe(train.recipe, train.overrides).output_dir, "checkpoints")
-        self._first = self._newest = named_step(self._checkpoints)
+        self._first = self._newest = None
+        self._first = self._newest = self._named_step()
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         result = super()._monitor_workers(worker_group)
         codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
         if codes:
-            previous, self._newest = self._newest, named_step(self._checkpoints)
+            previous = self._newest
+            self._newest = self._named_step()
             self._num_restarts = 1 + (self._num_restarts if self._newest == previous else 0)
             # wands exits with 128 + the number of a signal if it ends at the request of this signal.
             stops = any(code == WandsError.exit_code or code > 128 for code in codes.values())
@@ -78,9 +80,16 @@ class RestartingAgent(LocalElasticAgent):
                 _log.warning(message, ranks, min(self._num_restarts, MAX_RESTARTS))
         return result
 
+    def _named_step(self) -> Path | None:
+        try:
+            return named_step(self._checkpoints)
+        except (DiskError, OSError) as error:  # the workers report it
+            _log.warning("%s", one_line(error))
+            return self._newest
+
     def _restart_workers(self, worker_group: Any) -> None:
         # All nodes read this key after they have met again, so that all workers get the same options.
-        if not self._is_path or named_step(self._checkpoints) != self._first:
+        if not self._is_path or self._named_step() != self._first:
             worker_group.store.underlying_store.set(_RESUME, "1")
         super()._restart_workers(worker_group)
 

@@ -69,6 +69,7 @@ class Watchdog:
 
     Attributes:
         stop_requested: whether to save a checkpoint and stop.
+        failure: error of this rank for which it asked to stop, see `stop_for`.
         saved: newest complete checkpoint of the run, for messages.
     """
 
@@ -78,6 +79,7 @@ class Watchdog:
         heartbeat: Callable[[str, float], None] = lambda work, seconds: None,
     ) -> None:
         self.stop_requested = False
+        self.failure: WandsError | None = None
         self.saved: Path | None = None
         self._launcher, self._heartbeat = launcher, heartbeat
         self._ends_hang = False
@@ -143,6 +145,12 @@ class Watchdog:
         """
         # A new tuple, also if its values are equal.
         self._allowed = (work, self._timeout if limit is None else limit)
+
+    def stop_for(self, error: WandsError) -> None:
+        """Request a stop for an error after which this rank can finish the current step, such as a failed read of later data."""
+        self.failure = self.failure or error
+        self.stop_requested = True
+        _print("a read failed; saving a checkpoint after this step, then stopping.", all_ranks=True)
 
     def _watch(self) -> None:
         last, allowed, elapsed = time.monotonic(), self._allowed, 0.0

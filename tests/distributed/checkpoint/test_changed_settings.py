@@ -25,12 +25,12 @@ from wands.train.summary import start_block
 LORA = ("lora.rank=4", "data.mock={num_samples: 4, shapes: [[1,4,4]]}")
 
 
-def save_state(run: PreparedRun, **changes: None) -> None:
+def save_state(run: PreparedRun, number: int = 1, **changes: None) -> None:
     """The files of a checkpoint that are read before the weights. `changes`: values of fields of `TrainState`."""
-    step = run.output_dir / "checkpoints" / "step_00000001"
-    plan = run.schedule.sampler.step_plan(0)
+    step = run.output_dir / "checkpoints" / f"step_{number:08d}"
+    plan = run.schedule.sampler.step_plan(number - 1)
     write_text(step / EPOCH_FILE, json.dumps(epoch_values(run.data.keys, run.data.checksums, plan)))
-    state = replace(run.state, step=1, loss=[(1, 0.5)], **changes)
+    state = replace(run.state, step=number, loss=[(1, 0.5)], **changes)
     state.write(step, {EPOCH_FILE: hash_file(step / EPOCH_FILE)})
 
 
@@ -60,6 +60,24 @@ def test_every_change_is_in_the_start_block(tiny_pipeline: Path, tmp_path: Path)
         "DeepSpeed.zero_optimization.overlap_comm=false (checkpoint: null)",
     } <= set(lines)
     assert sum("(checkpoint: " in line for line in lines) < 12
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.6, 0.99])
+def test_a_damaged_plan_of_the_epoch_is_damage_of_its_checkpoint(
+    place: float, tiny_pipeline: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The hash is compared before the file is parsed, so that the run resumes from the older checkpoint."""
+    run = first_run(tiny_pipeline, tmp_path / "run", *LORA)
+    for number in (1, 2):
+        save_state(run, number)
+    write_text(run.output_dir / "checkpoints" / "latest", "step_00000002")
+    assert resume(tiny_pipeline, tmp_path / "run", *LORA).start_step == 2
+    path = run.output_dir / "checkpoints" / "step_00000002" / EPOCH_FILE
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+    assert resume(tiny_pipeline, tmp_path / "run", *LORA).start_step == 1
+    assert any("epoch.json is damaged" in text for text in caplog.messages)
 
 
 def test_the_parameters_without_decay_may_not_change(tiny_pipeline: Path, tmp_path: Path):

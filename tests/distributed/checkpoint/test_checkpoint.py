@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +31,7 @@ from wands.config.recipe import EmaConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
 from wands.distributed.dims import ProcessGroups
-from wands.errors import CheckpointError, ConfigError
+from wands.errors import CheckpointError, ConfigError, DiskError
 from wands.files import read_rows
 from wands.model.files.tensor_files import LazyTensor
 from wands.planning.memory import checkpoint_bytes
@@ -212,6 +214,33 @@ def test_resuming_where_it_would_be_wrong_is_refused(finished: Path, tiny_pipeli
             check_resumable(state, replace(state, **change), "x")
 
 
+def lines_of_run(*args: Any) -> tuple[list[str], list[float]]:
+    """Lines of a run about its learning rate, and the learning rates of all its steps."""
+    lines: list[str] = []
+    rows = run_training(*args, log=lines.append)
+    return [line for line in lines if "learning rate" in line], [row["lr"] for row in rows]
+
+
+def test_a_finished_schedule_that_is_extended_says_how_the_learning_rate_jumps(
+    tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    cosine = ("optim.lr=2e-3", "optim.schedule=cosine", "checkpoint.every=3", "checkpoint.keep=9")
+    cosine = (*cosine, "optim.scale_lr=linear", "optim.scale_lr_base=4")  # halves it
+    steps = tmp_path / "checkpoints"
+    run = partial(run_world, 1, lines_of_run, tiny_pipeline, tmp_path)
+    assert run((*cosine, "train.max_steps=6"), ZERO2)[0][0] == []
+    lines, rates = run((*cosine, "train.max_steps=6"), ZERO2, steps / "step_00000003")[0]
+    assert lines == []
+    assert rates[5] == pytest.approx(6.70e-5, rel=1e-3)
+    (line,), rates = run((*cosine, "train.max_steps=12"), ZERO2, True)[0]
+    assert line.startswith("the learning rate changes from 6.70e-05 at step 6 to 5.00e-04 at step 7, because")
+    assert (rates[5], rates[6]) == (pytest.approx(6.70e-5, rel=1e-3), pytest.approx(5e-4))
+    keep = re.findall(r"--set (\S+)", line)
+    lines, rates = run((*cosine, *keep, "train.max_steps=12"), ZERO2, steps / "step_00000006")[0]
+    assert lines == []
+    assert rates[5:] == pytest.approx([rates[5]] * 7, rel=1e-4)
+
+
 def test_going_on_from_an_older_step_sets_the_newer_aside(
     finished: Path, tiny_pipeline: Path, tmp_path: Path, run_world
 ):
@@ -343,7 +372,7 @@ def save_without_space(model: Path, out: Path) -> str:
         log=print,
     )
     plan = run.schedule.sampler.step_plan(0)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(DiskError) as caught:
         saver.save(replace(run.state, step=1), plan, required=True)
     assert caught.value.agreed
     return str(caught.value)
@@ -381,11 +410,7 @@ def test_all_files_of_all_ranks_need_room(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(
             checkpoint.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free)
         )
-        with (
-            nullcontext()
-            if free == 1200
-            else pytest.raises(CheckpointError, match=r"are free\. Free disk space")
-        ):
+        with nullcontext() if free == 1200 else pytest.raises(DiskError, match=r"are free\. Free disk space"):
             checkpoint._check_space(tmp_path, files)
 
 

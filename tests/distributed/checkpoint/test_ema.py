@@ -349,7 +349,7 @@ def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
             if step == 0:
                 average = ema.WeightAverage(engine, EmaConfig(decay=0.9, warmup=False, device=where), step=0)
             else:
-                average.update(step)
+                average.update()
         (tmp_path / where / "part").mkdir(parents=True, exist_ok=True)
         write_safetensors(tmp_path / where / "part" / average_file(rank), *average.stored())
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.runs import losses, run_training
 from wands.checkpoint import save as checkpoint
 from wands.checkpoint.checkpoint_files import find_checkpoint
-from wands.errors import CheckpointError
+from wands.errors import DiskError
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -37,7 +37,7 @@ def run_with_a_full_disk(model: Path, out: Path, full_from: int, full_to: int) -
     overrides = ("train.max_steps=6", "checkpoint.every=2", "train.log_samples=true")
     try:
         return run_training(model, out, overrides, ZERO2, log=log), lines
-    except CheckpointError as error:
+    except DiskError as error:
         return str(error), lines
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
@@ -106,7 +106,7 @@ def listed_after_a_failure(model: Path, out: Path) -> list[str]:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with (
         mock.patch.object(checkpoint, "_publish", full),
-        pytest.raises(CheckpointError, match="No space left"),
+        pytest.raises(DiskError, match="No space left"),
     ):
         run_training(model, out, ("train.max_steps=1",), ZERO2)
     return [path.name for path in (out / "checkpoints").iterdir()]

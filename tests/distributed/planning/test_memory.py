@@ -129,7 +129,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
                     denominator=run.schedule.denominator(plan),
                 )
                 if average:
-                    average.update(step + 1)
+                    average.update()
         batches.close()
         found.append((peak.bytes, estimate_memory(run.workload("cpu"))))
         release_engine(engine)

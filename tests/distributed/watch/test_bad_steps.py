@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 
 from tests.support.runs import Spy, losses, run_training, weights
 from wands.checkpoint.checkpoint_files import find_checkpoint
+from wands.checkpoint.ema import decay_after
+from wands.config.recipe import EmaConfig
 from wands.data.collate import RankSlice, Sample
 from wands.data.datasets import MockDataset
 from wands.errors import DataError
@@ -159,6 +162,48 @@ def test_a_skipped_update_changes_nothing(name: str, tiny_pipeline: Path, tmp_pa
         assert BAD in {clip["sample_id"] for clip in row["clips"] if clip["loss"] is None}
     assert find_checkpoint(tmp_path).state.bad_steps["skipped"] == skipped
     assert all(bool(value.isfinite().all()) for value in weights(tmp_path).values())
+
+
+def weights_and_average(
+    model: Path, out: Path, overrides: tuple[str, ...], resume: bool | Path = False
+) -> Any:
+    """Train with the damaged clip: the weights before the run and after each update that was made, and the average at the end."""
+    made: list[dict[str, torch.Tensor]] = []
+    averages: dict[str, torch.Tensor] = {}
+    skipped: list[bool] = []
+
+    def look(training: Training, step: FinishedStep | None = None) -> None:
+        pairs = training.averages["transformer"]._pairs
+        if step is None or not step.results[0].skipped:
+            made.append({fragment.name: fragment.read().clone() for fragment, _ in pairs})
+        averages.update({fragment.name: value.clone() for fragment, value in pairs})
+        skipped.append(step is not None and step.results[0].skipped)
+
+    with damaged_clip():
+        run_training(model, out, (*SKIP, *overrides), zero(2), resume, plugin=Plugin(jobs=(Spy(look, look),)))
+    return made, averages, skipped
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_average_is_that_of_a_run_that_never_made_the_skipped_steps(
+    every: int, tiny_pipeline: Path, tmp_path: Path, run_world
+):
+    overrides = ("train.max_steps=6", "checkpoint.every=3", "ema.decay=0.9", f"ema.every={every}")
+    made, averages, skipped = run_world(1, weights_and_average, tiny_pipeline, tmp_path, overrides)[0]
+    assert 0 < sum(skipped) < 5
+    assert any(was_skipped and not follows for was_skipped, follows in pairwise(skipped))
+    expected = {name: value.double() for name, value in made[0].items()}
+    for step in range(every, len(made), every):
+        kept = decay_after(EmaConfig(decay=0.9), step) ** every
+        for name, value in made[step].items():
+            expected[name] = kept * expected[name] + (1 - kept) * value.double()
+    for name, value in averages.items():
+        torch.testing.assert_close(
+            value.double(), expected[name], rtol=0, atol=1e-6 * float(value.abs().max())
+        )
+    middle = tmp_path / "checkpoints" / "step_00000003"
+    _, again, _ = run_world(1, weights_and_average, tiny_pipeline, tmp_path, overrides, middle)[0]
+    assert equal(again, averages)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from wands.data.cache import reader as cache_module
 from wands.data.cache import shards
 from wands.data.cache.reader import CacheIndex, CacheWriter, LatentCache
 from wands.data.collate import Sample
-from wands.errors import CacheError, WandsError
+from wands.errors import CacheError, DiskError, WandsError
 from wands.variants import Variant
 
 VARIANT = narrow_text("wan2.1-t2v-1.3b")
@@ -711,12 +711,12 @@ def test_full_disk_is_one_sentence_and_leaves_no_litter(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2_500_000, 2_500_000))
         try:
             write(folder, big[2:] + [replace(big[0], sample_id="late")], max_samples=3)
-        except CacheError as error:
+        except DiskError as error:
             print(error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 2_500_000))
         try:
             write(folder, [make_sample(0)], max_samples=3)
-        except CacheError as error:
+        except DiskError as error:
             print(error)
         """,
         tmp_path / "c",
@@ -740,7 +740,7 @@ def _commit_with_little_disk(folder: Path, pipe: Connection) -> None:
     with CacheWriter(folder, VARIANT, FINGERPRINT) as writer:
         try:
             writer.commit(NULL)
-        except CacheError as error:
+        except DiskError as error:
             pipe.send(str(error))
 
 
@@ -764,7 +764,7 @@ def test_full_disk_at_the_index(tmp_path: Path) -> None:
     child = FORK.Process(target=_commit_with_little_disk, args=(folder, theirs))
     child.start()
     child.join(60)
-    assert ours.poll(), "no CacheError"
+    assert ours.poll(), "no DiskError"
     assert "cannot store index.npz (File too large" in ours.recv()
     assert (folder / "index.npz").read_bytes() == before
     assert not list(folder.glob(".*"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from wands.data.cache.write_ahead_log import WriteAheadLog, read_records
-from wands.errors import CacheError, WandsError
+from wands.errors import CacheError, DiskError, WandsError
 
 RECORDS = [(f"key {n}", [np.arange(6 + n, dtype=np.uint16), np.full((2, 3), n, np.uint16)]) for n in range(3)]
 
@@ -84,7 +84,7 @@ def _fill_small_disk(path: Path, limit: int, pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     try:
         fill(path)
-    except CacheError as error:
+    except DiskError as error:
         pipe.send(str(error))
 
 
@@ -96,7 +96,7 @@ def test_full_disk_leaves_the_records_before(tmp_path: Path) -> None:
     child = context.Process(target=_fill_small_disk, args=(path, sizes[1] + 20, theirs))
     child.start()
     child.join(60)
-    assert ours.poll(), "no CacheError"
+    assert ours.poll(), "no DiskError"
     assert "cannot store b.journal (File too large" in ours.recv()
     assert path.stat().st_size == sizes[1]
     assert_holds(path, 2)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wands import files
 from wands.errors import WandsError
+from wands.files import read_rows
 from wands.run import append_log
-from wands.run.append_log import AppendLog, continue_rows
+from wands.run.append_log import AppendLog, EventLog, continue_rows, marked_steps, to_line
 
 # A real limit of the file size, under which a write succeeds in part. In a process of its own: pytest writes files, too.
 FULL = """
@@ -73,7 +78,7 @@ def test_a_log_is_rewritten_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch
     assert path.read_text().startswith(text)
     assert [row["step"] for row in continue_rows(path, 2)[0]] == [1, 2]
     assert path.read_text() == text[: 2 * len('{"step": 1}\n')]
-    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.damaged"]
 
 
 @pytest.mark.parametrize("target", ["precious", "missing"])
@@ -91,3 +96,126 @@ def test_a_link_in_the_place_of_a_log_is_not_followed(
     (tmp_path / "metrics.jsonl").unlink()
     log.append(b"3\n")
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"1\n2\n3\n"
+
+
+ROWS = {
+    "metrics.jsonl": [{"step": step, "loss": 1 / step, "loss_by_sigma": [0.5, None]} for step in range(1, 6)],
+    "events.jsonl": [{"step": step, "event": "save", "checkpoint": f"step_{step}"} for step in range(1, 6)],
+    "evaluations.jsonl": [
+        {"step": step, "weights": "raw", "held_out": 0.25, "losses": [0.5, 1.5], "by": {"sigma": []}}
+        for step in range(1, 6)
+    ],
+}
+KEYS = {
+    "metrics.jsonl": ("loss",),
+    "events.jsonl": ("event",),
+    "evaluations.jsonl": ("weights", "held_out", "losses"),
+}
+
+
+def lines_of(name: str) -> list[bytes]:
+    return [to_line(row).rstrip() for row in ROWS[name]]
+
+
+def read_again(folder: Path, name: str, content: bytes) -> tuple[list[dict[str, Any]], bytes]:
+    """(rows that a resumed run keeps, what it sets aside)."""
+    path, aside = folder / name, folder / f"{name}.damaged"
+    aside.unlink(missing_ok=True)
+    path.write_bytes(content)
+    rows, _ = continue_rows(path, 99, *KEYS[name])
+    assert read_rows(path) == rows
+    return rows, aside.read_bytes() if aside.exists() else b""
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "NUL bytes instead of the line": lambda line: b"\0" * len(line),
+    "NUL bytes in the line": lambda line: line[:5] + b"\0" * 8 + line[13:],
+    "cut": lambda line: line[: len(line) // 2],
+    "null": lambda line: b"null",
+    "a list": lambda line: b"[1]",
+    "no number of a step": lambda line: line.replace(b'"step"', b'"stop"'),
+    "a step that is no number": lambda line: line.replace(b'"step": ', b'"step": 0.'),
+    "nested without end": lambda line: b"[" * 100_000,
+    "not UTF-8": lambda line: line.replace(b"step", b"st\xffp"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_damaged_line_is_set_aside_and_all_other_rows_stay(
+    name: str, damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for i in range(5):
+        lines = lines_of(name)
+        lines[i] = DAMAGES[damage](lines[i])
+        caplog.clear()
+        rows, aside = read_again(tmp_path, name, b"\n".join(lines) + b"\n")
+        assert rows == [row for k, row in enumerate(ROWS[name]) if k != i]
+        assert len(aside.splitlines()) == 1
+        if "step" not in damage:
+            assert aside == lines[i] + b"\n"
+        assert caplog.messages == [
+            f"{tmp_path / name}: set aside 1 damaged lines in {name}.damaged; all other rows are kept"
+        ]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_joined_rows_and_rows_after_nul_bytes_are_kept(name: str, tmp_path: Path):
+    lines = lines_of(name)
+    joined = b"\n".join([lines[0] + lines[1], lines[2], b"\0" * 9 + lines[3], lines[4]]) + b"\n"
+    rows, aside = read_again(tmp_path, name, joined)
+    assert rows == ROWS[name]
+    assert aside == lines[0] + lines[1] + b"\n" + b"\0" * 9 + lines[3] + b"\n"
+
+
+def test_damaged_lines_of_two_resumes_are_all_kept(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    for text in (b"first", b"second"):
+        path.write_bytes(lines_of(path.name)[0] + b"\n" + text + b"\n")
+        continue_rows(path, 99)
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"first\nsecond\n"
+
+
+def test_a_link_in_place_of_the_damaged_lines_is_not_followed(tmp_path: Path):
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    (tmp_path / "metrics.jsonl.damaged").symlink_to(other)
+    content = lines_of(path.name)[0] + b"\nnull\n"
+    path.write_bytes(content)
+    with pytest.raises(WandsError, match=r"metrics\.jsonl\.damaged cannot be written"):
+        continue_rows(path, 99)
+    assert path.read_bytes() == content
+    assert not other.exists()
+
+
+@given(
+    st.sampled_from(sorted(ROWS)),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 10_000), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3),
+)
+def test_any_damage_of_one_line_loses_no_other_row(
+    tmp_path_factory: pytest.TempPathFactory, name: str, number: int, changes: list[tuple[int, bytes]]
+):
+    lines = lines_of(name)
+    line = bytearray(lines[number])
+    for position, data in changes:
+        start = position % len(line)
+        line[start : start + len(data)] = data
+    lines[number] = bytes(line)
+    rows, aside = read_again(tmp_path_factory.mktemp("log"), name, b"\n".join(lines) + b"\n")
+    others = [row for i, row in enumerate(ROWS[name]) if i != number]
+    assert [row for row in rows if row in others] == others
+    if len(rows) == len(others):
+        assert aside
+
+
+def test_a_run_resumes_with_any_line_of_its_events_damaged(tmp_path: Path):
+    """A restart is counted from the events that are left."""
+    for number in range(5):
+        lines = [to_line({"step": n, "event": "restart", "number": n + 1}) for n in range(5)]
+        lines[number] = b'null\n[1]\n{"step": null, "event": "error"}\n'
+        (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 7}\n{"stop": 8}\n[1]\n')
+        EventLog(tmp_path, 0, 9, {})
+        last = read_rows(tmp_path / "events.jsonl")[-1]
+        assert (last["event"], last["number"], last["last_step"]) == ("restart", 5, 7)
+        assert marked_steps(tmp_path, 99)["restart"] == [*(n for n in range(5) if n != number), 9]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,7 +161,10 @@ def test_names_of_curves():
 
 
 def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any):
-    monkeypatch.setattr("threading.excepthook", lambda args: None)  # of TensorBoard's thread
+    uncaught: list[object] = []
+    monkeypatch.setattr(
+        "threading.excepthook", uncaught.append
+    )  # would print a traceback of TensorBoard's thread
     board = build_trackers(tmp_path)
     board.log(1, {"train/loss": 0.5})
     assert scalars(tmp_path / "tensorboard") == {"train/loss": [(1, 0.5)]}
@@ -175,6 +180,36 @@ def test_a_deleted_folder_is_made_again(tmp_path: Path, caplog: pytest.LogCaptur
     board.close()
     assert scalars(tmp_path / "tensorboard")["train/loss"][-1] == (4, 4.5)
     assert len([text for text in caplog.messages if "the tracker tensorboard fails" in text]) == 1
+    assert not uncaught
+
+
+def test_a_disk_that_refuses_the_curves_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """The folder exists and opens files, but each write fails, as on a full or read-only disk."""
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    uncaught: list[object] = []
+    monkeypatch.setattr("threading.excepthook", uncaught.append)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    board = build_trackers(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "_write", refuse)
+        for step in range(1, 4):
+            board.log(step, {"train/loss": 0.5})
+            board._retry_at = dict.fromkeys(board._retry_at, 0)
+    for step in (4, 5):
+        board._retry_at = dict.fromkeys(board._retry_at, 0)
+        board.log(step, {"train/loss": step + 0.5})
+    board.close()
+    assert scalars(tmp_path / "tensorboard")["train/loss"][-1] == (5, 5.5)
+    assert caplog.messages == [
+        "the tracker tensorboard fails (Read-only file system); the training continues."
+    ]
+    assert not uncaught
 
 
 def test_pictures_in_tensorboard(tmp_path: Path):

@@ -15,7 +15,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -28,7 +27,8 @@ from wands.conditions.arrays import ArraySpec
 from wands.conditions.arrays import from_bits as from_bits
 from wands.conditions.arrays import to_bits as to_bits
 from wands.conditions.published import arrays_of, conditions_of
-from wands.errors import CacheError, one_line
+from wands.disk_errors import disk_number, system_number
+from wands.errors import CacheError, DiskError, one_line
 from wands.files import publish, read_json_object
 from wands.variants import Variant
 
@@ -150,7 +150,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file completely or not at all, even if the power fails.
 
     Raises:
-        CacheError: if the disk is full or not writable.
+        DiskError: if the disk is full or not writable.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -162,8 +162,8 @@ def write_whole(path: Path, content: bytes) -> None:
         raise disk_error(path, len(content), error) from None
 
 
-def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> CacheError:
-    """Return the CacheError for a failed write, for example because the disk is full or read-only.
+def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = None) -> DiskError:
+    """Return the DiskError for a failed write, for example because the disk is full or read-only.
 
     Args:
         path: file that could not be written.
@@ -175,9 +175,10 @@ def disk_error(path: Path, wanted: int, error: Exception, cache: Path | None = N
     fix = "Free some space, or choose another --out"
     if problem == os.strerror(errno.EFBIG):
         fix = "Raise the limit of file sizes (ulimit -f unlimited)"
-    return CacheError(
+    return DiskError(
         f"cache={cache or path.parent} cannot store {path.name} ({problem}: {wanted:,} bytes needed, {free:,} free). {fix}, "
-        "and run the same command again, which keeps the finished shards."
+        "and run the same command again, which keeps the finished shards.",
+        number=disk_number(error),
     )
 
 
@@ -186,7 +187,5 @@ def reason(error: Exception) -> str:
 
     HDF5 hides the operating system's error number in a long text, so this function searches the text for the number.
     """
-    number = getattr(error, "errno", None) or next(iter(re.findall(r"errno = (\d+)", str(error))), None)
-    if number and int(number) in errno.errorcode:
-        return os.strerror(int(number))
-    return one_line(error)
+    number = system_number(error)
+    return os.strerror(number) if number in errno.errorcode else one_line(error)

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.sample_facts import SampleFacts
+from wands.disk_errors import read_patiently
 from wands.errors import CacheError
 from wands.files import first_difference
 from wands.variants import Variant
@@ -135,9 +137,12 @@ class LatentCache(SampleFacts):
                 that contain the rank's tokens (`wands.patches.frames_of_tokens`).
 
         Raises:
-            CacheError: if the shard cannot be read or does not match the index, or (with `verify`) the checksum is
-                wrong.
+            CacheError: if the shard is damaged or does not match the index, or (with `verify`) the checksum is wrong.
+            DiskError: if the file system does not read the shard.
         """
+        return read_patiently(self._path(i), partial(self._read, i, frames))
+
+    def _read(self, i: int, frames: tuple[int, int] | None) -> Sample:
         num_frames = self.latent_shape(i)[0]
         assert frames is None or 0 <= frames[0] <= frames[1] <= num_frames, (frames, num_frames)
         shapes = self._shapes(i)
@@ -174,8 +179,12 @@ class LatentCache(SampleFacts):
     def meta(self, i: int) -> dict[str, Any]:
         """Return the metadata of sample `i`, such as caption, source file, start time, num_frames and fps."""
         path = self._path(i)
-        with damage_named(path), open_shard(path, digest(self.fingerprint)) as shard:
-            return json.loads(self._compare(i, shard).attrs["meta"])
+
+        def read() -> dict[str, Any]:
+            with damage_named(path), open_shard(path, digest(self.fingerprint)) as shard:
+                return json.loads(self._compare(i, shard).attrs["meta"])
+
+        return read_patiently(path, read)
 
     def check_fits(self, variant: Variant, fingerprint: Mapping[str, Any]) -> None:
         """Raise CacheError if the cache does not fit a model.
@@ -246,9 +255,14 @@ class LatentCache(SampleFacts):
             actual = path.stat().st_size if path.is_file() else None
             if actual != size:
                 what = "is missing" if actual is None else f"has {actual} bytes, but the index says {size}"
+                fix = (
+                    "check that the whole disk is mounted, or"
+                    if actual is None
+                    else f"delete only {name}, and"
+                )
                 raise CacheError(
-                    f"cache={self.path} is incomplete: {name} {what}; restore {name}. Or delete only {name}, "
-                    "if it exists, and run the same wands preprocess command again, which encodes the missing samples."
+                    f"cache={self.path} is incomplete: {name} {what}; restore {name}. Otherwise {fix} run the same wands "
+                    "preprocess command again, which encodes the missing samples."
                 )
 
     @contextmanager
@@ -257,8 +271,8 @@ class LatentCache(SampleFacts):
         changed, compare the shard with the index.
 
         Raises:
-            CacheError: if the shard does not match the index or cannot be read. Read errors inside the `with` block are
-                also converted to this error.
+            CacheError: if the shard is damaged or does not match the index, also inside the `with` block.
+            DiskError: if the file system does not read the shard, also inside the `with` block.
         """
         path = self._path(i)
         # The default buffer of a network file system can be larger than the frames to read.

@@ -23,6 +23,7 @@ from torch import Tensor
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.data.cache.format import checksum, digest, reason
 from wands.data.clips.rows import pick_license
+from wands.disk_errors import disk_number, read_patiently, unreadable
 from wands.errors import CacheError
 from wands.own_files import open_regular_file
 
@@ -159,8 +160,12 @@ def read_shard_id(path: Path) -> str:
     Raises:
         CacheError: if the shard is damaged.
     """
-    with damage_named(path), open_hdf5(path) as file:
-        return str(file.attrs["id"])
+
+    def read() -> str:
+        with damage_named(path), open_hdf5(path) as file:
+            return str(file.attrs["id"])
+
+    return read_patiently(path, read)
 
 
 def entries_of(file: h5py.File, shard: str, arrays: Sequence[ArraySpec]) -> Iterator[IndexEntry]:
@@ -220,8 +225,12 @@ def read_entries(path: Path, fingerprint: str, arrays: Sequence[ArraySpec]) -> I
     Raises:
         CacheError: if the shard is damaged or belongs to another cache.
     """
-    with damage_named(path), open_shard(path, fingerprint) as file:
-        yield from entries_of(file, path.name, arrays)
+
+    def read() -> list[IndexEntry]:
+        with damage_named(path), open_shard(path, fingerprint) as file:
+            return list(entries_of(file, path.name, arrays))
+
+    yield from read_patiently(path, read)
 
 
 def read_stored(
@@ -244,23 +253,28 @@ def read_stored(
     Raises:
         CacheError: if the checksum is wrong, or the shard is damaged or belongs to another cache.
     """
-    with damage_named(path), open_shard(path, fingerprint) as file:
-        group = file[sample_path(row)]
-        stored = {spec: group[spec.name][()] for spec in stored_specs(group, arrays)}
-        if checksum(*stored.values()) != int(group.attrs["crc32"]):
-            raise OSError(f"sample {json.loads(group.attrs['key'])} does not match its stored checksum")
-        size = ClipSize(tuple(group["latents"].shape[1:]), patch_size)
-        restored = {
-            spec.name: spec.restore(array, array.shape if spec.num_free else spec.shape(size))
-            for spec, array in stored.items()
-            if spec.name != "text_embeds"
-        }
-        return restored, json.loads(group.attrs["meta"])
+
+    def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        with damage_named(path), open_shard(path, fingerprint) as file:
+            group = file[sample_path(row)]
+            stored = {spec: group[spec.name][()] for spec in stored_specs(group, arrays)}
+            if checksum(*stored.values()) != int(group.attrs["crc32"]):
+                raise OSError(f"sample {json.loads(group.attrs['key'])} does not match its stored checksum")
+            size = ClipSize(tuple(group["latents"].shape[1:]), patch_size)
+            restored = {
+                spec.name: spec.restore(array, array.shape if spec.num_free else spec.shape(size))
+                for spec, array in stored.items()
+                if spec.name != "text_embeds"
+            }
+            return restored, json.loads(group.attrs["meta"])
+
+    return read_patiently(path, read)
 
 
 @contextmanager
 def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
-    """Context manager for reading a file of a cache. If a damaged file causes an error, CacheError is raised instead.
+    """Context manager for reading a file of a cache. If a damaged file causes an error, CacheError is raised instead. If the
+    file system causes an error, DiskError is raised: the file may be intact.
 
     Args:
         path: the file, which the message names.
@@ -278,6 +292,8 @@ def damage_named(path: Path, fix: str = SHARD_FIX) -> Iterator[None]:
         BadZipFile,
         zlib.error,
     ) as error:
+        if disk_number(error):
+            raise unreadable(path, error) from error
         raise CacheError(f"cache={path.parent} has a damaged {path.name} ({reason(error)}); {fix}") from None
 
 
@@ -405,19 +421,23 @@ class CacheIndex:
             CacheError: if the file is damaged or an array is missing.
         """
         fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
-        with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in cls.__dataclass_fields__}
-            texts: dict[str, Any] = {name: _split(arrays[name]) for name in TEXTS}
-            specs = tuple(ArraySpec.from_json(json.loads(text)) for text in _split(arrays["arrays"]))
-            index = cls(**{**arrays, **texts, "arrays": specs})
-            of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text", "arrays"}
-            wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
-            if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
-                raise ValueError("arrays with one item per sample (or per shard) have different lengths")
-            widths = len(specs), sum(spec.num_free for spec in specs)
-            if (index.offsets.shape[1], index.free_lens.shape[1]) != widths:
-                raise ValueError("the positions or lengths of the arrays have a wrong number of columns")
-        return index
+
+        def read() -> CacheIndex:
+            with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
+                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
+                texts: dict[str, Any] = {name: _split(arrays[name]) for name in TEXTS}
+                specs = tuple(ArraySpec.from_json(json.loads(text)) for text in _split(arrays["arrays"]))
+                index = cls(**{**arrays, **texts, "arrays": specs})
+                of_samples = arrays.keys() - {*TEXTS, "shard_bytes", "null_text", "arrays"}
+                wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
+                if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
+                    raise ValueError("arrays with one item per sample (or per shard) have different lengths")
+                widths = len(specs), sum(spec.num_free for spec in specs)
+                if (index.offsets.shape[1], index.free_lens.shape[1]) != widths:
+                    raise ValueError("the positions or lengths of the arrays have a wrong number of columns")
+            return index
+
+        return read_patiently(path, read)
 
 
 def _join(texts: Sequence[str]) -> np.ndarray:

@@ -138,7 +138,7 @@ class WriteAheadLog:
             patience: seconds to wait for another process that has locked the file.
 
         Raises:
-            CacheError: if the disk is full.
+            DiskError: if the disk is full.
             WandsError: if another process, such as a worker of another run, keeps the lock.
         """
         self.path, self._durable = path, durable
@@ -165,7 +165,7 @@ class WriteAheadLog:
             meta: metadata, as JSON values.
 
         Raises:
-            CacheError: if the disk is full. The log is unchanged.
+            DiskError: if the disk is full. The log is unchanged.
             WandsError: if another process has taken the log over.
         """
         self._check_lock()

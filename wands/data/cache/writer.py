@@ -50,7 +50,7 @@ from wands.data.cache.shards import (
 )
 from wands.data.cache.write_ahead_log import read_records
 from wands.data.holdout import signature
-from wands.errors import CacheError
+from wands.errors import CacheError, DiskError
 from wands.files import differences, publish
 from wands.lock import LOCK_NAME, WriterLock
 from wands.variants import Variant
@@ -125,7 +125,7 @@ class ShardWriter:
                 range of frames of its clip.
 
         Raises:
-            CacheError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
+            DiskError: if the disk is full. If the space for the sample cannot be reserved, the shard is closed and keeps the
                 earlier samples. If the space was reserved and a write fails, the unfinished shard is removed.
         """
         unknown = arrays.keys() - {spec.name for spec in self.arrays}
@@ -158,10 +158,10 @@ class ShardWriter:
             group = file.create_group(sample_path(row))
             for array, values in ordered.items():
                 if same is None:
-                    group.create_dataset(array, data=values)
+                    _write_dataset(group, array, values)
                 else:  # for example another caption of the same clip: link to the stored array
                     group[array] = file[sample_path(same)][array]
-            group.create_dataset("text_embeds", data=text_bits)
+            _write_dataset(group, "text_embeds", text_bits)
             # JSON escapes file names that are not Unicode; HDF5 strings must be Unicode. Strings of fixed length are
             # in the object's header, which HDF5 protects by a checksum.
             group.attrs.update(key=np.bytes_(json.dumps(key)), crc32=crc32, meta=np.bytes_(text))
@@ -187,7 +187,8 @@ class ShardWriter:
             path: file of the log.
 
         Raises:
-            CacheError: if a record is damaged, or the disk is full.
+            CacheError: if a record is damaged.
+            DiskError: if the disk is full.
         """
         for record in read_records(path):
             samples = record.meta["samples"]
@@ -204,7 +205,7 @@ class ShardWriter:
         """Close the file of the open shard, and give it the final name. Remove the file if the shard has no samples.
 
         Raises:
-            CacheError: if the disk is full. The shard is then removed.
+            DiskError: if the disk is full. The shard is then removed.
         """
         if self._file is None:
             return
@@ -270,7 +271,7 @@ class ShardWriter:
         finally:
             os.close(descriptor)
 
-    def _drop_shard(self, wanted: int, error: Exception) -> CacheError:
+    def _drop_shard(self, wanted: int, error: Exception) -> DiskError:
         """Remove the file and the samples of the unfinished shard, and return the error to raise.
 
         Args:
@@ -283,6 +284,11 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
         self._begin_shard()
         return disk_error(self.path / shard_name(self._next), wanted, error)
+
+
+def _write_dataset(group: h5py.Group, name: str, values: np.ndarray) -> None:
+    """Write an array. HDF5 keeps small arrays in a buffer, and h5py ignores an error of a write when the array is closed."""
+    group.create_dataset(name, data=values).flush()
 
 
 def _mask_sums(bits: np.ndarray | None) -> list[float]:
@@ -372,7 +378,7 @@ class CacheWriter(ShardWriter, AbstractContextManager["CacheWriter"]):
                 later run need not encode them again.
 
         Raises:
-            CacheError: if the disk is full.
+            DiskError: if the disk is full.
         """
         self.finish_shard()
         entries = [entry for key, entry in self.entries.items() if keys is None or key in keys]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import xxhash
 
+from wands.disk_errors import read_patiently
 from wands.errors import CheckpointError, one_line
 from wands.model.files.tensor_files import hash_file
 
@@ -44,7 +46,8 @@ def find_changed_files(
         (number of files with a stored hash, problems). problems contains one text for each changed or unreadable file.
     """
     try:
-        stored = json.loads((folder / HASH_FILE).read_bytes()) if (folder / HASH_FILE).is_file() else {}
+        path = folder / HASH_FILE
+        stored = json.loads(read_patiently(path, path.read_bytes)) if path.is_file() else {}
         expected = {str(name): str(value) for name, value in stored.items()}
     except (ValueError, OSError, AttributeError) as error:
         return 1, [f"{folder / HASH_FILE} is damaged ({one_line(error)})"]
@@ -69,10 +72,14 @@ def find_damaged_files(
         hashes: maps the name of each file to its hash, either from `hash_file` (32 digits) or SHA-256 (64 digits).
         share: (rank, number of ranks). The ranks divide the files among them, and each rank reads only its part.
         difference: reason to yield for a file that has a different hash.
+
+    Raises:
+        DiskError: if the file system does not read a file, which may be intact.
     """
     for name in sorted(hashes)[share[0] :: share[1]]:
         try:
-            found = hash_file(folder / name, "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128)
+            path, kind = folder / name, "sha256" if len(hashes[name]) == 64 else xxhash.xxh3_128
+            found = read_patiently(path, partial(hash_file, path, kind))
         except OSError as error:
             yield name, one_line(error)
             continue

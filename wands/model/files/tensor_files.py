@@ -22,6 +22,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from wands.disk_errors import disk_number, read_patiently, unreadable
 from wands.errors import CheckpointError, one_line
 
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
@@ -127,7 +128,8 @@ class TensorFiles:
     def _open_pickle(self, path: Path) -> Mapping[str, Tensor]:
         try:
             can_map = zipfile.is_zipfile(path)  # files of torch < 1.6 cannot be mapped
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
+            load = partial(torch.load, path, map_location="cpu", weights_only=True, mmap=can_map)
+            state = read_patiently(path, load)
         except pickle.UnpicklingError:
             raise CheckpointError(
                 f"{self.where}: {path} is a pickle with objects that are not tensors, and could run code. Use a safetensors file."
@@ -163,11 +165,14 @@ def open_safetensors(path: Path, where: str) -> Iterator[Any]:
 
     Raises:
         CheckpointError: if the file is missing, is damaged or is a GGUF file. The message names the file.
+        DiskError: if the file system does not read the file.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with read_patiently(path, partial(safe_open, path, framework="pt")) as file:
             yield file
     except (SafetensorError, OSError) as error:
+        if disk_number(error):
+            raise unreadable(path, error) from error
         if is_gguf(path):
             raise CheckpointError(
                 f"{where}: {path} is a GGUF file, whose quantized weights wands does not read. Use the safetensors files of the "
