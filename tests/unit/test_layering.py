@@ -24,6 +24,7 @@ LAYERS = {
     "wands.config": 0,
     "wands.files": 0,
     "wands.texts": 0,
+    "wands.values": 0,
     "wands.variants": 0,
     "wands.recipes": 0,
     "wands.compiled": 1,
