@@ -11,7 +11,6 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-
 MAX_MESSAGE = 4000
 """Largest number of characters of a message. The middle of a longer message is left out."""
 
@@ -43,7 +42,9 @@ class WandsError(Exception):
 
 def _shorten(message: str) -> str:
     """Leave out the middle of a message that quotes a value of many pages. The fix is at the end."""
-    return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1000]} [...] {message[-1000:]}"
+    return (
+        message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1000]} [...] {message[-1000:]}"
+    )
 
 
 class ConfigError(WandsError):

@@ -27,7 +27,7 @@ from wands.data.clips.isolated import IsolatedWorker
 from wands.data.clips.video import decode_clip
 from wands.errors import ConfigError, one_line
 from wands.files import write_text
-from wands.report.run_data import column, extremes, is_learning, read_run, smooth, thin
+from wands.report.run_data import column, extremes, is_learning, read_run, sample_file, smooth, thin
 from wands.texts import format_seconds, safe_lines, without_paths
 
 _log = logging.getLogger(__name__)
@@ -189,12 +189,10 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
-        root = run["folder"].resolve()
         steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
         shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
         for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
-            paths = [(root / str(row.get(key))).resolve() for key in ("thumbnail", "video")]
-            image, video = (path if path.is_file() and path.is_relative_to(root) else None for path in paths)
+            image, video = (sample_file(run, row, key) for key in ("thumbnail", "video"))
             size, link = video.stat().st_size * 4 // 3 if video else 0, ""
             if video and size <= left:
                 link, left = _data_uri(video), left - size
@@ -221,9 +219,12 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
     from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
 
     clips = (clip for event in reversed(run["events"]) for clip in event.get("clips", ()))
-    names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]}
+    names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]} - {None}
     data, metas, images = run["recipe"].get("data") or {}, dict[str, Any](), dict[str, Markup]()
-    for source in (data.get("sources") or [{"path": data.get("cache")}]) if names else ():
+    sources: list[Any] = [{"path": data.get("cache")}]
+    if isinstance(data.get("sources"), list):
+        sources = data["sources"]
+    for source in sources if names else ():
         with suppress(Exception):  # thumbnails are never worth an error
             cache = LatentCache(source["path"])
             for i, key in enumerate(cache.keys):
