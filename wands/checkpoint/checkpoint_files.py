@@ -54,6 +54,12 @@ def _check_objective(objective: dict[str, Any]) -> dict[str, Any]:
     return objective
 
 
+def _check_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(ds_config.get("optimizer"), dict | None):
+        raise ValueError("the section optimizer is not an object")
+    return ds_config
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Training state saved with a checkpoint: the contents of `wands_state.json`.
@@ -106,7 +112,7 @@ class TrainState:
     hashes: dict[FileName, Text]
     data_contents: Text
     base_fingerprint: Text | None
-    ds_config: dict[str, Any]
+    ds_config: Annotated[dict[str, Any], AfterValidator(_check_ds_config)]
     data_start: tuple[Count, Count]
     objective: Annotated[dict[str, Any], AfterValidator(_check_objective)]
     attention: dict[str, Text] | None = None

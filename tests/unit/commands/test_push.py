@@ -27,6 +27,7 @@ from wands.commands import push as push_module
 from wands.errors import WandsError
 from wands.export import model_card
 from wands.export import upload as hub_repo
+from wands.export.export_record import RECORD_FILE
 from wands.texts import without_paths
 
 TOKEN = "hf_SecretOfAlice0123456789"
@@ -279,7 +280,7 @@ def test_the_card_lists_the_licences_of_the_data(small: Path, hub: FakeHub) -> N
         r"LICENSE.txt (2), not stated (29) |"
     )
     assert head["license"] == "apache-2.0"  # of the model
-    assert b"secret" not in files["README.md"] + files[model_card.RECORD_FILE]
+    assert b"secret" not in files["README.md"] + files[RECORD_FILE]
 
 
 def test_the_card_is_silent_about_licences_that_nobody_stated(small: Path, hub: FakeHub) -> None:
