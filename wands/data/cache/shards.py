@@ -59,7 +59,8 @@ class _Meta:
     video: str = ""
     last: bool = False
     clip_seconds: _Positive = 0.0
-    display_size: tuple[str, ...] = ()
+    display_size: tuple[Annotated[str, Field(pattern=r"^\d{1,9}(/[1-9]\d{0,8})?$")], ...] = ()
+    matrix: str = ""
 
 
 _META = TypeAdapter(_Meta)
@@ -91,6 +92,8 @@ class IndexEntry:
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
     imported latents."""
+    matrix: str = ""
+    """`VideoInfo.matrix` of the source video. Empty for small videos and in samples of earlier versions."""
     license: str = ""
     """License that the source states for the clip; "" without a license."""
     clip_seconds: float = 0.0
