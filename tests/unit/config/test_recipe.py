@@ -135,13 +135,20 @@ def test_a_boolean_is_not_a_number(override: str):
     "override",
     [
         "packing.max_tokens=1e20",
-        "packing.max_tokens='90071992547409930'",
+        "train.seed='90071992547409930'",
         "train.seed=-1e300",
         "profile.ranks=[1e17]",
     ],
 )
 def test_an_integer_that_does_not_fit_is_refused(override: str):
     assert "integer" in problems(override)
+
+
+@pytest.mark.parametrize(
+    "override", ["train.bins_per_step=1e12", "packing.max_tokens=1e12", "packing.level_bins=1e9"]
+)
+def test_a_batch_that_no_memory_holds_is_refused(override: str):
+    assert "less than" in problems(override)
 
 
 def test_missing_recipe_lists_the_shipped_ones():
