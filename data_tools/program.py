@@ -12,7 +12,7 @@ import click
 from wands.config.base import Options
 from wands.config.click_options import build_command
 from wands.errors import WandsError
-from wands.texts import log_to_stderr, safe_lines
+from wands.texts import escape_unprintable, log_to_stderr, safe_lines
 
 
 def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., int]:
@@ -29,6 +29,7 @@ def program(options: type[Options], run: Callable[[Any], int]) -> Callable[..., 
     command = build_command(options, run)
 
     def main(arguments: Sequence[str] | None = None) -> int:
+        escape_unprintable()
         log_to_stderr(logging.INFO)
         try:
             return command.main(arguments, standalone_mode=False)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import h5py
-import numpy as np
 
 from data_tools.program import program
 from wands.conditions.arrays import ArraySpec
@@ -31,9 +30,9 @@ from wands.data.cache.shards import (
     CacheIndex,
     IndexEntry,
     open_hdf5,
+    open_sample,
     read_entry,
-    sample_path,
-    stored_specs,
+    sample_rows,
 )
 from wands.errors import CacheError, WandsError
 from wands.own_files import open_regular_file
@@ -233,7 +232,7 @@ def _check_shard(
             ids = dict(zip(index.shard_names, index.shard_ids, strict=True)) if index else {}
             if ids.get(path.name) not in (None, file.attrs.get("id")):
                 yield problem("the file was replaced after the index was written")
-            present = {int(name) for name in file["samples"]}
+            present = set(sample_rows(file))
         except DAMAGE as error:
             yield problem(f"the HDF5 structure of the file is damaged ({reason(error)})")
             present = set()
@@ -269,19 +268,16 @@ def _read_sample(
     Returns:
         (facts that the shard stores about the sample, checksum of the bytes of the sample's arrays, number of these bytes).
     """
-    group = file[sample_path(row)]
     computed = num_bytes = 0
-    for spec in stored_specs(group, arrays):
-        stored = group[spec.name]
+    for spec, stored in open_sample(file, row, arrays)[1].items():
         if stored.dtype != spec.stored_dtype:
             raise ValueError(
                 f"the array {spec.name} has dtype {stored.dtype}, but wands writes {spec.dtype} as {spec.stored_dtype}"
             )
-        offset = stored.id.get_offset()
-        content = stored[()].tobytes() if offset is None else os.pread(descriptor, stored.nbytes, offset)
+        content = os.pread(descriptor, stored.nbytes, stored.id.get_offset() or 0)
         computed = zlib.crc32(content, computed)
         num_bytes += len(content)
-    return read_entry(group, shard, row, arrays), computed, num_bytes
+    return read_entry(file, shard, row, arrays), computed, num_bytes
 
 
 def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterator[Problem]:
@@ -300,19 +296,8 @@ def _compare(name: str, index: CacheIndex, i: int, entry: IndexEntry) -> Iterato
     if entry.key != index.keys[i]:
         what = f"the index and the shard name different samples: {name} contains {entry.key}"
         yield Problem(place, what, REBUILD)
-    facts = {
-        "latent_shapes": list(entry.latent_shape),
-        "free_lens": list(entry.free_lens),
-        "crc32": entry.crc32,
-        "num_frames": entry.num_frames,
-        "fps": float(np.float32(entry.fps)),
-        "offsets": list(entry.offsets),
-        "mask_sums": list(entry.mask_sums),
-    }
-    for column, stored in facts.items():
-        ours = getattr(index, column)[i].tolist()
-        if ours != stored:
-            yield Problem(place, f"{column} is {ours} in the index, but {stored} in the shard", REBUILD)
+    for column, ours, stored in index.differences(i, entry):
+        yield Problem(place, f"{column} is {ours} in the index, but {stored} in the shard", REBUILD)
 
 
 class VerifyArguments(Options):

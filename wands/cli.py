@@ -28,7 +28,7 @@ from wands.config.click_options import build_command
 from wands.disk_errors import disk_number, failed_access
 from wands.distributed.gpu_settings import GPU_SETTINGS, set_gpu_settings
 from wands.errors import WandsError
-from wands.texts import log_to_stderr, printable, safe_lines
+from wands.texts import escape_unprintable, log_to_stderr, printable, safe_lines
 from wands.variants import sampling_table
 from wands.version import __version__
 
@@ -63,6 +63,7 @@ def main(local_rank: int | None, verbose: bool) -> None:
     """Train the Wan 2.1 / 2.2 video diffusion transformers, from raw clips to a model on the Hugging Face Hub."""
     rank = os.environ.get("RANK", "0")
     level = logging.DEBUG if verbose else logging.INFO if rank == "0" else logging.ERROR
+    escape_unprintable()
     log_to_stderr(layout="%(levelname)s %(name)s: %(message)s" if verbose else "%(message)s")
     if not verbose:
         warnings.simplefilter("ignore")  # of torch and other libraries

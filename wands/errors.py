@@ -11,6 +11,9 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+MAX_MESSAGE = 4000
+"""Largest number of characters of a message. The middle of a longer message is left out."""
+
 
 class WandsError(Exception):
     """An error that the user can fix. Its text is the complete message for the user.
@@ -28,12 +31,20 @@ class WandsError(Exception):
     exit_code = 2
 
     def __init__(self, message: str | Sequence[str], *, agreed: bool = False) -> None:
-        self.problems = (message,) if isinstance(message, str) else tuple(message)
+        messages = (message,) if isinstance(message, str) else message
+        self.problems = tuple(map(_shorten, messages))
         text = self.problems[0]
         if len(self.problems) > 1:
             text = "\n  - ".join([f"{len(self.problems)} problems:", *self.problems])
         super().__init__(text)
         self.agreed = agreed
+
+
+def _shorten(message: str) -> str:
+    """Leave out the middle of a message that quotes a value of many pages. The fix is at the end."""
+    return (
+        message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE - 1000]} [...] {message[-1000:]}"
+    )
 
 
 class ConfigError(WandsError):

@@ -5,9 +5,11 @@ In a printed path, ``$HOME`` and ``$USER`` stand for the folder and the name of 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -126,6 +128,12 @@ def log_to_stderr(level: int = logging.WARNING, layout: str = "%(message)s") -> 
     handler = logging.StreamHandler()
     handler.setFormatter(_SafeFormatter(layout))
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def escape_unprintable() -> None:
+    """Let stdout escape the characters that the encoding of the terminal lacks, as stderr does, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def format_seconds(seconds: float) -> str:

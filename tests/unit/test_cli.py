@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -539,3 +540,19 @@ def test_the_command_sets_what_the_gpu_libraries_need(
     assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
     assert "NCCL_LAUNCH_ORDER_IMPLICIT=1" in caplog.messages
     assert "CUDA_DEVICE_MAX_CONNECTIONS=mine" in caplog.messages
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp437"])
+def test_a_terminal_that_lacks_characters_gets_them_escaped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str
+):
+    (tmp_path / "日本語.csv").write_text("video,caption\nmissing – ü.mp4,猫\n", encoding="utf-8")
+    shown = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", shown)
+    with pytest.raises(SystemExit):
+        cli.main(
+            ["check", str(tmp_path / "日本語.csv"), "--json", str(tmp_path / "r.json")], standalone_mode=False
+        )
+    shown.seek(0)
+    text = shown.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    assert "\\u65e5" in text or "\\u2013" in text

@@ -41,3 +41,10 @@ def test_read_json(tmp_path: Path):
     path.write_text('\ufeff{"a": 1}', encoding="utf-8")
     assert read_json_object(path) == {"a": 1}
     assert issubclass(CacheError, WandsError)
+
+
+def test_a_message_with_a_value_of_many_pages_keeps_its_fact_and_its_fix():
+    error = WandsError(f"model.path={'x' * 100_000} is not a folder; use a folder.")
+    assert len(str(error)) < 5000
+    assert str(error).startswith("model.path=xxx")
+    assert str(error).endswith("is not a folder; use a folder.")

@@ -27,6 +27,8 @@ LAYERS = {
     "wands.own_files": 0,
     "wands.secret_patterns": 0,
     "wands.texts": 0,
+    "wands.values": 0,
+    "wands.log_rows": 0,
     "wands.variants": 0,
     "wands.recipes": 0,
     "wands.compiled": 1,

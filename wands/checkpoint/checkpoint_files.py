@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import xxhash
+from pydantic import AfterValidator, Field, TypeAdapter
 from torch import Tensor
 
 from wands.checkpoint.step_folders import STATE_FILE, list_steps, named_step
-from wands.config.recipe import LoraConfig, MergeConfig
+from wands.config.recipe import LoraConfig, MergeConfig, Recipe
 from wands.disk_errors import read_patiently
 from wands.errors import CheckpointError, one_line
 from wands.files import write_text
@@ -28,6 +31,7 @@ from wands.model.files.loading import load_weights
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.tensor_files import open_safetensors
 from wands.model.lora import MergedLoras, lora_pairs
+from wands.values import Count, FileName, Number, Text, check_values
 from wands.variants import Expert
 
 log = logging.getLogger(__name__)
@@ -36,6 +40,27 @@ EPOCH_FILE = "epoch.json"
 """File of a checkpoint with the plan of its epoch."""
 OBJECTIVE_FILE = "objective.safetensors"
 """File of a checkpoint with the tensors of the objective's state. It is absent for an objective without state."""
+
+
+def _check_part(part: str) -> str:
+    if part not in ("transformer", "transformer_2"):
+        raise ValueError("a part must be transformer or transformer_2")
+    return part
+
+
+_Part = Annotated[Text, AfterValidator(_check_part)]
+
+
+def _check_objective(objective: dict[str, Any]) -> dict[str, Any]:
+    if missing := {"name", "version"} - objective.keys():
+        raise ValueError(f"the objective has no {missing.pop()}")
+    return objective
+
+
+def _check_ds_config(ds_config: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(ds_config.get("optimizer"), dict | None):
+        raise ValueError("the section optimizer is not an object")
+    return ds_config
 
 
 @dataclass(frozen=True)
@@ -74,27 +99,27 @@ class TrainState:
         bad_steps: the skipped updates, and the losses and gradient norms of the last updates (see `BadSteps.state`).
     """
 
-    step: int
-    epoch: int
-    world_size: int
-    zero_stage: int
-    variant: str
-    parts: list[str]
+    step: Count
+    epoch: Count
+    world_size: Annotated[Count, Field(ge=1)]
+    zero_stage: Annotated[Count, Field(le=3)]
+    variant: Text
+    parts: Annotated[list[_Part], Field(min_length=1, max_length=2)]
     transformer_config: dict[str, Any]
-    data_fingerprint: str
+    data_fingerprint: Text
     data_summary: dict[str, Any]
     recipe: dict[str, Any]
-    base: str
-    loss: list[tuple[int, float]]
-    files: dict[str, int]
-    hashes: dict[str, str]
-    data_contents: str
-    base_fingerprint: str | None
-    ds_config: dict[str, Any]
-    data_start: tuple[int, int]
-    objective: dict[str, Any]
-    attention: dict[str, str] | None = None
-    bad_steps: dict[str, Any] = field(default_factory=dict)
+    base: Text
+    loss: list[tuple[Count, Number]]
+    files: dict[FileName, Count]
+    hashes: dict[FileName, Text]
+    data_contents: Text
+    base_fingerprint: Text | None
+    ds_config: Annotated[dict[str, Any], AfterValidator(_check_ds_config)]
+    data_start: tuple[Count, Count]
+    objective: Annotated[dict[str, Any], AfterValidator(_check_objective)]
+    attention: dict[str, Text] | None = None
+    bad_steps: dict[str, list[Count] | list[tuple[Number, Number]]] = field(default_factory=dict)
 
     @property
     def has_experts(self) -> bool:
@@ -125,6 +150,9 @@ class TrainState:
         """
         files = {name: (folder / name).stat().st_size for name in sorted(hashes)}
         write_text(folder / STATE_FILE, json.dumps(replace(self, files=files, hashes=hashes).to_json()))
+
+
+_STATE = TypeAdapter(TrainState)
 
 
 class Checkpoint(NamedTuple):
@@ -172,12 +200,14 @@ def load_state(checkpoint: Path) -> TrainState:
         digest = values.pop("hash_of_this_file", None)
         if digest != _hash_of(values):
             raise ValueError(f"hash_of_this_file={digest} is not the hash of the rest of {STATE_FILE}")
-        state = TrainState(**values)
+        state = check_values(_STATE, values)
+        # Checked, and with the defaults of keys that this version has in addition.
+        state = replace(state, recipe=Recipe.model_validate(state.recipe).model_dump(mode="json"))
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint={checkpoint} has no {STATE_FILE}; use a step_* folder that wands train saved."
         ) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint={checkpoint}: {STATE_FILE} is damaged ({one_line(error)}); use another step_* folder of the run."
         ) from None
@@ -274,6 +304,20 @@ def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Check
 # ---- weights
 
 
+_Place = tuple[Count, list[Count]] | tuple[Count, list[Count], Count]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """Types of the JSON object in a file of fragments. The object may have further entries."""
+
+    fragments: dict[Text, _Place]
+    frozen: dict[Text, _Place] = field(default_factory=dict)
+
+
+_HEADER = TypeAdapter(_Header)
+
+
 class FragmentFiles:
     """Files in which the ranks of a run stored fragments (slices of flattened parameters) of a DiT.
 
@@ -298,17 +342,22 @@ class FragmentFiles:
         self._where, self._pattern = f"checkpoint={folder.parent}", f"{kind}_rank_*"
         self.headers: dict[Path, dict[str, Any]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self._numels = Counter[str]()  # number of stored values of each tensor, in all files together
         for path in sorted(folder.glob(f"{self._pattern}.safetensors")):
             with open_safetensors(path, self._where) as file:
                 try:
                     self.headers[path] = json.loads(file.metadata()[f"wands_{kind}"])
+                    check_values(_HEADER, self.headers[path])
                 except (TypeError, KeyError, ValueError):
                     raise CheckpointError(
                         f"{path} was not written by wands train, or was replaced (no wands_{kind} metadata); use another step_* "
                         "folder of the run."
                     ) from None
                 for name in file.keys():  # noqa: SIM118, not a dict
-                    if name not in self.dtypes and file.get_slice(name).get_shape():
+                    shape = file.get_slice(name).get_shape()
+                    if shape:
+                        self._numels[name] += shape[0]
+                    if name not in self.dtypes and shape:
                         self.dtypes[name] = file.get_slice(name)[:0].dtype
         if not self.headers:
             raise CheckpointError(
@@ -330,12 +379,16 @@ class FragmentFiles:
         Raises:
             CheckpointError: if a file cannot be read, or the fragments do not cover every element of a parameter.
         """
-        whole = {
-            name: torch.empty(place[1])
+        shapes = {
+            name: place[1]
             for header in self.headers.values()
-            for name, place in header[section].items()
+            for name, place in header.get(section, {}).items()
             if name not in excluded
         }
+        for name, shape in shapes.items():  # before memory is allocated
+            if math.prod(shape) > self._numels[name + suffix]:
+                raise self._incomplete(name + suffix)
+        whole = {name: torch.empty(shape) for name, shape in shapes.items()}
         self.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
         return whole
 
@@ -356,16 +409,22 @@ class FragmentFiles:
             with open_safetensors(path, self._where) as file:
                 for name in wanted.keys() & set(file.keys()):
                     values, (first, target) = file.get_slice(name), wanted[name]
-                    start = places[name if name in places else name.rpartition("/")[0]][0]
+                    place = places.get(name) or places.get(name.rpartition("/")[0])
+                    if place is None:
+                        raise self._incomplete(name)
+                    start = place[0]
                     low = max(first, start)
                     high = min(first + target.numel(), start + values.get_shape()[0])
                     if low < high:
                         target[low - first : high - first] = values[low - start : high - start]
                         missing[name] -= high - low
         if incomplete := [name for name, numel in missing.items() if numel]:
-            raise CheckpointError(
-                f"{self._where}: the files {self._pattern} lack values of {incomplete[0]}; use another step_* folder of the run."
-            )
+            raise self._incomplete(incomplete[0])
+
+    def _incomplete(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._where}: the files {self._pattern} lack values of {name}; use another step_* folder of the run."
+        )
 
     def read_all(self, path: Path, prefix: str) -> dict[str, Tensor]:
         """From the file `path`, read each tensor whose name starts with `prefix`.

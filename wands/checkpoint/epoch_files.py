@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from wands.checkpoint.checkpoint_files import EPOCH_FILE, Checkpoint
 from wands.data.datasets import Dataset
@@ -24,6 +25,7 @@ from wands.data.packing import EpochPlan
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.disk_errors import read_patiently
 from wands.errors import CheckpointError, ConfigError, one_line
+from wands.values import Count, Text, check_values
 
 FORMAT = "wands-plan-1"
 """Name of the format of plan files, stored in their first line. A format with other keys gets another number at the end."""
@@ -95,6 +97,37 @@ def epoch_values(keys: Sequence[str], checksums: np.ndarray, plan: StepPlan) -> 
     }
 
 
+@dataclass(frozen=True)
+class _Epoch:
+    """Types of the values in `epoch.json`, see `epoch_values`."""
+
+    epoch: Count
+    first_step: Count
+    totals: tuple[Count, Count]
+    steps: list[list[list[tuple[Text, Count, Count]]]]
+    unused: list[Text]
+
+
+_EPOCH = TypeAdapter(_Epoch)
+
+
+def _read_epoch(checkpoint: Checkpoint, bins_per_step: int) -> dict[str, Any]:
+    folder, state = checkpoint
+    try:
+        path = folder / EPOCH_FILE
+        values = json.loads(read_patiently(path, path.read_bytes))
+        epoch = check_values(_EPOCH, values)
+        if not epoch.first_step <= state.step <= epoch.first_step + len(epoch.steps):
+            raise ValueError(f"it does not contain step {state.step}")
+        if any(len(step) != bins_per_step for step in epoch.steps):
+            raise ValueError(f"a step does not have {bins_per_step} bins")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"--resume {folder}: {EPOCH_FILE} is damaged ({one_line(error)}); use another step_* folder of the run."
+        ) from None
+    return vars(epoch)
+
+
 def follow_data(
     sampler: PlanSampler, data: Dataset, checkpoint: Checkpoint, fingerprint: str
 ) -> tuple[PlanSampler, str | None]:
@@ -119,8 +152,7 @@ def follow_data(
     folder, state = checkpoint
     is_same = fingerprint == state.data_fingerprint
     start = (state.data_start[0], state.data_start[1])
-    path = folder / EPOCH_FILE
-    values = json.loads(read_patiently(path, path.read_bytes))
+    values = _read_epoch(checkpoint, sampler.bins_per_step)
     rows = {(key, int(sampler.repeat_index_of[i])): i for i, key in enumerate(data.keys)}
     steps = tuple(
         tuple(tuple(rows[key, index] for key, index, _ in bin if (key, index) in rows) for bin in step)

@@ -12,7 +12,8 @@ from wands.checkpoint.checkpoint_files import TrainState, find_checkpoint, load_
 from wands.config.options import ExportOptions
 from wands.errors import ConfigError
 from wands.export.base_pipeline import carry_over, check_base, copy_base
-from wands.export.model_card import RECORD_FILE, STRIPS_FILE
+from wands.export.export_record import RECORD_FILE
+from wands.export.model_card import STRIPS_FILE
 from wands.export.trained_weights import DTYPES, write_lora, write_transformer
 from wands.files import atomic_folder, write_text
 from wands.model.files.hashes import check_files, write_hashes

@@ -27,6 +27,7 @@ from wands.commands.plots import save_loss_plot
 from wands.config.options import ExportOptions, PushOptions
 from wands.errors import WandsError, one_line
 from wands.export import model_card
+from wands.export.export_record import RECORD_FILE, SAMPLES_FILE, check_record, read_record, read_sample_rows
 from wands.export.model_card import FolderContents, LoraFile
 from wands.export.upload import RETRY_WAITS, Hub, connect, open_repository
 from wands.files import read_json_object, write_text
@@ -44,7 +45,7 @@ log = logging.getLogger(__name__)
 _UPLOADED = (
     *("*.safetensors", "*.safetensors.index.json", "model_index.json", "*config.json"),
     *("*.model", "tokenizer.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
-    *("README.md", "README.txt", "LICENSE*", "NOTICE*", model_card.SAMPLES_FILE, model_card.RECORD_FILE),
+    *("README.md", "README.txt", "LICENSE*", "NOTICE*", SAMPLES_FILE, RECORD_FILE),
     *("*.mp4", "*.webm", "*.gif", "*.png", "*.jpg", "*.jpeg", "*.webp"),
 )
 """Patterns for the names of the files that are uploaded."""
@@ -76,7 +77,7 @@ def push(options: PushOptions, token: str | None = None) -> str:
             that leads out of the folder, or a file with a secret.
     """
     directory = options.directory
-    exported = any((directory / name).is_file() for name in (model_card.RECORD_FILE, "model_index.json"))
+    exported = any((directory / name).is_file() for name in (RECORD_FILE, "model_index.json"))
     if not exported and ((directory / "checkpoints").is_dir() or (directory / _STATE_FILE).is_file()):
         from wands.checkpoint.checkpoint_files import find_checkpoint
         from wands.commands.export import export
@@ -186,8 +187,9 @@ def _read_record(directory: Path, training: Path | None) -> dict[str, Any]:
         record = {key: getattr(state, key) for key in ("base", "step", "variant", "recipe", "loss")}
         data = {**state.data_summary, "fingerprint": state.data_fingerprint}
         record |= {"data": data, "checkpoint": step_dir.name}
-    path = directory / model_card.RECORD_FILE
-    return record | (_read_object(path) if path.is_file() else {})
+        check_record(record, step_dir)
+    path = directory / RECORD_FILE
+    return record | (read_record(path) if path.is_file() else {})
 
 
 def _license_of(base: str, hub: Hub) -> str:
@@ -287,9 +289,7 @@ def _check_path(path: Path, directory: Path) -> None:
     check_link(path, directory, "DIRECTORY")
     if not (path.is_dir() or path.is_file()) or not os.access(path, os.R_OK):
         raise WandsError(f"{path} is a broken link or not readable; run `wands export` again.")
-    if (
-        path.is_file() and path.name != model_card.RECORD_FILE and contains_secret(path)
-    ):  # the record is cleaned
+    if path.is_file() and path.name != RECORD_FILE and contains_secret(path):  # the record is cleaned
         raise WandsError(f"{path} contains a token, a password or a private key; remove this secret.")
 
 
@@ -319,15 +319,15 @@ def _locked(folder: Path) -> Iterator[None]:
 def _uploaded_content(path: Path) -> Path | bytes:
     """Return `path` if the file can be uploaded unchanged, otherwise the content of the file without paths of this machine."""
     text = None
-    if path.name == model_card.RECORD_FILE:
+    if path.name == RECORD_FILE:
         text = json.dumps(without_paths(_read_object(path)), indent=2) + "\n"
     elif path.name == "README.txt":  # next to an exported LoRA
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         text = "".join(f"{without_paths(line)}\n" for line in lines)
-    elif path.name == model_card.SAMPLES_FILE:
+    elif path.name == SAMPLES_FILE:
         rows = [
             {key: value if "prompt" in key else without_paths(value) for key, value in row.items()}
-            for row in model_card.read_sample_rows(path)
+            for row in read_sample_rows(path)
         ]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     elif path.name == "model_index.json" or path.name.endswith("config.json"):

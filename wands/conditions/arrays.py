@@ -8,17 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
 from wands.patches import blank_other_frames, grid_size
+from wands.values import check_values
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Dim = int | str | None
+Dim = Annotated[int, Field(strict=True, ge=1, lt=2**31)] | Annotated[str, Field(strict=True)] | None
 """Size of one dimension: a number, a key of `NAMED_DIMS`, or None for a length that differs between samples."""
 NAMED_DIMS = ("frames", "rows", "columns", "token_frames", "token_rows", "token_columns")
 """Dimensions that depend on the size of a sample: latent frames, rows and columns, and tokens along each of the three."""
@@ -67,7 +69,7 @@ class ArraySpec:
     dims: tuple[Dim, ...]
     optional: bool = False
     whole: bool = False
-    max_len: int | None = None
+    max_len: Annotated[int, Field(strict=True, ge=1)] | None = None
 
     def __post_init__(self) -> None:
         unknown = [dim for dim in self.dims if isinstance(dim, str) and dim not in NAMED_DIMS]
@@ -204,9 +206,9 @@ class ArraySpec:
         """Return the description that `to_json` wrote.
 
         Raises:
-            ValueError, KeyError, TypeError: if the value is damaged.
+            ValueError: if the value is damaged.
         """
-        return cls(**{**value, "dims": tuple(value["dims"])})
+        return check_values(TypeAdapter(cls), value)
 
 
 def latents_spec(channels: int) -> ArraySpec:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+MAX_INTEGER = 2**53
+"""Largest integer of a recipe key or an option."""
 
 
 class StrictModel(BaseModel):
-    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes the description of the field."""
+    """Immutable pydantic model that refuses unknown keys. The docstring of a field becomes the description of the field.
+
+    pydantic would take `true` for the number 1. Here it is refused, and so are integers above `MAX_INTEGER`.
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -19,6 +27,37 @@ class StrictModel(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        types = _types_in(cls.model_fields[info.field_name or ""].annotation)
+        if (
+            types & {int, float}
+            and bool not in types
+            and any(type(item) is bool for item in _items_of(value))
+        ):
+            raise ValueError("true and false are not numbers")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _limit_integers(cls, value: Any) -> Any:
+        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in _items_of(value)):
+            raise ValueError(f"an integer can be at most {MAX_INTEGER:,}")
+        return value
+
+
+def _items_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        yield from chain.from_iterable(map(_items_of, value))
+    else:
+        yield value
+
+
+def _types_in(annotation: Any) -> set[Any]:
+    """Return the types that occur in a type annotation, such as {list, int} for `list[int]`."""
+    return {get_origin(annotation) or annotation}.union(*map(_types_in, get_args(annotation)))
 
 
 @dataclass(frozen=True)

@@ -314,11 +314,11 @@ class PackingConfig(StrictModel):
     enabled: bool = True
     """Process all samples of a bin (the samples that are packed together) in one forward pass. False processes the
     samples of each bin one after the other. Both values give the same results, but false is slower."""
-    max_tokens: int = Field(default=32760, gt=0)
+    max_tokens: int = Field(default=32760, gt=0, lt=2**31)
     """Capacity of a bin in video tokens. A bin holds the clips of one forward pass. The default is the number of tokens
     of one clip of 832 x 480 pixels and 81 frames. Increase the capacity until the GPU memory is full. The capacity must
     be at least the number of tokens of the longest sample."""
-    level_bins: int | None = Field(default=None, gt=0)
+    level_bins: int | None = Field(default=None, gt=0, le=2**20)
     """Number of bins in a group. A bin holds the clips of one forward pass. The bins of a group get about the same
     amount of work, so that the ranks do not wait for each other. `train.bins_per_step` must be a multiple of this
     number. If this key is unset, all bins of a step form one group. If each rank processes several bins per step, set
@@ -492,7 +492,7 @@ class TrainConfig(StrictModel):
     training lasts `epochs` epochs."""
     epochs: int = Field(default=1, gt=0)
     """Number of times that training passes over the data. This key has an effect only if `max_steps` is unset."""
-    bins_per_step: int = Field(default=1, gt=0)
+    bins_per_step: int = Field(default=1, gt=0, le=2**20)
     """Batch size: number of bins that all ranks together process in one optimizer step. A bin holds the clips of one
     forward pass. The number must be a multiple of dp_size (number of ranks / cp_size). The number of gradient
     accumulation steps is bins_per_step / dp_size."""

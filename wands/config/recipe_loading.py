@@ -20,9 +20,9 @@ from pydantic import BaseModel, ValidationError
 from wands.config.recipe import DataConfig, ParallelConfig, Recipe, inner_section
 from wands.errors import ConfigError, Problems, failed_rules, one_line, suggest
 
-MAX_NODES = 10_000
-"""Largest number of values in a YAML text. An alias counts as many values as its anchor, so that a short text with
-nested aliases cannot fill the memory."""
+MAX_REPEATED = 10_000
+"""Largest number of values that the aliases of a YAML text repeat, so that a short text with nested aliases cannot fill the
+memory."""
 
 _SHIPPED = Path(str(resources.files("wands.recipes")))
 
@@ -63,7 +63,7 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str], problems: Pro
     Raises:
         ConfigError: if the file is missing or is not a YAML mapping.
     """
-    values = _read_yaml(path) if path is not None else {}
+    values = read_yaml(_find_recipe(path)) if path is not None else {}
     messages = [message for item in overrides if (message := _apply_override(values, item))]
     try:
         recipe = Recipe.model_validate(values)
@@ -85,36 +85,55 @@ def shipped_recipes() -> dict[str, str]:
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML loader that refuses tags, and files with more than `MAX_NODES` values after aliases are expanded."""
+    """YAML loader that refuses tags, a key that a mapping has twice, and aliases that repeat more than `MAX_REPEATED` values."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.num_nodes, self._sizes = 0, dict[int, int]()
+        self._num_nodes = self._num_repeated = 0
+        self._sizes = dict[int, int]()
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next YAML node. Add the number of values in this node, including nested values, to `num_nodes`.
+        """Return the next YAML node, and count its values, including nested values.
 
-        An alias adds as many values as the node that the alias repeats.
+        An alias counts as many values as the node that the alias repeats.
         """
-        event, before = self.peek_event(), self.num_nodes
+        event, before = self.peek_event(), self._num_nodes
         if getattr(event, "tag", None) is not None:
             raise yaml.YAMLError(f"YAML tag {event.tag} in line {event.start_mark.line + 1} is not allowed")
         node = super().compose_node(parent, index)
-        is_alias = isinstance(event, yaml.AliasEvent)
-        # An alias inside its own anchor has no size yet, and would expand without end.
-        self.num_nodes += self._sizes.get(id(node), MAX_NODES) if is_alias else 1
-        self._sizes[id(node)] = self.num_nodes - before
-        if self.num_nodes > MAX_NODES:
-            raise yaml.YAMLError(f"the file has more than {MAX_NODES} values after its aliases are expanded")
+        if isinstance(event, yaml.AliasEvent):
+            # An alias inside its own anchor has no size yet, and would expand without end.
+            size = self._sizes.get(id(node), MAX_REPEATED + 1)
+            self._num_nodes += size
+            self._num_repeated += size
+            if self._num_repeated > MAX_REPEATED:
+                raise yaml.YAMLError(f"the aliases of the file repeat more than {MAX_REPEATED} values")
+        else:
+            self._num_nodes += 1
+        self._sizes[id(node)] = self._num_nodes - before
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return the next YAML mapping. YAML would keep the last of two equal keys without a word."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                first = lines[key.value]
+                raise yaml.YAMLError(f"the key {key.value} is in line {first} and again in line {line}")
+            if isinstance(key, yaml.ScalarNode):
+                lines[key.value] = line
         return node
 
 
-def _read_yaml(name: str | Path) -> dict[str, Any]:
-    places = (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml")
-    path = next(filter(Path.is_file, places), None)
-    if path is None:
-        fix = f"use a path, or one of {', '.join(shipped_recipes())}."
-        raise ConfigError(f"recipe={name} is neither a file nor a shipped recipe; {fix}")
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file that contains a mapping, or nothing.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ConfigError: if the file is not YAML of plain values, a mapping has a key twice, or the file is no mapping.
+    """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -126,14 +145,23 @@ def _read_yaml(name: str | Path) -> dict[str, Any]:
     return values
 
 
+def _find_recipe(name: str | Path) -> Path:
+    places = (Path(name), _SHIPPED / f"{str(name).removesuffix('.yaml')}.yaml")
+    path = next(filter(Path.is_file, places), None)
+    if path is None:
+        fix = f"use a path, or one of {', '.join(shipped_recipes())}."
+        raise ConfigError(f"recipe={name} is neither a file nor a shipped recipe; {fix}")
+    return path
+
+
 def _apply_override(values: dict[str, Any], item: str) -> str | None:
     name, equals, text = item.partition("=")
     if not equals or not name.strip():
         return f"--set {item} must have the form section.key=value, for example --set train.max_steps=100."
     try:
         value = yaml.load(text, _RecipeLoader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return f"--set {item}: the value is not valid YAML; put the value in quotes."
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return f"--set {item}: the value is not valid YAML ({one_line(error)}); put the value in quotes."
     if isinstance(value, str):
         if text.strip()[:1] not in ("'", '"'):  # in YAML, " #" in a path would start a comment
             value = text.strip()

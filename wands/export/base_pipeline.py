@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wands.errors import ConfigError
-from wands.export.model_card import LOSS_FILE, MARKER, RECORD_FILE
+from wands.export.export_record import RECORD_FILE
+from wands.export.model_card import LOSS_FILE, MARKER
 from wands.files import read_json_object
 from wands.model.files.hub import check_link
 from wands.variants import extra_channels

@@ -6,7 +6,6 @@ A card may become public. Therefore `without_paths` removes the paths of the mac
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from urllib.parse import quote
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
-from wands.errors import WandsError
+from wands.export.export_record import SAMPLES_FILE, read_sample_rows
 from wands.model.files.hub import is_hub_id
 from wands.texts import last_part, printable, redact, without_paths
 from wands.variants import VARIANTS, Variant
@@ -25,10 +24,8 @@ from wands.variants import VARIANTS, Variant
 MARKER = (
     "<!-- wands:model-card (wands push writes this file again; delete this line to keep your own text) -->"
 )
-RECORD_FILE = "wands_export.json"
 LOSS_FILE = "loss.png"
 STRIPS_FILE = "samples_during_training.png"  # written by `wands export`
-SAMPLES_FILE = "samples.jsonl"  # written by `wands infer` next to the samples
 
 
 @dataclass(frozen=True)
@@ -71,23 +68,8 @@ def loss_points(record: Mapping[str, Any]) -> list[tuple[int, float]]:
     """Return the (step, loss) pairs of an export record (the contents of wands_export.json). Pairs without a finite loss
     are left out. Return [] if fewer than two pairs remain.
     """
-    points = [(int(step), float(loss)) for step, loss in record.get("loss") or [] if math.isfinite(loss)]
+    points = [(step, loss) for step, loss in record.get("loss") or [] if loss is not None]
     return points if len(points) > 1 else []
-
-
-def read_sample_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a `.jsonl` file that `wands infer` wrote, or [] if the file does not exist.
-
-    Raises:
-        WandsError: if the file cannot be read or contains a line that is not JSON.
-    """
-    try:
-        # splitlines would also split at characters such as U+2028, which JSON does not escape in a prompt.
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise WandsError(f"{path} cannot be read ({error}). Fix or remove the file.") from error
 
 
 def build_card(
@@ -152,7 +134,7 @@ def build_card(
         dtype="float32" if record.get("dtype") == "fp32" else "bfloat16",
         variant=variant,
     )
-    return redact(f"{card}\n")
+    return redact(f"{card}\n").encode("utf-8", "backslashreplace").decode()
 
 
 def _escape(text: str) -> str:

@@ -224,4 +224,5 @@ def _meta(clip: Clip, decoded: DecodedClip, last: bool) -> dict[str, Any]:
         "last": last,
         "clip_seconds": decoded.span[1] - decoded.span[0],
         "video": clip.video,
+        **({"matrix": decoded.source.matrix} if decoded.source.matrix else {}),
     }

@@ -38,6 +38,8 @@ class PreprocessReport:
         seconds: duration of the run.
         num_relabelled: number of samples that reuse latents from the cache, because only the caption or the name of the
             clip is new.
+        num_assumed: number of samples whose video has at least 720 lines and does not say its color matrix.
+        num_unknown_matrix: number of such large samples that an earlier version encoded, which did not note the matrix.
         num_workers: number of worker processes that encoded.
         waited: fraction (0 to 1) of the encoding time in which encoders waited for decoded clips; None if there was no clip to
             encode.
@@ -63,6 +65,8 @@ class PreprocessReport:
     num_bytes: int
     seconds: float
     num_relabelled: int = 0
+    num_assumed: int = 0
+    num_unknown_matrix: int = 0
     num_workers: int = 1
     waited: float | None = None
     seconds_encoding: float = 0.0
@@ -101,6 +105,11 @@ class PreprocessReport:
             "samples keep their latents, because only the caption or the clip's name is new": self.num_relabelled,
             "samples of earlier runs are not in the source or have a size that is not requested: left out of the "
             "index": self.num_left_out,
+            "samples are of videos with 720 lines or more that do not say their color matrix: decoded as BT.709, as players "
+            "do": self.num_assumed,
+            "samples of videos with 720 lines or more were encoded by an earlier version of wands, which decoded videos "
+            "without a color matrix as BT.601: encode these clips into a new --out if their files do not say "
+            "the matrix": self.num_unknown_matrix,
             f"captions fill {TEXT_LEN} text tokens: longer text is cut": self.num_cut_captions,
         }
         lines += [f"{number:,} {note}" for note, number in notes.items() if number]

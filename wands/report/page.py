@@ -200,12 +200,11 @@ def _sample_grids(runs: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[
     """
     grids, left, place = [], MAX_VIDEO_BYTES, folder.resolve()
     for run in runs:
-        root = run["folder"].resolve()
         steps = thin(sorted({row["step"] for row in run["samples"]}), MAX_COLUMNS)
         shown, cells = [row for row in run["samples"] if row["step"] in steps], {}
         for row in sorted(shown, key=lambda row: (row["step"] != steps[-1], row["step"])):
-            image = find_file(root, row.get("thumbnail"), IMAGE_KINDS)
-            video = find_file(root, row.get("video"), VIDEO_KINDS)
+            image = find_file(run["folder"], row.get("thumbnail"), IMAGE_KINDS)
+            video = find_file(run["folder"], row.get("video"), VIDEO_KINDS)
             size, link = video.stat().st_size * 4 // 3 if video else 0, ""
             if video and size <= left:
                 link, left = _data_uri(video), left - size
@@ -232,9 +231,12 @@ def _clip_thumbnails(run: Mapping[str, Any]) -> dict[str, Markup]:
     from wands.data.cache.reader import LatentCache  # imports torch, which `wands check` does not need
 
     clips = (clip for event in reversed(run["events"]) for clip in event.get("clips", ()))
-    names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]}
+    names = {*list(dict.fromkeys(clip.get("sample_id") for clip in clips))[:24]} - {None}
     data, metas, images = run["recipe"].get("data") or {}, dict[str, Any](), dict[str, Markup]()
-    for source in (data.get("sources") or [{"path": data.get("cache")}]) if names else ():
+    sources: list[Any] = [{"path": data.get("cache")}]
+    if isinstance(data.get("sources"), list):
+        sources = data["sources"]
+    for source in sources if names else ():
         with suppress(Exception):  # thumbnails are never worth an error
             cache = LatentCache(source["path"])
             for i, key in enumerate(cache.keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections import defaultdict
@@ -11,11 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import yaml
 from PIL import Image, ImageOps
+from pydantic import BaseModel
 
 from wands.config.recipe import Recipe
+from wands.config.recipe_loading import read_yaml
+from wands.errors import ConfigError
 from wands.files import differences, read_rows
+from wands.log_rows import is_sound
 
 T = TypeVar("T")
 STRIP_SIZE = (256, 144)
@@ -52,15 +56,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         `eta_seconds`: expected seconds until the run ends; None if the run is not running.
         `device_hours`: seconds of all steps x number of ranks / 3600.
     """
-    recipe = None
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
-    recipe = recipe if isinstance(recipe, dict) else {}
+    recipe = _read_recipe(folder / "recipe.yaml")
     # A section that is off by default has no keys to compare with.
     defaults = {key: value or {} for key, value in Recipe().model_dump(mode="json").items()}
     changes = differences(recipe, defaults)
-    metrics, events = list(_rows(folder / "metrics.jsonl")), list(_rows(folder / "events.jsonl", "event"))
-    evaluations = list(_rows(folder / "evaluations.jsonl", "weights"))
+    metrics, events = list(_rows(folder / "metrics.jsonl")), list(_rows(folder / "events.jsonl"))
+    evaluations = list(_rows(folder / "evaluations.jsonl"))
     starts = [row for row in events if row["event"] in ("start", "restart")] or [{"step": 0}]
     state = next((_STATES[row["event"]] for row in reversed(events) if row["event"] in _STATES), "running")
     steps, seconds = np.array([row["step"] for row in metrics], np.int64), column(metrics, "seconds")
@@ -81,7 +82,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "changes": {key: pair for key, *pair in changes if pair[0] not in (None, {}, [])},
         "metrics": metrics,
         "events": events,
-        "samples": list(_rows(folder / "samples" / "samples.jsonl", "weights")),
+        "samples": list(_rows(folder / "samples" / "samples.jsonl")),
         "steps": steps,
         "loss_mean": smooth(np.where(skipped, math.nan, column(metrics, "loss")), window),
         "window": window,
@@ -96,14 +97,37 @@ def read_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def _rows(path: Path, *needed: str) -> Iterator[dict[str, Any]]:
-    """Read a `.jsonl` file, and yield the rows (dicts) that have an integer "step" and all keys in `needed`.
+def _read_recipe(path: Path) -> dict[str, Any]:
+    """Return the recipe of a run, which another version may have written, without sections of the wrong kind."""
+    recipe = None
+    with suppress(OSError, ConfigError):
+        recipe = read_yaml(path)
+    # As JSON: keys become texts, and dates too.
+    values = json.loads(json.dumps(recipe or {}, default=str, skipkeys=True))
+    sections = {name for name, value in Recipe() if isinstance(value, BaseModel | None)}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in sections or isinstance(value, dict | None)
+    }
 
-    A key in `needed` must have a value that is not null or empty. Other keys whose value is null are removed from the rows.
-    """
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a `.jsonl` file whose values have the right types, without keys whose value is null."""
     for row in read_rows(path):
-        if isinstance(row.get("step"), int) and all(map(row.get, needed)):
-            yield {key: value for key, value in row.items() if value is not None}
+        if is_sound(path.name, row):
+            yield _without_nulls(row)
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove the keys whose value is null from a row and from the objects in it, and then objects without a key."""
+    values = {
+        key: {name: item for name, item in value.items() if item is not None}
+        if isinstance(value, dict)
+        else value
+        for key, value in row.items()
+    }
+    return {key: value for key, value in values.items() if value is not None and value != {}}
 
 
 def column(rows: Iterable[Mapping[str, Any]], key: str) -> np.ndarray:

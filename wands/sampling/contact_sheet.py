@@ -5,6 +5,8 @@ A sheet can also show other videos, such as the training clip, next to the sampl
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -144,12 +146,14 @@ def _wrap_text(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]
     A text that does not fit is cut and gets an ellipsis.
     """
     lines: list[str] = []
-    rest = " ".join(text.split())
+    # A longer label never fits, and measuring it again and again would take minutes.
+    rest = " ".join(text[: LABEL_LINES * width].split())
     while rest and len(lines) < LABEL_LINES:
         end = "…" if len(lines) == LABEL_LINES - 1 else ""
         if font.getlength(rest) <= width:
             return [*lines, rest]
-        fits = max((n for n in range(1, len(rest)) if font.getlength(rest[:n] + end) <= width), default=1)
+        lengths = range(1, len(rest))
+        fits = max(1, bisect_right(lengths, width, key=lambda n: math.ceil(font.getlength(rest[:n] + end))))
         if not end and (blank := rest.rfind(" ", 1, fits + 1)) > 0:
             fits = blank
         lines.append(rest[:fits].rstrip() + end)

@@ -35,7 +35,8 @@ from wands.checkpoint.engine_state import engine_tensors
 from wands.commands import infer
 from wands.config.recipe import EmaConfig
 from wands.errors import CheckpointError, ConfigError
-from wands.export.model_card import RECORD_FILE, FolderContents, build_card
+from wands.export.export_record import RECORD_FILE
+from wands.export.model_card import FolderContents, build_card
 from wands.model.files.lora_files import LORA_FILE
 from wands.model.files.tensor_files import write_safetensors
 from wands.plugin import Plugin

@@ -23,7 +23,8 @@ from tests.support.runs import make_run, run_training, weights
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.cli import main
 from wands.errors import CheckpointError, ConfigError, WandsError
-from wands.export.model_card import MARKER, RECORD_FILE, STRIPS_FILE
+from wands.export.export_record import RECORD_FILE
+from wands.export.model_card import MARKER, STRIPS_FILE
 from wands.model.files.tensor_files import hash_file, write_sharded
 
 

@@ -21,7 +21,7 @@ from tests.support.steps import zero
 from wands.checkpoint.checkpoint_files import load_full_weights
 from wands.checkpoint.resume import check_resumable
 from wands.errors import CheckpointError, ConfigError
-from wands.export.model_card import RECORD_FILE
+from wands.export.export_record import RECORD_FILE
 from wands.export.trained_weights import COMFYUI_FILE
 from wands.model.files.lora_files import LORA_FILE
 from wands.variants import TEXT_LEN

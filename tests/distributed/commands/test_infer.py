@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.support.sampling import infer, source_of
+from tests.support.train_state import train_state
 from tests.support.world import free_port
 from wands.commands import infer as infer_module
 from wands.commands.infer import InferResult
@@ -245,32 +246,17 @@ def write_state(path: Path, weights: dict[str, torch.Tensor]) -> str:
 
 def make_checkpoint(run: Path, model: WanTransformer3DModel, step: int, **config: object) -> Path:
     """Write what `wands train` leaves after a ZeRO-0 step on one process."""
-    from wands.checkpoint.checkpoint_files import TrainState, state_file
+    from wands.checkpoint.checkpoint_files import state_file
     from wands.checkpoint.step_folders import STATE_FILE, step_name
 
     folder = run / "checkpoints" / step_name(step)
     weights = folder / "transformer" / state_file(0)
     digest = write_state(weights, model.state_dict())
-    state = TrainState(
+    state = train_state(
         step=step,
-        epoch=0,
-        world_size=1,
-        zero_stage=0,
-        variant="wan2.1-t2v-tiny",
-        parts=["transformer"],
         transformer_config={**model.config, **config},
-        data_fingerprint="",
-        data_summary={},
-        recipe={"model": {"init": "pretrained", "experts": None, "merge_loras": []}, "lora": None},
-        base="",
-        loss=[],
         files={f"transformer/{weights.name}": weights.stat().st_size},
         hashes={f"transformer/{weights.name}": digest},
-        data_contents="",
-        base_fingerprint=None,
-        ds_config={},
-        data_start=(0, 0),
-        objective={},
     )
     (folder / STATE_FILE).write_text(json.dumps(state.to_json()))
     (folder.parent / "latest").write_text(folder.name)

@@ -12,7 +12,8 @@ from tests.support.run_folder import write_rows
 from tests.support.runs import Hooked, run_training
 from wands.commands.export import export
 from wands.config.options import ExportOptions
-from wands.export.model_card import RECORD_FILE, FolderContents, build_card
+from wands.export.export_record import RECORD_FILE
+from wands.export.model_card import FolderContents, build_card
 from wands.files import read_rows
 from wands.plugin import Plugin
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import logging
 import os
@@ -23,12 +22,13 @@ from PIL import Image
 from tests.support.commands import push
 from tests.support.fake_hub import FakeHub, File, Repo
 from tests.support.secret_texts import ORDINARY_TEXTS, SECRET_TEXTS
+from tests.support.train_state import train_state
 from wands import __version__
-from wands.checkpoint.checkpoint_files import TrainState
 from wands.commands import push as push_module
 from wands.errors import WandsError
 from wands.export import model_card
 from wands.export import upload as hub_repo
+from wands.export.export_record import RECORD_FILE
 from wands.texts import without_paths
 
 TOKEN = "hf_SecretOfAlice0123456789"
@@ -281,7 +281,7 @@ def test_the_card_lists_the_licences_of_the_data(small: Path, hub: FakeHub) -> N
         r"LICENSE.txt (2), not stated (29) |"
     )
     assert head["license"] == "apache-2.0"  # of the model
-    assert b"secret" not in files["README.md"] + files[model_card.RECORD_FILE]
+    assert b"secret" not in files["README.md"] + files[RECORD_FILE]
 
 
 def test_the_card_is_silent_about_licences_that_nobody_stated(small: Path, hub: FakeHub) -> None:
@@ -312,26 +312,12 @@ def test_the_card_leaves_out_what_is_not_known(small: Path, hub: FakeHub, missin
 
 
 def test_what_the_record_lacks_comes_from_a_checkpoint(small: Path, hub: FakeHub, tmp_path: Path) -> None:
-    state = TrainState(
-        step=7,
-        epoch=0,
-        world_size=1,
-        zero_stage=3,
-        variant="wan2.1-t2v-tiny",
-        parts=["transformer"],
-        transformer_config={},
+    state = train_state(
         data_fingerprint="fe01",
         data_summary={"num_samples": 3, "num_tokens": 99},
         recipe={"train": {"seed": 5}},
         base="/somewhere/base",
         loss=[(1, 2.0), (2, 1.0)],
-        files={},
-        hashes={},
-        data_contents="",
-        base_fingerprint=None,
-        ds_config={},
-        data_start=(0, 0),
-        objective={},
     )
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
@@ -369,9 +355,7 @@ def test_a_folder_is_not_credited_as_a_repository(
 ) -> None:
     step = tmp_path / "run" / "checkpoints" / "step_00000007"
     step.mkdir(parents=True)
-    values: dict[str, Any] = dict.fromkeys(inspect.signature(TrainState).parameters, 0)
-    values |= {"variant": "", "files": {}, "hashes": {}, "parts": [], "recipe": {}, "data_summary": {}}
-    state = TrainState(**(values | {"loss": [], "base": base}))
+    state = train_state(variant="", base=base)
     (step / "wands_state.json").write_text(json.dumps(state.to_json()))
     send(small, hub, training=tmp_path / "run")
     head, body = read_card(hub.files(NAME)["README.md"].decode())

@@ -62,9 +62,9 @@ def laughs(first: str, nested: str) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (laughs("[x, y]", "[%s]"), "more than 10000 values after its aliases are expanded"),
-        (laughs("{x: y}", "{<<: [%s]}"), "more than 10000 values after its aliases are expanded"),
-        ("train: &train {epochs: *train}", "more than 10000 values after its aliases are expanded"),
+        (laughs("[x, y]", "[%s]"), "the aliases of the file repeat more than 10000 values"),
+        (laughs("{x: y}", "{<<: [%s]}"), "the aliases of the file repeat more than 10000 values"),
+        ("train: &train {epochs: *train}", "the aliases of the file repeat more than 10000 values"),
         (
             "train: !!python/object/apply:os.getcwd []",
             "python/object/apply:os.getcwd in line 1 is not allowed",
@@ -90,6 +90,65 @@ def test_aliases_of_a_recipe_are_expanded(tmp_path: Path):
     path = tmp_path / "r.yaml"
     path.write_text("optim: {betas: &betas [0.8, 0.9], lr: &small 1e-4, eps: *small}\n")
     assert load_recipe(path).optim.eps == load_recipe(path).optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "train: {epochs: 2}\nmodel: {path: a}\ntrain: {seed: 1}\n",
+            "the key train is in line 1 and again in line 3",
+        ),
+        ("train:\n  seed: 1\n  epochs: 2\n  seed: 3\n", "the key seed is in line 2 and again in line 4"),
+        ("train: {seed: 1, seed: 2}", "the key seed is in line 1 and again in line 1"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_named_with_its_lines(text: str, said: str, tmp_path: Path):
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    assert said in problems(path=path)
+    assert "the key a is in line 1 and again" in problems("sample.inputs={a: x, a: y}")
+
+
+def test_a_long_list_is_valid_yaml(tmp_path: Path):
+    keys = [f"clip-{i}" for i in range(12_000)]
+    path = tmp_path / "r.yaml"
+    path.write_text("data:\n  exclude:\n" + "".join(f"  - {key}\n" for key in keys))
+    assert load_recipe(path).data.exclude == keys
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lr=true",
+        "train.max_steps=yes",
+        "optim.betas=[true, 0.9]",
+        "train.step_timeout=on",
+        "profile.ranks=[false]",
+    ],
+)
+def test_a_boolean_is_not_a_number(override: str):
+    assert "true and false are not numbers" in problems(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "packing.max_tokens=1e20",
+        "train.seed='90071992547409930'",
+        "train.seed=-1e300",
+        "profile.ranks=[1e17]",
+    ],
+)
+def test_an_integer_that_does_not_fit_is_refused(override: str):
+    assert "integer" in problems(override)
+
+
+@pytest.mark.parametrize(
+    "override", ["train.bins_per_step=1e12", "packing.max_tokens=1e12", "packing.level_bins=1e9"]
+)
+def test_a_batch_that_no_memory_holds_is_refused(override: str):
+    assert "less than" in problems(override)
 
 
 def test_missing_recipe_lists_the_shipped_ones():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +78,14 @@ def test_labels_wrap_inside_the_sheet_and_end_in_an_ellipsis() -> None:
         contact_sheet._wrap_text("x" * 300, font, 200)[0]
     )
     assert contact_sheet._wrap_text("", font, 200) == []
+
+
+def test_a_label_of_600_kb_takes_no_time() -> None:
+    font, started = contact_sheet._font(15), time.process_time()
+    for text in ("a cat walks " * 50_000, "x" * 600_000, " " * 600_000, "a" + 600_000 * "\u0301"):
+        lines = contact_sheet._wrap_text(text, font, 480)
+        assert all(font.getlength(line) <= 480 for line in lines)
+    assert time.process_time() - started < 5  # seconds; it was a minute for each
 
 
 def test_unwritable_sheet_is_one_sentence_and_keeps_the_old_file(

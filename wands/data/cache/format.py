@@ -18,18 +18,21 @@ import os
 import shutil
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
-from wands.conditions.arrays import ArraySpec
+from wands.conditions.arrays import ArraySpec, latents_spec
 from wands.conditions.arrays import from_bits as from_bits
 from wands.conditions.arrays import to_bits as to_bits
 from wands.conditions.published import arrays_of, conditions_of
 from wands.disk_errors import disk_number, system_number
 from wands.errors import CacheError, DiskError, one_line
 from wands.files import publish, read_json_object
+from wands.values import check_values
 from wands.variants import Variant
 
 FORMAT = "wands latent cache"
@@ -57,6 +60,32 @@ def digest(value: Any) -> str:
 
 
 # ---- manifest
+
+_Size = Annotated[int, Field(strict=True, ge=1, lt=2**20)]
+
+
+@dataclass(frozen=True)
+class _VariantFacts:
+    """Properties of the variant in a manifest."""
+
+    name: str
+    vae_stride: tuple[_Size, _Size, _Size]
+    patch_size: tuple[_Size, _Size, _Size]
+    latent_channels: _Size
+    text_dim: _Size
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    """Types of the values in a manifest that are read."""
+
+    variant: _VariantFacts
+    conditions: dict[str, Any]
+    arrays: list[dict[str, Any]]
+    fingerprint: dict[str, Any]
+
+
+_MANIFEST = TypeAdapter(_Manifest)
 
 
 def cache_contract(variant: Variant) -> dict[str, Any]:
@@ -103,7 +132,7 @@ def stored_arrays(manifest: Mapping[str, Any]) -> tuple[ArraySpec, ...]:
     """Return the arrays that a manifest describes.
 
     Raises:
-        ValueError, KeyError, TypeError: if the manifest is damaged.
+        ValueError: if the manifest is damaged.
     """
     return tuple(ArraySpec.from_json(value) for value in manifest["arrays"])
 
@@ -134,9 +163,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             f"reads {SCHEMA_VERSION}; encode again with wands preprocess, or use the version of wands that wrote the cache."
         )
     try:
-        manifest["fingerprint"], contract_of(manifest)
-        stored_arrays(manifest)
-    except (ValueError, KeyError, TypeError) as error:
+        check_values(_MANIFEST, manifest)
+        specs = stored_arrays(manifest)
+        if not specs or specs[0] != latents_spec(manifest["variant"]["latent_channels"]):
+            raise ValueError("arrays: the first array must be the latents")
+    except ValueError as error:
         raise CacheError(
             f"cache={path} has a damaged {MANIFEST_NAME} ({reason(error)}); restore the file, or encode the clips again."
         ) from None

@@ -30,7 +30,7 @@ from wands.data.cache.format import (
     read_manifest,
     stored_arrays,
 )
-from wands.data.cache.shards import CacheIndex, damage_named, open_shard, sample_path, stored_specs
+from wands.data.cache.shards import CacheIndex, damage_named, open_sample, open_shard, read_entry
 from wands.data.cache.writer import CacheWriter
 from wands.data.collate import Sample
 from wands.data.sample_facts import SampleFacts
@@ -268,7 +268,7 @@ class LatentCache(SampleFacts):
     @contextmanager
     def _open(self, i: int) -> Iterator[BufferedReader[FileIO]]:
         """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
-        changed, compare the shard with the index.
+        changed, compare the shard with the index. With `verify`, every call compares its sample.
 
         Raises:
             CacheError: if the shard is damaged or does not match the index, also inside the `with` block.
@@ -279,7 +279,7 @@ class LatentCache(SampleFacts):
         with damage_named(path), BufferedReader(FileIO(path), 1 << 13) as file:
             status = os.fstat(file.fileno())
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            if self._compared.get(path.name) != identity:
+            if self.verify or self._compared.get(path.name) != identity:
                 with open_shard(path, digest(self.fingerprint)) as shard:
                     self._compare(i, shard)
                 self._compared[path.name] = identity
@@ -294,10 +294,9 @@ class LatentCache(SampleFacts):
         Raises:
             CacheError: if the sample's key, the shape or dtype of an array or the digest of the shard differs from the index.
         """
-        group = file[sample_path(int(self.index.rows[i]))]
+        group, stored = open_sample(file, int(self.index.rows[i]), self.arrays)
         if (key := json.loads(group.attrs["key"])) != self.index.keys[i]:
             raise self._damaged(i, f"is not at its position in the index, because sample {key} is there")
-        stored = {spec: group[spec.name] for spec in stored_specs(group, self.arrays)}
         wanted = {
             spec: (spec.stored_shape(shape), spec.stored_dtype) for spec, shape in self._shapes(i).items()
         }
@@ -306,6 +305,10 @@ class LatentCache(SampleFacts):
             raise self._damaged(i, f"has arrays {found}, which differ from the index")
         if file.attrs["id"] != self.index.shard_ids[self.index.shards[i]]:
             raise self._damaged(i, "is in a shard that was replaced after the index was written")
+        if self.verify:
+            entry = read_entry(file, self._path(i).name, int(self.index.rows[i]), self.arrays)
+            for column, ours, stored_value in self.index.differences(i, entry):
+                raise self._damaged(i, f"has {column}={stored_value}, but the index says {ours}")
         return group
 
     def _shapes(self, i: int) -> dict[ArraySpec, tuple[int, ...]]:
@@ -334,7 +337,8 @@ def _describe_conditions(conditions: Mapping[str, Any]) -> str:
     """Return names of conditions as text, with what decides their arrays."""
     texts = []
     for name, settings in conditions.items():
-        facts = " ".join(f"{key}={value}" for key, value in settings.items()) if settings else ""
+        known = settings if isinstance(settings, Mapping) else {"settings": settings}
+        facts = " ".join(f"{key}={value}" for key, value in known.items()) if settings else ""
         texts.append(f"{name} ({facts})" if facts else name)
     return f"[{', '.join(texts)}]"
 
@@ -360,6 +364,8 @@ def _read_array(
         frames: (first, end) of the range of indices along `spec.frames_axis` to read, without `end` itself. The rest of the
             result is zero. None reads the whole array.
     """
+    if offset + spec.num_bytes(shape) > os.fstat(file.fileno()).st_size:  # before memory is allocated
+        raise OSError("the file ends too early")
     array = np.zeros(spec.stored_shape(shape), spec.stored_dtype)
     pieces = [array]
     if frames is not None and spec.frames_axis is not None:

@@ -8,35 +8,65 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from zipfile import BadZipFile
 
 import h5py
 import numpy as np
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from wands.conditions.arrays import ArraySpec, ClipSize
 from wands.data.cache.format import checksum, digest, reason
+from wands.data.cache.index_file import check_index_values, read_index_arrays
 from wands.data.clips.rows import pick_license
 from wands.disk_errors import disk_number, read_patiently, unreadable
 from wands.errors import CacheError
 from wands.own_files import open_regular_file
+from wands.values import check_values
 
+T = TypeVar("T")
 LIBVER = ("v110", "v110")
 """(oldest, newest) version of the HDF5 file format that h5py may write. HDF5 1.10 and later can read these files. With
 "latest", only the newest HDF5 could read the files."""
 TEXTS = ("keys", "shard_names", "shard_ids", "license_names")
 """Arrays of `CacheIndex` that contain texts."""
+_SHARD_NAME = re.compile(r"shard-\d{5,}\.h5")
 SHARD_FIX = (
     "delete that file and run the same `wands preprocess` command again. The command encodes the clips of the "
     "deleted file again."
 )
 """End of an error message about a damaged shard. It says how to repair the cache."""
+
+
+_Positive = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+_Bits = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """Attributes and metadata of a stored sample that become part of the index. A shard may store more metadata."""
+
+    crc32: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    signature: tuple[_Bits, _Bits]
+    mask_sums: tuple[_Positive, _Positive]
+    num_frames: Annotated[int, Field(strict=True, ge=1, lt=2**31)]
+    fps: Annotated[float, Field(strict=True, gt=0, le=1e6, allow_inf_nan=False)]
+    content: str
+    video: str = ""
+    last: bool = False
+    clip_seconds: _Positive = 0.0
+    display_size: tuple[Annotated[str, Field(pattern=r"^\d{1,9}(/[1-9]\d{0,8})?$")], ...] = ()
+    matrix: str = ""
+
+
+_META = TypeAdapter(_Meta)
 
 
 @dataclass(frozen=True)
@@ -65,6 +95,8 @@ class IndexEntry:
     display_size: tuple[str, ...] = ()
     """Displayed width and height of the source video in square pixels, each as a text such as "640" or "2560/3". Empty for
     imported latents."""
+    matrix: str = ""
+    """`VideoInfo.matrix` of the source video. Empty for small videos and in samples of earlier versions."""
     license: str = ""
     """License that the source states for the clip; "" without a license."""
     clip_seconds: float = 0.0
@@ -122,29 +154,47 @@ def open_shard(path: Path, fingerprint: str) -> h5py.File:
     return file
 
 
-def stored_specs(group: h5py.Group, arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
-    """Return the arrays in the HDF5 group of a stored sample. Arrays that are not optional are in the result even if the group
-    lacks them, so that reading such a damaged sample fails.
-    """
-    return [spec for spec in arrays if spec.name in group or not spec.optional]
+def sample_rows(file: h5py.File) -> list[int]:
+    """Return the numbers of the samples in an open shard."""
+    return [int(name) for name in _child(file, "samples", h5py.Group)]
 
 
-def read_offsets(group: h5py.Group, arrays: Sequence[ArraySpec]) -> tuple[int, ...]:
-    """Return the position in bytes at which each array starts in the shard; 0 for an array that the sample lacks.
+def open_sample(
+    file: h5py.File, row: int, arrays: Sequence[ArraySpec]
+) -> tuple[h5py.Group, dict[ArraySpec, h5py.Dataset]]:
+    """Return the HDF5 group of a stored sample, and its arrays without optional arrays that it lacks.
 
     Raises:
-        OSError: if an array is not contiguous.
+        KeyError: if the shard has no such sample, or the sample lacks an array that is not optional.
+        OSError: if something is a link, or an array is not stored in one piece inside the shard. wands writes no such shard.
     """
-    offsets = []
+    group = _child(_child(file, "samples", h5py.Group), f"{row:06d}", h5py.Group)
+    stored = {}
     for spec in arrays:
-        stored = group[spec.name] if spec.name in group or not spec.optional else None
-        offset = None if stored is None else stored.id.get_offset()
-        if stored is not None and stored.size and offset is None:
+        if spec.optional and not group.id.links.exists(spec.name.encode()):
+            continue
+        array = stored[spec] = _child(group, spec.name, h5py.Dataset)
+        layout, offset = array.id.get_create_plist(), array.id.get_offset()
+        in_one_piece = layout.get_layout() == h5py.h5d.CONTIGUOUS and not layout.get_external_count()
+        end = (offset or 0) + array.nbytes
+        if not in_one_piece or (array.size and offset is None) or end > file.id.get_filesize():
             raise OSError(
-                "another program has changed the shard: an array is stored in chunks, but wands stores each array in one piece"
+                f"another program has changed the shard: the array {spec.name} of sample {row} is stored in chunks or outside "
+                "the shard, but wands stores each array in one piece"
             )
-        offsets.append(offset or 0)
-    return tuple(offsets)
+    return group, stored
+
+
+def _child(group: h5py.Group, name: str, kind: type[T]) -> T:
+    """Return a group or dataset inside a group. Links are not followed: they can lead to another file, a pipe or a loop."""
+    link = name.encode()
+    if not group.id.links.exists(link):
+        raise KeyError(f"{group.name.rstrip('/')}/{name} is missing")
+    if group.id.links.get_info(link).type == h5py.h5l.TYPE_HARD and isinstance(group[name], kind):
+        return group[name]
+    raise OSError(
+        f"another program has changed the shard: {group.name.rstrip('/')}/{name} is a link or has the wrong kind"
+    )
 
 
 def shard_id(entries: Sequence[IndexEntry]) -> str:
@@ -176,41 +226,42 @@ def entries_of(file: h5py.File, shard: str, arrays: Sequence[ArraySpec]) -> Iter
         shard: file name of the shard, which becomes part of each entry.
         arrays: arrays of the cache.
     """
-    for name, group in file["samples"].items():
-        yield read_entry(group, shard, int(name), arrays)
+    for row in sample_rows(file):
+        yield read_entry(file, shard, row, arrays)
 
 
-def read_entry(group: h5py.Group, shard: str, row: int, arrays: Sequence[ArraySpec]) -> IndexEntry:
+def read_entry(file: h5py.File, shard: str, row: int, arrays: Sequence[ArraySpec]) -> IndexEntry:
     """Return the index entry (shape, checksum and other facts) of one stored sample.
 
     Args:
-        group: HDF5 group of the sample.
+        file: the open shard.
         shard: file name of the shard.
         row: number of the sample in the shard.
         arrays: arrays of the cache.
+
+    Raises:
+        KeyError, OSError, ValueError: if the sample is damaged, or another program has changed the shard.
     """
-    meta = json.loads(group.attrs["meta"])
+    group, stored = open_sample(file, row, arrays)
+    meta, key = json.loads(group.attrs["meta"]), json.loads(group.attrs["key"])
+    if not isinstance(meta, dict) or not isinstance(key, str) or "\0" in key:
+        raise ValueError(f"the key or the metadata of sample {row} are of the wrong kind")
+    names = ("crc32", "signature", "mask_sums")
+    stored_facts = {name: np.asarray(group.attrs[name]).tolist() for name in names}
+    facts = check_values(_META, meta | stored_facts)
     free_lens: list[int] = []
     for spec in arrays:
         if spec.num_free:
-            shape = (
-                group[spec.name].shape if spec.name in group or not spec.optional else (0,) * len(spec.dims)
-            )
-            free_lens += spec.free_lens(shape)
+            free_lens += spec.free_lens(stored[spec].shape if spec in stored else (0,) * len(spec.dims))
     return IndexEntry(
-        key=json.loads(group.attrs["key"]),
+        key=key,
         shard=shard,
         row=row,
-        latent_shape=tuple(group["latents"].shape),
+        latent_shape=stored[arrays[0]].shape,
         free_lens=tuple(free_lens),
-        crc32=int(group.attrs["crc32"]),
-        offsets=read_offsets(group, arrays),
-        signature=tuple(group.attrs["signature"]),
-        display_size=tuple(meta.get("display_size", ())),
+        offsets=tuple(stored[spec].id.get_offset() or 0 if spec in stored else 0 for spec in arrays),
         license=pick_license(meta),
-        mask_sums=tuple(group.attrs["mask_sums"]),
-        **{name: meta[name] for name in ("num_frames", "fps", "content")},
-        **{name: meta[name] for name in ("video", "last", "clip_seconds") if name in meta},
+        **vars(facts),
     )
 
 
@@ -256,8 +307,8 @@ def read_stored(
 
     def read() -> tuple[dict[str, Tensor], dict[str, Any]]:
         with damage_named(path), open_shard(path, fingerprint) as file:
-            group = file[sample_path(row)]
-            stored = {spec: group[spec.name][()] for spec in stored_specs(group, arrays)}
+            group, datasets = open_sample(file, row, arrays)
+            stored = {spec: dataset[()] for spec, dataset in datasets.items()}
             if checksum(*stored.values()) != int(group.attrs["crc32"]):
                 raise OSError(f"sample {json.loads(group.attrs['key'])} does not match its stored checksum")
             size = ClipSize(tuple(group["latents"].shape[1:]), patch_size)
@@ -364,6 +415,22 @@ class CacheIndex:
         """Number of text tokens of each sample without padding, int32 [N]."""
         return self.lens_of("text_embeds")[:, 0]
 
+    def differences(self, i: int, entry: IndexEntry) -> Iterator[tuple[str, Any, Any]]:
+        """Yield (name, value here, value in the shard) for each fact about sample `i` that differs from the shard's."""
+        facts = {
+            "latent_shapes": list(entry.latent_shape),
+            "free_lens": list(entry.free_lens),
+            "crc32": entry.crc32,
+            "num_frames": entry.num_frames,
+            "fps": float(np.float32(entry.fps)),
+            "offsets": list(entry.offsets),
+            "mask_sums": list(entry.mask_sums),
+        }
+        for name, stored in facts.items():
+            ours = getattr(self, name)[i].tolist()
+            if ours != stored:
+                yield name, ours, stored
+
     @classmethod
     def build(
         cls, path: Path, entries: Sequence[IndexEntry], null_text: np.ndarray, arrays: Sequence[ArraySpec]
@@ -423,8 +490,8 @@ class CacheIndex:
         fix = "run the same wands preprocess command again, which rebuilds the index from the shards."
 
         def read() -> CacheIndex:
-            with damage_named(path, fix), np.load(path, allow_pickle=False) as npz:
-                arrays = {name: npz[name] for name in cls.__dataclass_fields__}
+            with damage_named(path, fix):
+                arrays = read_index_arrays(path)
                 texts: dict[str, Any] = {name: _split(arrays[name]) for name in TEXTS}
                 specs = tuple(ArraySpec.from_json(json.loads(text)) for text in _split(arrays["arrays"]))
                 index = cls(**{**arrays, **texts, "arrays": specs})
@@ -432,9 +499,13 @@ class CacheIndex:
                 wrong = [name for name in of_samples if len(arrays[name]) != len(index)]
                 if wrong or not len(index.shard_bytes) == len(index.shard_names) == len(index.shard_ids):
                     raise ValueError("arrays with one item per sample (or per shard) have different lengths")
-                widths = len(specs), sum(spec.num_free for spec in specs)
-                if (index.offsets.shape[1], index.free_lens.shape[1]) != widths:
+                widths = {"offsets": len(specs), "free_lens": sum(spec.num_free for spec in specs)}
+                widths |= {"latent_shapes": 4, "signatures": 2, "mask_sums": 2}
+                if any(arrays[name].shape[1] != width for name, width in widths.items()):
                     raise ValueError("the positions or lengths of the arrays have a wrong number of columns")
+                if not all(map(_SHARD_NAME.fullmatch, index.shard_names)):
+                    raise ValueError("shard_names: a name is not that of a shard, such as shard-00000.h5")
+                check_index_values(arrays, len(index.shard_names), len(index.license_names))
             return index
 
         return read_patiently(path, read)

@@ -16,6 +16,7 @@ from typing import Any
 
 from wands.data.clips.archives import is_tar
 from wands.data.clips.file_kinds import CLIP_EXTENSIONS, IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
+from wands.data.clips.list_cells import split_lists
 from wands.data.clips.records import (
     MAX_PATH,
     ClipRecord,
@@ -231,15 +232,16 @@ def _scan_rows(
         if isinstance(row, str):
             yield reject(place, table, row)
             continue
-        video, caption = source.pick(row)
+        video, _ = source.pick(row)
         listing.other_files |= _files_in_other_columns(row, video, folders)
         try:
             if not isinstance(video, str) or not video.strip():
                 raise DataError("this row names no clip; write a path in the video column, or remove the row")
             name, path = locate(video.strip(), folders, listing.file.parent)
             listing.clips.add(path)
-            captions = source.check_captions(caption, place)
-            yield from records_of_clip(name, path, captions, place, row, folders, source.files)
+            for part in split_lists(row, source.caption_names):
+                captions = source.check_captions(source.pick_caption(part), place)
+                yield from records_of_clip(name, path, captions, place, part, folders, source.files)
         except DataError as error:
             yield reject(place, video or table, error)
 

@@ -51,6 +51,9 @@ _UNREAD_IMAGES = (".apng", ".avif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", "
 _UNREAD = dict.fromkeys(_UNREAD_VIDEOS, ".mp4") | dict.fromkeys(_UNREAD_IMAGES, ".png")
 """Maps extensions of videos and images that wands cannot read to the extension of a format that wands can read. Files with these
 extensions are rejected, and the error message names the format to convert to."""
+MIN_FRAMES = 8
+"""Smallest number of numbered images that are taken for the frames of a video."""
+_FRAME = re.compile(r"(.*?)(\d{1,9})(\.\w+)", re.DOTALL)
 # Names of text files in a folder of clips that are not captions.
 _DOCUMENT = re.compile(
     r"(readme|licen[cs]e|copying|copyright|notice)([^a-z0-9].*)?|"
@@ -99,6 +102,10 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
         yield from _reject_unread(root, stems, source)
         for archive in filter(is_tar, map(root.joinpath, files)):
             yield from scan_tar(archive, folder, source)
+        frames = numbered_frames(files) if source.needs_caption else []
+        if frames and not any(_sidecar_of(stems[Path(file).stem], source.sidecars) for file in frames):
+            yield _reject_frames(root, frames, folder)
+            files = sorted({*files} - {*frames})
         for file in clip_names(files, kinds=source.files):
             path = root / file
             name = path.relative_to(folder).as_posix()
@@ -111,7 +118,9 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                         f"image {file} may be a preview of the video {clip} of the same name, so the image is not used; "
                         "rename the image if it is a separate clip"
                     )
-                if sidecar := _sidecar_of(siblings, source.sidecars):
+                sidecar = _sidecar_of(siblings, source.sidecars)
+                sidecar = sidecar or _sidecar_of(stems.get(file, []), source.sidecars)  # a.mp4.txt
+                if sidecar:
                     captions, row = _parse_captions(sidecar, _read_small(path.with_name(sidecar)), source)
                 else:
                     wanted = " or ".join(path.stem + extension for extension in source.sidecars[:2])
@@ -120,6 +129,31 @@ def _scan_folder(source: Source, folders: dict[Path, list[str]]) -> Iterator[Cli
                 yield from records_of_clip(name, path, captions, sidecar or name, row, kinds=source.files)
             except DataError as error:
                 yield reject(clip_key(name), path, error)
+
+
+def numbered_frames(files: list[str]) -> list[str]:
+    """Return the images of a folder that look like the frames of a video: at least `MIN_FRAMES`, numbered without a gap."""
+    series: dict[tuple[str, str], dict[int, str]] = {}
+    for file in files:
+        name = _FRAME.fullmatch(file)
+        if name and file.lower().endswith(IMAGE_EXTENSIONS):
+            series.setdefault((name[1], name[3]), {})[int(name[2])] = file
+    longest = max(series.values(), key=len, default={})
+    is_video = len(longest) >= MIN_FRAMES and max(longest) - min(longest) + 1 == len(longest)
+    return [longest[number] for number in sorted(longest)] if is_video else []
+
+
+def _reject_frames(root: Path, frames: list[str], folder: Path) -> Rejection:
+    prefix, first, extension = _FRAME.fullmatch(frames[0]).groups()  # type: ignore[union-attr]
+    is_padded = all(len(file) == len(frames[0]) for file in frames)
+    pattern = f"{prefix}%0{len(first)}d{extension}" if is_padded else f"{prefix}%d{extension}"
+    name = root.relative_to(folder).as_posix() if root != folder else root.name
+    command = f"ffmpeg -framerate FPS -start_number {int(first)} -i {name}/{pattern} {name}.mp4"
+    reason = (
+        f"{len(frames):,} numbered images without captions look like the frames of a video; make a video ({command}), and write "
+        f"its caption in {name}.txt"
+    )
+    return reject(safe_name(name), root, reason)
 
 
 def walk(folder: Path, unreadable: list[Rejection], recursive: bool) -> Iterator[tuple[Path, list[str]]]:
@@ -226,8 +260,10 @@ def _may_be_caption(file: Path, source: Source) -> bool:
         return False
     kind = file.suffix.lower()
     try:
-        is_json = kind not in (".txt", ".jsonl")
-        return kind == ".txt" or (is_json and any(_parse_captions(file.name, _read_small(file), source)[0]))
+        is_json = kind not in (".txt", ".caption", ".jsonl")
+        return kind in (".txt", ".caption") or (
+            is_json and any(_parse_captions(file.name, _read_small(file), source)[0])
+        )
     except DataError:
         return False
 

@@ -54,7 +54,7 @@ class Source:
     cache_dir: Path | None = None
     needs_caption: bool = True
     other_columns: tuple[str, ...] = ()
-    sidecars: tuple[str, ...] = (".txt", ".json", ".jsonl")
+    sidecars: tuple[str, ...] = (".txt", ".json", ".jsonl", ".caption")
     files: tuple[ClipFile, ...] = (MASK_FILE,)
     recursive: bool = True
     log: Callable[[str], object] = field(default=logging.getLogger(__name__).warning, compare=False)

@@ -24,7 +24,15 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from wands.conditions.clip_files import FoundFile
 from wands.data.clips.clip import TIME_SLACK, ClipSpec, Crop, FrameSize, plan_sizes, plan_windows
 from wands.data.clips.file_kinds import IMAGE_EXTENSIONS
-from wands.data.clips.video_file import LONGEST_HOLD, RECODE, VideoFrame, VideoInfo, VideoReader, open_video
+from wands.data.clips.video_file import (
+    ASSUMED,
+    LONGEST_HOLD,
+    RECODE,
+    VideoFrame,
+    VideoInfo,
+    VideoReader,
+    open_video,
+)
 from wands.files import atomic_path
 
 if TYPE_CHECKING:
@@ -155,7 +163,10 @@ class _Renderer:
         grows = stored[0] > image.width or stored[1] > image.height
         method = "BICUBIC" if grows else "AREA"
         # threads=1: swscale's threads are slower (0.5 ms against 4 ms for a 720p frame).
-        rgb = self._reformatter.reformat(image, *stored, "rgb24", interpolation=method, threads=1)
+        matrix = Colorspace.ITU709 if info.matrix == ASSUMED else None
+        rgb = self._reformatter.reformat(
+            image, *stored, "rgb24", src_colorspace=matrix, interpolation=method, threads=1
+        )
         upright = np.rot90(rgb.to_ndarray(), self._turns)
         if info.mirrored:
             upright = upright[:, ::-1]

@@ -45,6 +45,14 @@ ROUNDING = 2.5e-3
 _PLAYLISTS = {"concat", "dash", "hls", "imf", "sdp", "tty"}
 
 
+HD_LINES = 720
+"""Number of lines from which a video without a tag is taken to have the color matrix BT.709, as in players. Smaller videos are
+taken to have BT.601."""
+ASSUMED = "BT.709, assumed"
+TAGGED = "as the file says"
+_UNSPECIFIED = 2  # AVCOL_SPC_UNSPECIFIED, for which PyAV has no name
+
+
 @dataclass(frozen=True)
 class VideoInfo:
     """Properties of a video, from the header and the first frame.
@@ -61,6 +69,8 @@ class VideoInfo:
         sar: sample aspect ratio: width / height of a stored pixel.
         mirrored: whether the image must be mirrored horizontally after the rotation to be shown correctly.
         hdr: "PQ" or "HLG" for HDR videos, otherwise "". The decoder does not convert HDR to SDR.
+        matrix: how the colors of a video of at least `HD_LINES` lines are converted: `ASSUMED` or `TAGGED`. "" for smaller
+            videos.
     """
 
     container: str
@@ -74,6 +84,7 @@ class VideoInfo:
     sar: Fraction
     mirrored: bool = False
     hdr: str = ""
+    matrix: str = ""
 
     @property
     def display_size(self) -> tuple[Fraction, Fraction]:
@@ -231,7 +242,15 @@ class VideoReader:
             sar=Fraction(self._stream.sample_aspect_ratio or 1),
             mirrored=mirrored,
             hdr=HDR.get(image.color_trc, ""),
+            matrix=self._matrix(image),
         )
+
+    def _matrix(self, image: Any) -> str:
+        if min(image.width, image.height) < HD_LINES:
+            return ""  # FFmpeg uses BT.601 for a video without a tag
+        # JPEG and VP8 always use BT.601.
+        has_rule = image.format.is_rgb or self._stream.codec_context.name in ("mjpeg", "vp8", "webp")
+        return TAGGED if has_rule or image.colorspace != _UNSPECIFIED else ASSUMED
 
     @property
     def variable_fps(self) -> bool:
