@@ -758,8 +758,8 @@ def test_html_of_a_record_is_only_text_in_the_card(small: Path, hub: FakeHub) ->
     (small / "samples" / "a.mp4").write_bytes(b"video")
     (small / "samples" / "samples.jsonl").write_text(json.dumps({"prompt": evil, "file": "a.mp4"}) + "\n")
     record = {key: evil for key in ("base", "checkpoint", "variant", "dtype", "wands_version")}
-    record |= {"ema": {"decay": evil}, "events": {evil: [1]}, "step": 3, "data": {"fingerprint": evil}}
-    record |= {"recipe": {"lora": {"rank": evil, "alpha": evil, "targets": [evil]}, "note": evil}}
+    record |= {"events": {evil: [1]}, "step": 3, "data": {"fingerprint": evil}}
+    record |= {"recipe": {"lora": {"rank": 2, "alpha": 4.0, "targets": [evil]}, "note": evil}}
     write_record(small, record)
     send(small, hub)
     _, body = read_card(hub.files(NAME)["README.md"].decode())

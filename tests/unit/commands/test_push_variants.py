@@ -131,7 +131,7 @@ def test_a_lora_of_two_experts(
     assert "lora" in head["tags"]
     assert body.startswith("<!--")
     assert "A LoRA for a Wan video pipeline (wan2.2-t2v-a14b)" in body
-    assert "| LoRA | rank 2, alpha 4.0, targets blocks.*.to_q, proj_out |" in body
+    assert "| LoRA | rank 2, alpha 4.0, targets blocks.\\*.to\\_q, proj\\_out |" in body
     assert "high-noise expert (`transformer`) and low-noise expert (`transformer_2`)" in body
     pipeline = run_example(card, folder, tiny_variant("wan2.2-t2v-a14b"))["pipeline"]
     for part in ("transformer", "transformer_2"):
@@ -151,7 +151,7 @@ def test_a_lora_of_one_model(tiny_variant: Callable[[str], Path], run_example: A
     merged = build_card(
         tmp_path, NAME, RECORD | {"recipe": {"lora": LORA}}, FolderContents("WanPipeline"), "mit"
     )
-    assert "proj_out, merged into the weights |" in merged
+    assert "proj\\_out, merged into the weights |" in merged
     assert "load_lora_weights" not in merged
 
 

@@ -87,8 +87,10 @@ def test_a_link_in_the_place_of_a_log_is_not_followed(
 ):
     """The rows wait, and are written when the link is gone."""
     (tmp_path / "precious").write_text("keep me")
-    (tmp_path / "metrics.jsonl").symlink_to(target)
     log = AppendLog(tmp_path / "metrics.jsonl")
+    (tmp_path / "metrics.jsonl").symlink_to(target)
+    with pytest.raises(WandsError, match="must be a regular file, and no link"):
+        AppendLog(tmp_path / "metrics.jsonl")
     log.append(b"1\n")
     log.append(b"2\n")
     assert caplog.text.count("must be a regular file, and no link") == 1

@@ -355,9 +355,8 @@ def test_values_that_are_not_finite_are_refused_by_name(value: float, dtype: tor
     save_file(keys, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError) as caught:
         read_lora_file(TensorFiles([tmp_path / "a.safetensors"], "--lora=folder"))
-    assert str(caught.value).startswith(
-        f"--lora=folder: {bad} in a.safetensors contains NaN or infinite values"
-    )
+    assert str(caught.value).startswith("--lora=folder: ")
+    assert f"a.safetensors has NaN or infinite values in {bad}" in str(caught.value)
 
 
 TENSORS = [torch.ones(2), torch.ones(0), torch.ones(1, 2)]
