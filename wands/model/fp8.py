@@ -91,17 +91,19 @@ def _multiply(
     codes_a: Tensor, scale_a: Tensor, codes_b: Tensor, scale_b: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Return a @ b.T + bias in bf16, for a [M, K] and b [N, K] as codes with scales [M, 1] and [N, 1]."""
-    # Flattened, because the product checks the strides of dimensions of size 1, too.
-    return scaled_mm(
-        codes_a,
-        codes_b.t(),
-        scale_a.flatten()[:, None],
-        ScalingType.RowWise,
-        scale_b.flatten()[None],
-        ScalingType.RowWise,
-        bias=bias,
-        output_dtype=torch.bfloat16,
-    )
+    with torch.autocast(
+        codes_a.device.type, enabled=False
+    ):  # it would round the product before the bias is added
+        return scaled_mm(
+            codes_a,
+            codes_b.t(),
+            scale_a.flatten()[:, None],  # the product checks strides, also of dimensions of size 1
+            ScalingType.RowWise,
+            scale_b.flatten()[None],
+            ScalingType.RowWise,
+            bias=bias,
+            output_dtype=torch.bfloat16,
+        )
 
 
 @torch.library.custom_op("wands::fp8_matmul", mutates_args=())
