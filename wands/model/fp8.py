@@ -62,7 +62,7 @@ def cast_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = x.float()
     factor, scale = power_of_two_scales(wide.abs().amax(1, keepdim=True))
-    return (wide * factor).clamp(-LARGEST, LARGEST).to(E4M3).contiguous(), scale
+    return (wide * factor).clamp_(-LARGEST, LARGEST).to(E4M3).contiguous(), scale
 
 
 def cast_fp8_columns(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def cast_fp8_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     wide = pad(x.float(), (0, 0, 0, -len(x) % MULTIPLE))
     factor, scale = power_of_two_scales(wide.abs().amax(0, keepdim=True))
-    codes = (wide * factor).clamp(-LARGEST, LARGEST).to(E4M3)
+    codes = (wide * factor).clamp_(-LARGEST, LARGEST).to(E4M3)
     return codes.t().contiguous(), scale.t()
 
 
