@@ -175,7 +175,7 @@ def check_fp8(device: torch.device) -> None:
             False,
             False,
         )
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"fp8 with a scale for each row does not work on {device} with torch {torch.__version__} ({one_line(error, 200)}); "
             "on a CPU it needs torch 2.13. Set precision.linears=bf16, and lora.quantize=int8, nf4 or none."
