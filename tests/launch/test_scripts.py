@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -68,6 +69,23 @@ def test_loss_compare_accepts_packing_and_refuses_another_seed(
     assert compare("train.seed=0", "train.seed=1", tmp_path / "other") == 1
     assert "largest relative difference" in capsys.readouterr().out
     assert len(set(runs)) == 3
+
+
+@pytest.mark.slow
+def test_compare_precision_prints_curves_held_out_losses_and_cosines(tiny_pipeline: Path, tmp_path: Path):
+    settings = (MOCK, f"model.path={tiny_pipeline}", "train.max_steps=4", "packing.max_tokens=24")
+    settings += ("data.holdout=0.4", "eval.every=2", "optim.lr=1e-3", "checkpoint.every=4")
+    command = [sys.executable, ROOT / "scripts" / "compare_precision.py", "tiny", "--out", tmp_path]
+    command += [part for value in settings for part in ("--set", value)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert "held-out loss: bf16" in done.stdout
+    found = json.loads((tmp_path / "precision.json").read_text())
+    assert found["held_out"][0] != found["held_out"][1]
+    assert found["held_out"][1] == pytest.approx(found["held_out"][0], rel=0.02)
+    assert {"blocks.attn1.to_q", "blocks.ffn.net.proj"} <= found["cosines"].keys()
+    assert all(0.9 < value < 1 for values in found["cosines"].values() for value in values)
+    assert (tmp_path / "precision.png").stat().st_size > 1000
 
 
 # A Python that finds so many GPUs and fails at some scripts.

@@ -23,7 +23,7 @@ from wands.files import write_text
 from wands.model.files.hub import published_name
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import ClipFacts
-from wands.planning.hardware import MACHINES, Machine, machine_named, with_measurements
+from wands.planning.hardware import MACHINES, Machine, has_fp8, machine_named, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
 from wands.planning.sampling_load import sampling_load
 from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
@@ -188,6 +188,14 @@ def build_task(
         raise ConfigError(
             f"--gpus {options.gpus} must be a multiple of {per_node}, the number of GPUs per node; use "
             f"{options.gpus // per_node * per_node}."
+        )
+    if not has_fp8(machine.name) and "fp8" in (
+        recipe.precision.linears,
+        recipe.lora and recipe.lora.quantize,
+    ):
+        raise ConfigError(
+            f"--hardware {options.hardware}: {machine.name} does not multiply in fp8; set precision.linears=bf16, and "
+            "lora.quantize=int8, nf4 or none."
         )
     names = SHIPPED if options.deepspeed is None else (str(options.deepspeed),)
     weights = list_weights(recipe, config, experts)

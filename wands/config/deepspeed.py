@@ -87,7 +87,7 @@ def build_ds_config(
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
         "DeepSpeed quantizes with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
     }
-    problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero))
+    problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero) | ds_rules.fp8_rules(recipe))
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
     problems += failed_rules(ds_rules.optimizer_rules(recipe, config))
@@ -152,7 +152,10 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
     problems = failed_rules(rules)
     if compute == "bf16":
         # Parameters of the listed classes are gathered and reduced in bf16. With an empty list, everything stays in fp32.
-        modules = ["torch.nn.Linear"] if reduce == "bf16" else []
+        linears = ["torch.nn.Linear"]
+        if recipe.precision.linears == "fp8":
+            linears.append("wands.model.fp8.Fp8Linear")  # DeepSpeed compares classes exactly
+        modules = linears if reduce == "bf16" else []
         config["torch_autocast"] = {**autocast, "lower_precision_safe_modules": modules}
     elif data_type:
         config["communication_data_type"] = data_type

@@ -205,6 +205,23 @@ def optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, obje
     }
 
 
+def fp8_rules(recipe: Recipe) -> dict[str, object]:
+    """Return the rules that fp8 imposes on other recipe keys, as a dict from error message to whether the rule is broken."""
+    precision = recipe.precision
+    quantize = recipe.lora.quantize if recipe.lora else "none"
+    multiplies = precision.linears == "fp8"
+    key = "precision.linears=fp8" if multiplies else "lora.quantize=fp8"
+    has_weight_gradients = multiplies and recipe.lora is None
+    return {
+        f"{key} multiplies in fp8, but precision.compute=fp32 asks for products in fp32; set precision.compute=bf16, or remove "
+        f"{key.partition('=')[0]}.": precision.compute == "fp32" and (multiplies or quantize == "fp8"),
+        f"precision.linears=fp8 cannot multiply the codes of lora.quantize={quantize}; set lora.quantize to fp8 or none, or "
+        "precision.linears=bf16.": multiplies and quantize in ("int8", "nf4"),
+        "precision.fp8_grad_weight=bf16 has no effect without a full finetune with precision.linears=fp8; remove the "
+        "key.": precision.fp8_grad_weight == "bf16" and not has_weight_gradients,
+    }
+
+
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
     """Return the rules that the recipe keys `precision.weights` and `lora.quantize` impose on other settings.
 

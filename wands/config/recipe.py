@@ -143,11 +143,12 @@ class LoraConfig(StrictModel):
     a new LoRA is trained."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of the inputs of the adapters in training. 0 disables dropout."""
-    quantize: Literal["none", "int8", "nf4"] = "none"
-    """Quantize the frozen linear layers with bitsandbytes to save GPU memory. Use `int8` or `nf4` if the base model does
-    not fit the GPU. `int8` needs 1 byte per weight, and each row of a weight matrix has its own scale. `nf4` needs 0.56
-    bytes per weight, as in QLoRA. LoRAs in `model.merge_loras` are merged before the quantization. Exports with `--merge`
-    add the LoRA to the original, unquantized weights."""
+    quantize: Literal["none", "int8", "nf4", "fp8"] = "none"
+    """Quantize the frozen linear layers to save GPU memory, if the base model does not fit the GPU. `int8` and `nf4` use
+    bitsandbytes. `int8` needs 1 byte per weight, and each row of a weight matrix has its own scale. `nf4` needs 0.56
+    bytes per weight, as in QLoRA. `fp8` needs 1 byte per weight and also multiplies in fp8, which is faster than bf16. It
+    needs a GPU of compute capability 8.9 or higher. LoRAs in `model.merge_loras` are merged before the quantization. Exports
+    with `--merge` add the LoRA to the original, unquantized weights."""
 
     @property
     def scaled_alpha(self) -> float:
@@ -184,6 +185,14 @@ class PrecisionConfig(StrictModel):
     """Dtype in which the weights are stored. `bf16` stores the linear layers and the patch embedding with 2 bytes per
     weight instead of 4. Use `bf16` for LoRAs: matrix multiplications convert the frozen weights to bf16 anyway, so both
     values give identical results. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
+    linears: Literal["bf16", "fp8"] = "bf16"
+    """Dtype in which the linear layers of the transformer blocks multiply. `bf16` means the dtype of `compute`. `fp8` casts
+    inputs, weights and gradients to e4m3 just before each product, with one scale per row. It is faster on GPUs of compute
+    capability 8.9 or higher (RTX 40 series, H100 and later), most of all for large models and short clips, and rounds more
+    coarsely than `bf16`: compare the held-out loss of both before a long run."""
+    fp8_grad_weight: Literal["fp8", "bf16"] = "fp8"
+    """With `linears: fp8`, the dtype of the products that compute the gradients of the weights. Use `bf16` if a full finetune
+    in fp8 learns worse than in bf16. A LoRA in fp8 computes no gradients of base weights."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which the GPUs exchange gradients and, with ZeRO-3, also weights. `bf16` sends half as many bytes as
     `fp32`, but rounds the gradients. Use `bf16` if communication limits the speed."""

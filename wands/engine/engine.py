@@ -28,6 +28,7 @@ from wands.engine.optimizers import build_optimizer, split_by_decay, split_by_dt
 from wands.errors import ConfigError, one_line
 from wands.model import fused
 from wands.model.files.loading import load_transformer
+from wands.model.fp8 import check_fp8
 from wands.model.freezing import freeze_parameters
 from wands.model.lora import MergedLoras, add_lora, load_start
 from wands.model.offload import ActivationOffloader
@@ -161,6 +162,9 @@ def build_model(
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     is_sharded = ds_config["zero_optimization"].get("stage", 0) == 3
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else None
+    policy = WeightDtypePolicy.of(recipe)
+    if "fp8" in (policy.linears, policy.quantize):
+        check_fp8(device)
     model = load_transformer(
         recipe.model.path,
         subfolder=expert.subfolder,
@@ -168,7 +172,7 @@ def build_model(
         seed=recipe.train.seed,
         zero_init_context=sharded,
         merge=MergedLoras.load(recipe.model.merge_loras, expert, recipe.model.experts),
-        storage=WeightDtypePolicy.of(recipe),
+        storage=policy,
         config=config,
     )
     self_attention = context_attention(

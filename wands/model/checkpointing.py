@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from wands.model import fp8  # noqa: F401, registers its operators
 from wands.model.offload import ActivationOffloader, OffloadedTensor, detached
 
 BLOCK_INPUT = "block_input"
@@ -43,7 +44,16 @@ PROJECTIONS = {
 }
 """Maps a tensor name to the name of the linear layer, in a block, that computes this tensor."""
 _aten = torch.ops.aten
-_MATMULS = frozenset((_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default))
+_MATMULS = frozenset(
+    (
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.linear.default,
+        torch.ops.wands.fp8_matmul.default,
+        torch.ops.wands.fp8_stored.default,
+    )
+)
 """Operators that compute a linear layer."""
 
 

@@ -30,8 +30,10 @@ from wands.attention.varlen import Backend, PaddedSegments, Segments, padded_att
 from wands.model import fused
 from wands.model.checkpointing import SelectiveCheckpoint
 from wands.model.dropout import RowKeys, add_dropout
+from wands.model.fp8 import Fp8Linear
 from wands.model.modulation import gated_add, modulate
 from wands.model.offload import ActivationOffloader
+from wands.model.quantized import StoredFp8Linear
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
@@ -80,7 +82,7 @@ class PackedWanTransformer(WanTransformer3DModel):
             enabled: True for compiled operators (fused.py), False for plain PyTorch modules.
         """
         for module in self.modules():
-            if isinstance(module, (PackedWanBlock, AddNorm, NormRotate)):
+            if isinstance(module, (PackedWanBlock, AddNorm, NormRotate, Fp8Linear, StoredFp8Linear)):
                 module.compiled = enabled
 
     def set_attention(self, self_attention: SelfAttention, backend: Backend) -> None:

@@ -1,223 +1,81 @@
-"""Dtypes of a DiT's weights: in training (fp32, bf16 or quantized), and after diffusers loads the DiT.
-
-A quantized weight belongs to a frozen linear layer. It consists of 8-bit or 4-bit codes (small integers) and of scales,
-and is decoded only while the layer computes. Codes and scales are ordinary parameters, so ZeRO-3 partitions and gathers
-them. bitsandbytes encodes and decodes the weights.
-
-Letters: O out features, I in features.
-"""
+"""Dtypes of a DiT's weights: in training, and after diffusers loads the DiT."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
-from torch import Tensor, nn
+from torch import nn
 
 from wands.config.recipe import Recipe
-from wands.errors import ConfigError, one_line
+from wands.errors import ConfigError
+from wands.model.fp8 import MULTIPLE, Fp8Linear
+from wands.model.quantized import CODECS, QuantizedLinear, StoredFp8Linear
 from wands.model.transformer import PatchLinear
-
-BLOCK_SIZE = 64  # weights that share a scale in nf4
 
 
 @dataclass(frozen=True)
 class WeightDtypePolicy:
-    """Storage dtypes of a DiT's weights.
+    """How a DiT stores its weights, and in which dtype the linear layers of its blocks multiply.
 
     Attributes:
         weights: dtype of the weights that are not quantized. "fp32": all in fp32. "bf16": the linear layers and the patch
             embedding in bf16. Autocast rounds the weights of these layers to bf16 before the matmul anyway. Time
             embedding, modulation, norms and head compute in fp32 and stay in fp32.
-        quantize: "none", or the name of a codec ("int8" or "nf4") for the linear layers of the blocks. These layers
-            must be frozen.
+        quantize: "none", or the name of a codec of `CODECS` for the linear layers of the blocks. These layers must be frozen.
+        linears: "bf16", or "fp8": the linear layers of the blocks that are not quantized multiply in fp8.
+        fp8_grad_weight: dtype of the product that computes the gradient of a weight in these layers, "fp8" or "bf16".
     """
 
     weights: str = "fp32"
     quantize: str = "none"
+    linears: str = "bf16"
+    fp8_grad_weight: str = "fp8"
 
     @classmethod
     def of(cls, recipe: Recipe) -> WeightDtypePolicy:
-        """Return the policy (storage dtypes) that the sections `precision` and `lora` of a recipe choose."""
-        return cls(recipe.precision.weights, recipe.lora.quantize if recipe.lora else "none")
+        """Return the policy that the sections `precision` and `lora` of a recipe choose."""
+        return cls(
+            weights=recipe.precision.weights,
+            quantize=recipe.lora.quantize if recipe.lora else "none",
+            linears=recipe.precision.linears,
+            fp8_grad_weight=recipe.precision.fp8_grad_weight,
+        )
 
     def apply(self, model: nn.Module) -> None:
-        """Convert the weights of a DiT on the meta device to the dtypes of the policy (fp32, bf16 or quantized), in place."""
+        """Convert a DiT on the meta device to the policy, in place.
+
+        Raises:
+            ConfigError: if a layer that would multiply in fp8 has a dimension that 16 does not divide.
+        """
         if self.weights == "bf16":
             for module in model.modules():
                 if type(module) in (nn.Linear, PatchLinear):  # subclasses compute in fp32
                     module.to(torch.bfloat16)
-        if self.quantize != "none":
-            for module in model.get_submodule("blocks").modules():
-                if type(module) is nn.Linear:
-                    QuantizedLinear.convert(module, CODECS[self.quantize])
+        for name, module in model.get_submodule("blocks").named_modules():
+            if type(module) is not nn.Linear:
+                continue
+            if "fp8" in (self.quantize, self.linears):
+                _check_multiples(f"blocks.{name}", module)
+            if self.quantize == "fp8":
+                StoredFp8Linear.convert(module, CODECS["fp8"])
+            elif self.quantize != "none":
+                QuantizedLinear.convert(module, CODECS[self.quantize])
+            elif self.linears == "fp8":
+                module.__class__ = Fp8Linear
+                module.bf16_grad_weight = self.fp8_grad_weight == "bf16"
+
+
+def _check_multiples(name: str, linear: nn.Linear) -> None:
+    if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE:
+        raise ConfigError(
+            f"{name} has {linear.in_features} in features and {linear.out_features} out features, but fp8 needs multiples of "
+            f"{MULTIPLE}; set precision.linears=bf16, and lora.quantize=int8 or none."
+        )
 
 
 def stock_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that parameter `name` has after diffusers loads a DiT in `dtype`. Some layers stay in fp32."""
     keeps_fp32 = set(WanTransformer3DModel._keep_in_fp32_modules) & set(name.split("."))
     return torch.float32 if keeps_fp32 else dtype
-
-
-def load_library() -> Any:
-    """Import and return `bitsandbytes.functional`.
-
-    Raises:
-        ConfigError: if bitsandbytes is not installed or cannot be imported.
-    """
-    try:
-        import bitsandbytes.functional as library
-    except (ImportError, OSError, RuntimeError) as error:  # the import loads its kernels
-        raise ConfigError(
-            f"lora.quantize needs the package bitsandbytes, which does not load ({one_line(error)}). Run "
-            "pip install -e '.[8bit]' in the folder of wands, or set lora.quantize=none."
-        ) from None
-    return library
-
-
-class Int8:
-    """Codec that stores a weight as integers from -127 to 127 with one fp32 scale per row.
-
-    The rounding error of a value is at most 1/254 of the largest absolute value in its row.
-    """
-
-    @staticmethod
-    def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a quantized weight on the default device.
-
-        Returns:
-            (codes, scales): int8 [out_features, in_features] and fp32 [out_features].
-        """
-        return torch.empty(out_features, in_features, dtype=torch.int8), torch.empty(out_features)
-
-    @staticmethod
-    def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight to 8-bit codes and scales.
-
-        Args:
-            weight: fp32 [O, I] on the CPU, for O output features and I input features.
-
-        Returns:
-            (codes, scales): int8 [O, I] and fp32 [O].
-        """
-        return load_library().int8_vectorwise_quant(weight)[:2]
-
-    @staticmethod
-    def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode the result (codes, scales) of `encode`, and return the weight, fp32 [out_features, in_features]."""
-        return load_library().int8_vectorwise_dequant(codes, scales)
-
-
-class NormalFloat4:
-    """Codec that stores a weight as 4-bit codes, two per byte, with one fp32 scale per `BLOCK_SIZE` values.
-
-    Each code selects one of the 16 values of QLoRA's NormalFloat.
-    """
-
-    @staticmethod
-    def empty(out_features: int, in_features: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a quantized weight on the default device.
-
-        Returns:
-            (codes, scales): uint8 [out_features, in_features / 2], and fp32 [number of values / 64, rounded up].
-        """
-        assert in_features % 2 == 0, f"nf4 needs an even number of in features, not {in_features}"
-        num_blocks = -(-out_features * in_features // BLOCK_SIZE)
-        return torch.empty(out_features, in_features // 2, dtype=torch.uint8), torch.empty(num_blocks)
-
-    @staticmethod
-    def encode(weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantize a weight to 4-bit codes and scales.
-
-        Args:
-            weight: fp32 [O, I] on the CPU, for O output features and I input features.
-
-        Returns:
-            (codes, scales): uint8 [O, I / 2], and fp32 [O * I / 64, rounded up].
-        """
-        codes, state = load_library().quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
-        return codes.view(len(weight), -1), state.absmax
-
-    @staticmethod
-    def decode(codes: Tensor, scales: Tensor, in_features: int) -> Tensor:
-        """Decode the result (codes, scales) of `encode`, and return the weight, fp32 [out_features, in_features]."""
-        library = load_library()
-        # Decode the weight as one row: the CPU kernel starts a new block at every row, even if I is not a multiple of BLOCK_SIZE.
-        shape = torch.Size((1, len(codes) * in_features))
-        state = library.QuantState(
-            scales, shape=shape, dtype=torch.float32, blocksize=BLOCK_SIZE, quant_type="nf4"
-        )
-        return library.dequantize_4bit(codes.view(-1, 1), state).view(-1, in_features)
-
-
-Codec = type[Int8] | type[NormalFloat4]
-CODECS: dict[str, Codec] = {"int8": Int8, "nf4": NormalFloat4}
-
-
-class QuantizedLinear(nn.Linear):
-    """Frozen linear layer that stores a quantized weight as codes (small integers) and scales.
-
-    The result is equal, bit for bit, to the result of a linear layer with the decoded weight. The forward pass and the
-    backward pass each decode the weight. Between the two passes, only the codes and scales are stored. Under ZeRO-3, a
-    rank stores only its partition of the codes and scales between the passes.
-    """
-
-    codec: Codec
-    scale: nn.Parameter
-
-    @classmethod
-    def convert(cls, linear: nn.Linear, codec: Codec) -> None:
-        """Convert a linear layer on the meta device to a quantized layer, in place.
-
-        The new parameters are on the meta device too. `codec` is the kind of quantization, int8 or nf4.
-        """
-        with torch.device("meta"):
-            codes, scale = codec.empty(linear.out_features, linear.in_features)
-        linear.__class__ = cls
-        linear.codec = codec
-        linear.weight = nn.Parameter(codes, requires_grad=False)
-        linear.register_parameter("scale", nn.Parameter(scale, requires_grad=False))
-
-    def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """Quantize a weight, fp32 [out_features, in_features] on the CPU.
-
-        Returns:
-            Values of the layer's parameters: "weight" (the codes) and "scale".
-        """
-        codes, scale = self.codec.encode(weight.contiguous())
-        return {"weight": codes, "scale": scale}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to x [..., in_features], and return [..., out_features].
-
-        The dtype of the result is autocast's dtype, or the dtype of x if autocast is off.
-        """
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        with torch.autocast(device, enabled=False):
-            decode = functools.partial(self._decode, dtype)
-            bias = None if self.bias is None else self.bias.to(dtype)
-            return _MultiplyDecoded.apply(x.to(dtype), self.weight, self.scale, bias, decode)
-
-    def _decode(self, dtype: torch.dtype, codes: Tensor, scale: Tensor) -> Tensor:
-        return self.codec.decode(codes, scale.float(), self.in_features).to(dtype)
-
-
-class _MultiplyDecoded(torch.autograd.Function):
-    """Autograd function that computes x @ decode(codes, scale).T + bias. Only x has a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, decode: Any
-    ) -> Tensor:
-        ctx.save_for_backward(codes, scale)
-        ctx.decode = decode
-        return F.linear(x, decode(codes, scale), bias)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return dout @ ctx.decode(*ctx.saved_tensors), None, None, None, None

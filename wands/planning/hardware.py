@@ -105,6 +105,12 @@ def peak_tflops(gpu: str) -> float | None:
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in gpu), None)
 
 
+def has_fp8(gpu: str) -> bool:
+    """Return whether the GPU with this name multiplies in fp8 (compute capability 8.9 or higher)."""
+    kind = next((key for key in PEAK_TFLOPS if key in gpu), "")
+    return kind not in ("A100", "A800", "A6000", "RTX 3090")
+
+
 _A100 = {"node_bandwidth": 200e9, "network_bandwidth": 22e9}
 _PCIE = {"node_bandwidth": 20e9, "network_bandwidth": 10e9, "host_memory": 256e9, "host_bandwidth": 12e9}
 # Fractions of the peak that the forward and the backward pass of attention kernels reach: GPUs before Hopper and consumer

@@ -19,7 +19,9 @@ from wands.config.deepspeed_rules import offload_device
 from wands.config.optimizer_kinds import kind_of, state_bytes
 from wands.planning.workload import Workload
 
-FP32, BF16 = 4, 2
+FP32 = 4
+BF16 = 2
+FP8 = 1
 """Bytes of one fp32 value, and bytes of one bf16 value."""
 MARGIN = 1.06
 """Factor by which the predicted bytes are multiplied, to allow for rounding and fragmentation in the memory allocator."""
@@ -250,7 +252,10 @@ class Activations:
         self.num_recomputed = self.recipe.model.num_recomputed(self.shape.num_layers)
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
         self._trains_table = self.recipe.lora is None or self.recipe.lora.targets == "all-linear"
-        self._quantized = self.recipe.lora is not None and self.recipe.lora.quantize != "none"
+        self._quantize = self.recipe.lora.quantize if self.recipe.lora else "none"
+        self._fp8 = "fp8" in (self._quantize, self.recipe.precision.linears)
+        # Layers that keep neither the inputs of frozen weights nor bf16 copies of weights for the backward pass.
+        self._keeps_parameters_only = self._quantize != "none" or self._fp8
 
     def moments(self) -> Iterator[tuple[int, float]]:
         """Yield (number of the block, peak bytes of activations during the block's backward pass) for each block.
@@ -261,7 +266,9 @@ class Activations:
         block = self._block()
         # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
         working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim)
-        if self._quantized:
+        if self._fp8:
+            working += self._casts()
+        elif self._quantize != "none":
             # The largest weight of the base model after decoding, and the buffer for decoding.
             working += 2.0 * FP32 * shape.dim * shape.ffn_dim
         ends = tokens * FP32 * 8 * 4 * shape.out_channels
@@ -336,7 +343,7 @@ class Activations:
         """
         shape, lora, narrow = self.shape, self.recipe.lora, self.narrow
         attention_only = lora is not None and lora.targets == "attention"
-        always = self.stage == 3 and not self._quantized
+        always = self.stage == 3 and not self._keeps_parameters_only
         ffn, table = not attention_only or always, self._trains_table
         # D is the width of the residual stream, F the hidden width of the feed-forward layer. Numbers of kept tensors: with D
         # values per token in fp32 (wide); with D (narrow_rows) and with F (hidden) values per token in the compute dtype. Values
@@ -364,7 +371,14 @@ class Activations:
         """
         shape, precision = self.shape, self.recipe.precision
         casts = precision.compute == "bf16" and precision.weights == "fp32"
-        if not casts or self._quantized or self.stage == 3:
+        if not casts or self._keeps_parameters_only or self.stage == 3:
             return 0.0
         linear_params = (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
         return float(BF16 * linear_params)
+
+    def _casts(self) -> float:
+        """Return the bytes of the largest cast to fp8: of the feed-forward's hidden state or of its weight."""
+        weight, hidden = self.shape.dim * self.shape.ffn_dim, self.tokens * self.shape.ffn_dim
+        codes = weight + hidden
+        # Without model.compile, a cast makes two fp32 copies of its input, one after the other.
+        return codes if self.workload.compiled else codes + 2 * FP32 * max(weight, hidden)

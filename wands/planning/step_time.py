@@ -7,7 +7,8 @@ With several data-parallel ranks, ranks also wait for the rank with the most exp
 ranks compute for at least the fraction `LEVEL` of the time, and wait for the rest. The predicted compute time is therefore
 divided by `LEVEL`. A micro step is one forward and backward pass.
 
-- Compute: all linear layers have one speed in FLOP/s. The attention kernel has one speed for its forward pass and one for
+- Compute: all linear layers have one speed in FLOP/s, in fp8 twice as much plus the time of the casts. The attention kernel
+  has one speed for its forward pass and one for
   its backward pass. The backward pass of a linear layer has twice the FLOPs of the forward pass. If the weight is frozen,
   both passes have equal FLOPs. The backward pass of attention has 2.5 times the FLOPs of the forward pass.
   Recomputation adds a forward pass, but does not repeat attention if `attn_output` is kept. Other kept tensors
@@ -38,7 +39,7 @@ from wands.config.deepspeed import offloads_optimizer
 from wands.config.deepspeed_rules import offload_device
 from wands.data.packing import LEVEL
 from wands.planning.hardware import Machine
-from wands.planning.memory import BF16, FP32, Activations
+from wands.planning.memory import BF16, FP8, FP32, Activations
 from wands.planning.workload import Workload
 
 LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the backward pass / FLOPs of the forward pass
@@ -51,6 +52,9 @@ ACTIVATION_BYTES = 4
 # Number of kernels that a block starts in the forward pass: (for the whole bin, for each clip in the bin). The first pair is
 # without model.compile, the second pair is with model.compile.
 _LAUNCHES = ((40, 6), (25, 0))
+FP8_SPEED = 2.0  # FLOP/s of products in fp8 / in bf16, by the data sheets of all GPUs that have both
+# Bytes that a cast of a bf16 value to fp8 moves, without and with model.compile.
+_CAST_BYTES = (30, 3)
 # Bytes per parameter: the update reads gradient, weight and two moments, and writes the last three.
 _ADAM_ON_HOST = 28
 
@@ -143,7 +147,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     # Every rank of the group computes the text and time embeddings of all samples.
     whole = len(lens) * shape.linear_flops_per_sample()
     matmuls = (shape.forward_flops(lens) - squares - whole) / cp + whole
-    linear = matmuls / machine.linear_flops
+    linear, weight_product = _linear_seconds(workload, machine, matmuls, sum(lens) / cp)
     forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
     busiest = pairs / cp * plan.cost_balance()
     attention, attention_backward = busiest / forward_speed, ATTENTION_BACKWARD * busiest / backward_speed
@@ -154,9 +158,9 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
     again, kept = model.num_recomputed(layers) / layers, {*model.kept_on_device, *model.kept_on_host}
     attend_again = again * ("attn_output" not in kept)
-    linear_backward = 1.0 + (LINEAR_BACKWARD - 1.0) * share
+    linear_backward = linear + (LINEAR_BACKWARD - 1.0) * share * weight_product
     forward = max(linear + attention + pointwise, launches)
-    device = (linear_backward + again) * linear + attention_backward + attend_again * attention
+    device = linear_backward + again * linear + attention_backward + attend_again * attention
     backward = max(device + (2 + again) * pointwise, (2 + again) * launches)
 
     comm = plan.comm_bytes(shape.dim, BF16)
@@ -188,6 +192,30 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
         zero=zero * passes,
         once=once,
     )
+
+
+def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: float) -> tuple[float, float]:
+    """Return the seconds of all linear layers of a forward pass, and of the products for the weights' gradients.
+
+    In fp8, the casts take the time to read and write their tensors.
+
+    Args:
+        workload: sizes of the run.
+        machine: the GPU.
+        flops: FLOPs of the linear layers in a forward pass on one rank.
+        tokens: number of video tokens on one rank.
+    """
+    recipe, shape = workload.recipe, workload.shape
+    in_bf16 = flops / machine.linear_flops
+    is_stored = recipe.lora is not None and recipe.lora.quantize == "fp8"
+    if recipe.precision.linears == "bf16" and not is_stored:
+        return in_bf16, in_bf16
+    inputs = 7 * shape.dim + shape.ffn_dim  # q, k, v, o; q, o; two layers of the feed-forward
+    weights = 8 * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
+    weight_bytes = 0 if is_stored else (FP32 if recipe.precision.weights == "fp32" else BF16) + FP8
+    cast = tokens * inputs * _CAST_BYTES[workload.compiled] + weights * weight_bytes
+    in_fp8 = flops / (FP8_SPEED * machine.linear_flops) + shape.num_layers * cast / machine.copy_bandwidth
+    return in_fp8, in_bf16 if recipe.precision.fp8_grad_weight == "bf16" else in_fp8
 
 
 def _zero_traffic(

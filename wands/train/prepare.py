@@ -30,7 +30,7 @@ from wands.errors import CheckpointError, ConfigError, Problems
 from wands.model.files.hashes import find_changed_files
 from wands.model.files.hub import fetch_model, is_downloaded, published_name
 from wands.model.files.loading import check_weights
-from wands.model.weight_dtypes import load_library
+from wands.model.quantized import load_library
 from wands.objectives.flow_matching import FlowMatching
 from wands.objectives.objective import Objective
 from wands.planning.weights import list_weights, read_model
@@ -173,7 +173,7 @@ def prepare_run(
     elif messages := check_json(dict(ds_user), names[0]):
         problems.add("merged config", ConfigError(messages))
     check("trackers", lambda: check_trackers(recipe.logging.trackers), "logging")
-    if recipe.lora and recipe.lora.quantize != "none":
+    if recipe.lora and recipe.lora.quantize in ("int8", "nf4"):
         check("quantize", load_library, "lora")
     published = published_name(path) if is_dry_run and checkpoint is None else None
     if published and check("downloaded weights", partial(is_downloaded, path)):

@@ -195,8 +195,13 @@ def _storage(recipe: Recipe) -> list[str]:
                 "masters fp32, initialized from the rounded weights; gradients computed in bf16, reduced in "
                 f"{recipe.precision.reduce}"
             )
+    elif recipe.precision.linears == "fp8":
+        lines = ["weights fp32"]
     elif compute == "bf16":
         lines = ["weights fp32 (bf16 copies for matmuls)"]
+    if recipe.precision.linears == "fp8":
+        products = "" if recipe.precision.fp8_grad_weight == "fp8" else "; gradients of weights in bf16"
+        lines.append(f"linear layers of the blocks multiply in fp8{products}")
     if recipe.lora and recipe.lora.quantize != "none":
         lines.append(
             f"base in {recipe.lora.quantize}: linear layers of the blocks; not embeddings, modulation, norms and head"

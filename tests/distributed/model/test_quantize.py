@@ -16,14 +16,8 @@ from tests.support.stored_bytes import stored_bytes
 from tests.support.streaming import measure_load, write_scaled
 from wands.errors import ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
-from wands.model.weight_dtypes import (
-    BLOCK_SIZE,
-    CODECS,
-    Codec,
-    QuantizedLinear,
-    WeightDtypePolicy,
-    load_library,
-)
+from wands.model.quantized import BLOCK_SIZE, CODECS, Codec, QuantizedLinear, load_library
+from wands.model.weight_dtypes import WeightDtypePolicy
 
 CODEC_IDS = list(CODECS)
 

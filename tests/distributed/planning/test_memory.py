@@ -53,6 +53,7 @@ SMALL = {
     "stage3_max_reuse_distance": 300_000,
     "stage3_prefetch_bucket_size": 100_000,
 }
+FP8 = ("precision.linears=fp8",)
 LORA = "lora={rank: 8, targets: attention}"
 
 Case = tuple[tuple[str, ...], dict[str, Any]]
@@ -72,6 +73,10 @@ ALONE = [
     case(2, "offload", "fp32", LORA, "model.checkpoint_blocks=3"),
     case(2, "offload", "fp32", LORA),
     case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn, dropout: 0.1}"),
+    case(2, "none", "bf16", *FP8),
+    case(2, "selective", "bf16", *FP8, "precision.fp8_grad_weight=bf16"),
+    case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn}", *FP8),
+    case(0, "full", "bf16", "lora={rank: 8, targets: attention, quantize: fp8}"),
 ]
 PAIRS = [
     case(0, "none", "bf16", LORA),
@@ -84,6 +89,8 @@ PAIRS = [
     case(3, "full", "bf16", "ema={device: gpu}", **SMALL),
     case(3, "offload", "bf16"),
     case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: int8}"),
+    case(3, "none", "bf16", *FP8, **SMALL),
+    case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: fp8}"),
 ]
 # The whole grid, on 2 ranks.
 GRID = [

@@ -27,7 +27,8 @@ from wands.errors import CheckpointError, ConfigError
 from wands.model.files.loading import build_empty, load_config, load_transformer, load_weights
 from wands.model.files.lora_update import LoraUpdate
 from wands.model.lora import MergedLoras
-from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
+from wands.model.quantized import QuantizedLinear
+from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.train.summary import start_block
 
 LORA = ("lora.rank=4", "lora.alpha=6", "lora.targets=all-linear", "train.bins_per_step=2")

@@ -33,8 +33,9 @@ from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
+from wands.model.quantized import QuantizedLinear
 from wands.model.transformer import PackedWanTransformer
-from wands.model.weight_dtypes import QuantizedLinear, WeightDtypePolicy
+from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.variants import VARIANTS, Variant
 
 logger = logging.getLogger(__name__)
