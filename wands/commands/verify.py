@@ -35,7 +35,7 @@ def verify(options: VerifyOptions) -> str:
     steps = list_steps(path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
-        things, (number, problems) = "samples", _check_all(range(len(cache.keys)), cache.read)
+        things, (number, problems) = "samples", _check_all(range(len(cache.keys)), partial(_read_sample, cache))
     elif steps or (path / "checkpoints").is_dir():
         things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
     else:
@@ -50,6 +50,11 @@ def verify(options: VerifyOptions) -> str:
             [*problems, f"{path}: {len(problems)} of {number} {things} are damaged; restore these {things}"]
         )
     return f"{number} {things} in {path} are intact"
+
+
+def _read_sample(cache: LatentCache, i: int) -> None:
+    cache.meta(i)  # compares the sample's own facts with the index; training does so once for each shard
+    cache.read(i)
 
 
 def _check_all(items: Sequence[Any], read: Callable[[Any], object]) -> tuple[int, list[str]]:

@@ -268,7 +268,7 @@ class LatentCache(SampleFacts):
     @contextmanager
     def _open(self, i: int) -> Iterator[BufferedReader[FileIO]]:
         """Open the shard of sample `i` as a plain file. The first call for a shard, and the first call after the file has
-        changed, compare the shard with the index. With `verify`, every call compares its sample.
+        changed, compare the shard with the index.
 
         Raises:
             CacheError: if the shard is damaged or does not match the index, also inside the `with` block.
@@ -279,7 +279,7 @@ class LatentCache(SampleFacts):
         with damage_named(path), BufferedReader(FileIO(path), 1 << 13) as file:
             status = os.fstat(file.fileno())
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            if self.verify or self._compared.get(path.name) != identity:
+            if self._compared.get(path.name) != identity:
                 with open_shard(path, digest(self.fingerprint)) as shard:
                     self._compare(i, shard)
                 self._compared[path.name] = identity
