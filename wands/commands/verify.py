@@ -35,7 +35,10 @@ def verify(options: VerifyOptions) -> str:
     steps = list_steps(path)
     if (path / MANIFEST_NAME).is_file():
         cache = LatentCache(path, verify=True)
-        things, (number, problems) = "samples", _check_all(range(len(cache.keys)), partial(_read_sample, cache))
+        things, (number, problems) = (
+            "samples",
+            _check_all(range(len(cache.keys)), partial(_read_sample, cache)),
+        )
     elif steps or (path / "checkpoints").is_dir():
         things, (number, problems) = "checkpoints", _check_all(steps, partial(find_checkpoint, verify=True))
     else:

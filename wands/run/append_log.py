@@ -19,6 +19,7 @@ from typing import Any
 from wands.disk_errors import read_patiently
 from wands.errors import WandsError, one_line
 from wands.files import split_rows, write_error, write_text
+from wands.log_rows import is_sound
 from wands.own_files import open_own_file
 from wands.version import __version__
 
@@ -133,11 +134,11 @@ def _set_aside(path: Path, damaged: Sequence[bytes]) -> None:
 
 
 def _read_log(path: Path, keys: Sequence[str] = ()) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return (rows, damaged lines) of a log. A row without a number of a step, or without one of the keys, is damaged."""
+    """Return (rows, damaged lines) of a log. A row with a value of the wrong type, or without one of the keys, is damaged."""
     found, damaged = split_rows(path)
     rows = []
     for row in found:
-        if type(row.get("step")) is int and all(key in row for key in keys):
+        if is_sound(path.name, row) and all(key in row for key in keys):
             rows.append(row)
         else:
             damaged.append(to_line(row).rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -137,6 +138,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda line: b"[1]",
     "no number of a step": lambda line: line.replace(b'"step"', b'"stop"'),
     "a step that is no number": lambda line: line.replace(b'"step": ', b'"step": 0.'),
+    "a step below 0": lambda line: line.replace(b'"step": ', b'"step": -'),
+    "a text as a number": lambda line: re.sub(rb'"(loss|event|held_out)": [^,}]+', rb'"\1": [{}]', line),
     "nested without end": lambda line: b"[" * 100_000,
     "not UTF-8": lambda line: line.replace(b"step", b"st\xffp"),
 }
