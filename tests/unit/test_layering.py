@@ -66,7 +66,7 @@ LAYERS = {
 ONE_IMPORTER = {
     "flash_attn": {"wands.attention.kernels.flash"},
     "flash_attn_interface": {"wands.attention.kernels.flash"},
-    "bitsandbytes": {"wands.model.weight_dtypes", "wands.engine.adamw8bit"},
+    "bitsandbytes": {"wands.model.quantized", "wands.engine.adamw8bit"},
     "h5py": {"wands.data.cache.reader", "wands.data.cache.shards", "wands.data.cache.writer"},
     "av": {"wands.data.clips.video_file", "wands.data.clips.video"},
     "click": {"wands.cli", "wands.config.click_options", "wands.config.reference"},

@@ -258,7 +258,11 @@ class CheckpointSaver:
         if rank == 0 and state_of_objective:
             tensors = [LazyTensor.of(name, tensor) for name, tensor in state_of_objective.items()]
             files.append(TensorFile(OBJECTIVE_FILE, tensors, {}))
-        _check_space(self._folder, files)
+        try:
+            _check_space(self._folder, files)
+        except DiskError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         if self._buffers is not None:
             files = self._buffers.copy_files(files)
         texts = {}

@@ -187,9 +187,9 @@ class PrecisionConfig(StrictModel):
     values give identical results. In a full finetune, `bf16` needs ZeRO-1 or ZeRO-2, which keep fp32 master weights."""
     linears: Literal["bf16", "fp8"] = "bf16"
     """Dtype in which the linear layers of the transformer blocks multiply. `bf16` means the dtype of `compute`. `fp8` casts
-    inputs, weights and gradients to e4m3 just before each product, with one scale per row. It is faster on GPUs of compute
-    capability 8.9 or higher (RTX 40 series, H100 and later), most of all for large models and short clips, and rounds more
-    coarsely than `bf16`: compare the held-out loss of both before a long run."""
+    inputs, weights and gradients to e4m3 just before each product, with one scale per row. It needs a GPU of
+    compute capability 8.9 or higher (RTX 40 series, H100 and later). `fp8` is faster than `bf16`, most of all for large
+    models and short clips, but rounds more. Compare the held-out loss of both before a long run."""
     fp8_grad_weight: Literal["fp8", "bf16"] = "fp8"
     """With `linears: fp8`, the dtype of the products that compute the gradients of the weights. Use `bf16` if a full finetune
     in fp8 learns worse than in bf16. A LoRA in fp8 computes no gradients of base weights."""

@@ -91,9 +91,8 @@ def _multiply(
     codes_a: Tensor, scale_a: Tensor, codes_b: Tensor, scale_b: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """Return a @ b.T + bias in bf16, for a [M, K] and b [N, K] as codes with scales [M, 1] and [N, 1]."""
-    with torch.autocast(
-        codes_a.device.type, enabled=False
-    ):  # it would round the product before the bias is added
+    # Under autocast, the product is rounded once more before the bias is added.
+    with torch.autocast(codes_a.device.type, enabled=False):
         return scaled_mm(
             codes_a,
             codes_b.t(),

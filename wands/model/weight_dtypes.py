@@ -17,7 +17,7 @@ from wands.model.transformer import PatchLinear
 
 @dataclass(frozen=True)
 class WeightDtypePolicy:
-    """How a DiT stores its weights, and in which dtype the linear layers of its blocks multiply.
+    """Dtypes in which a DiT stores its weights, and in which the linear layers of its blocks multiply.
 
     Attributes:
         weights: dtype of the weights that are not quantized. "fp32": all in fp32. "bf16": the linear layers and the patch

@@ -133,7 +133,7 @@ class Trainer:
             Watchdog(self._launcher, terminal.heartbeat) as watchdog,
             ExitStack() as stack,
         ):
-            claim = partial(self._claim, stack=stack, log=terminal, watchdog=watchdog)
+            claim = partial(_claim, stack=stack, log=terminal, watchdog=watchdog, force=self._force)
             run = self._load(is_dry_run=False, claim=claim if self._rank == 0 else None)
             with start_together():
                 # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.
@@ -155,17 +155,6 @@ class Trainer:
             if saved:
                 terminal(f"done: {saved}")
             return saved
-
-    def _claim(self, output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog) -> None:
-        """Lock a run folder until `stack` is closed. Delete requests and temporary files of an earlier run; finish its save."""
-        lock = WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}", force=self._force)
-        lock.on_lost = lambda message: watchdog.request_stop(message.rstrip("."), WandsError.exit_code)
-        stack.enter_context(lock)
-        for name in sorted(take_requests(output_dir)):
-            log(f"deleted {output_dir / name}, a request to an earlier run")
-        for folder in (output_dir, output_dir / "checkpoints"):
-            delete_leftovers(folder)
-        finish_publish(output_dir / "checkpoints")
 
     def _load(self, is_dry_run: bool, claim: Callable[[Path], None] | None = None) -> PreparedRun:
         """Prepare the run. If the checkpoint to resume from is damaged, repeat the checks with an older checkpoint.
@@ -199,3 +188,15 @@ class Trainer:
         return check_memory(
             Task(workload=workload, seq_lens=num_tokens, machine=machine, ds_configs=ds_configs), name
         )
+
+
+def _claim(output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog, *, force: bool) -> None:
+    """Lock a run folder until `stack` is closed. Delete requests and temporary files of an earlier run; finish its save."""
+    lock = WriterLock(output_dir / LOCK_NAME, f"output_dir={output_dir}", force=force)
+    lock.on_lost = lambda message: watchdog.request_stop(message.rstrip("."), WandsError.exit_code)
+    stack.enter_context(lock)
+    for name in sorted(take_requests(output_dir)):
+        log(f"deleted {output_dir / name}, a request to an earlier run")
+    for folder in (output_dir, output_dir / "checkpoints"):
+        delete_leftovers(folder)
+    finish_publish(output_dir / "checkpoints")

@@ -39,6 +39,7 @@ from wands.planning.workload import Weight, Workload
 from wands.plugin import Plugin
 from wands.train.trainer import _claim
 from wands.variants import VARIANTS
+from wands.watch.watchdog import Watchdog
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 
@@ -121,7 +122,7 @@ def test_the_next_run_finishes_an_interrupted_save(
     (folder / "latest").write_text(step_name(latest))
     assert find_checkpoint(folder)[1].step == newest
     with ExitStack() as stack:
-        _claim(folder.parent, stack, lambda text: None)
+        _claim(folder.parent, stack, lambda text: None, Watchdog(), force=False)
     assert not (folder / "next").exists()
     assert (folder / "latest").read_text() == step_name(newest)
 
@@ -507,7 +508,7 @@ def test_links_in_checkpoints_do_not_stop_a_run(tiny_pipeline: Path, tmp_path: P
 
 def train_over_a_file(model: Path, out: Path) -> tuple[list[str], str]:
     lines: list[str] = []
-    with pytest.raises(CheckpointError) as caught:  # of the last step: that checkpoint is required
+    with pytest.raises(DiskError) as caught:  # of the last step: that checkpoint is required
         run_training(model, out, ("train.max_steps=2", "checkpoint.every=1"), ZERO2, log=lines.append)
     return lines, str(caught.value)
 

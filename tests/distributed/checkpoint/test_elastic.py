@@ -265,7 +265,7 @@ def test_changed_data_counts_from_the_next_epoch(
     sigmas = {use: sigma for step in before.values() for use, sigma in step.items()}
     for step in after.values():  # the noise of the other clips did not change
         assert all(sigmas.get(use, sigma) == sigma for use, sigma in step.items())
-    assert find_checkpoint(tmp_path / "changes").state.data_start == [1, 5]
+    assert find_checkpoint(tmp_path / "changes").state.data_start == (1, 5)
 
 
 @pytest.mark.parametrize("saved", [2, pytest.param(5, marks=pytest.mark.slow)])
@@ -292,4 +292,4 @@ def test_another_plan_counts_from_the_next_epoch(
         assert after[step] == before[step]
     # The second epoch has the other order, and the same clips.
     assert [before[step] for step in range(10, 5, -1)] == [after[step] for step in range(6, 11)]
-    assert find_checkpoint(tmp_path / "changes").state.data_start == [1, 5]
+    assert find_checkpoint(tmp_path / "changes").state.data_start == (1, 5)
