@@ -27,7 +27,7 @@ class _Change(_Part):
 
 
 class _Group(_Part):
-    sigma: Number | None = None
+    sigma: Number
     held_out: Number | None = None
     train: Number | None = None
 
@@ -39,8 +39,8 @@ class _Clip(_Part):
 
 
 class _Data(_Part):
-    num_samples: Count = 0
-    num_tokens: Count = 0
+    num_samples: Count
+    num_tokens: Count
 
 
 class _Row(_Part):

@@ -216,6 +216,7 @@ def fault_of(place: Place, kind: str, error: str, part: str = "", first: int = 0
 # ---- one of each
 
 
+@pytest.mark.slow
 def test_one_failed_read_of_the_cache_is_repeated_with_a_line(place: Place, tmp_path: Path):
     outcome = check_train(place, tmp_path / "run", fault_of(place, "read", "ESTALE", "cache/shard", 9))
     assert outcome.code == 0

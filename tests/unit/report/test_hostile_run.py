@@ -13,20 +13,19 @@ from wands.report.run_data import read_run, sample_strips
 
 
 @pytest.mark.parametrize(
-    "text", [TEXTS[0], *(pytest.param(text, marks=pytest.mark.slow) for text in TEXTS[1:])]
+    ("text", "every"),
+    [(TEXTS[0], 6), *(pytest.param(text, 1, marks=pytest.mark.slow) for text in TEXTS)],
 )
-def test_a_hostile_text_in_any_field_is_only_text(tmp_path: Path, text: str) -> None:
+def test_a_hostile_text_in_any_field_is_only_text(tmp_path: Path, text: str, every: int) -> None:
     run = write_small_run(tmp_path / "run")
-    shown = []
-    for field in hostile_runs(run, tmp_path / "fox", text):
-        try:
-            page = render_page([read_run(tmp_path / "fox")], tmp_path / "fox")
-        except Exception:  # a text in the place of a number; no page is written
+    num_shown = 0
+    for number, field in enumerate(hostile_runs(run, tmp_path / "fox", text)):
+        if number % every:
             continue
+        page = render_page([read_run(tmp_path / "fox")], tmp_path / "fox")
         assert HostileParts(page).found == [], field
-        if MARK in page:
-            shown.append(field)
-    assert len(shown) >= 40
+        num_shown += MARK in page
+    assert num_shown >= 40 / every
 
 
 def test_the_suffix_of_a_video_or_thumbnail_is_only_text(
