@@ -243,11 +243,19 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
 @pytest.mark.parametrize(
     ("command", "kind", "error", "part", "first", "times"),
     [
-        ("train", "write", "EDQUOT", "{out}", 40, 3),
+        pytest.param("train", "write", "EDQUOT", "{out}", 40, 3, marks=pytest.mark.slow),
         ("train", "fsync", "EIO", "{out}/checkpoints", 3, 1),
         # HDF5 holds this write back until an array is closed, where h5py ignores errors.
         ("preprocess", "write", "EIO", "{out}", 14, 1),
-        ("resume", "read", "EIO", "{out}/checkpoints/step_00000002/wands_state.json", 0, NEVER),
+        pytest.param(
+            "resume",
+            "read",
+            "EIO",
+            "{out}/checkpoints/step_00000002/wands_state.json",
+            0,
+            NEVER,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("train", "write", "ENOSPC", "{out}", 40, NEVER, marks=pytest.mark.slow),
         pytest.param("train", "rename", "EROFS", "{out}", 4, 3, marks=pytest.mark.slow),
         pytest.param("train", "read", "EIO", "model", 0, NEVER, marks=pytest.mark.slow),

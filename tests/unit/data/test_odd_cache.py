@@ -69,7 +69,7 @@ def verdicts(path: Path) -> list[str]:
 
 def test_any_value_in_any_field_of_the_manifest_is_at_most_one_sentence(cache: Path) -> None:
     manifest = json.loads((cache / "manifest.json").read_text())
-    for name, damaged in odd_copies(manifest, share=0.06):
+    for name, damaged in odd_copies(manifest, share=0.03):
         (cache / "manifest.json").write_text(to_text(damaged))
         try:
             verdicts(cache)
@@ -248,7 +248,7 @@ def test_any_attribute_of_a_sample_is_at_most_one_sentence(cache: Path, name: st
     with h5py.File(cache / "shard-00000.h5") as file:
         stored = file["samples/000001"].attrs[name]
     texts = (
-        [to_text(damaged) for _, damaged in odd_copies(json.loads(stored), share=0.1)]
+        [to_text(damaged) for _, damaged in odd_copies(json.loads(stored), share=0.05)]
         if isinstance(stored, str)
         else []
     )
