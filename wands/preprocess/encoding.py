@@ -28,6 +28,7 @@ from wands.data.cache.write_ahead_log import WriteAheadLog
 from wands.data.cache.writer import ShardWriter
 from wands.encoders.image import PipelineEncoders, WindowEncoder
 from wands.encoders.text import TextEncoder, TextSpool, caption_name
+from wands.own_files import open_own_file
 from wands.preprocess.clip_rules import NO_MEMORY
 from wands.preprocess.decoding import ClipEnd, EncodeSettings, Window, decode_clips
 from wands.preprocess.scan import Clip
@@ -269,5 +270,6 @@ class _ClipEncoder:
         self.samples.clear()
 
     def _note(self, videos: str) -> None:
-        with suppress(OSError):  # if the disk is full, the next write to the log raises an error
-            self.in_encoder.write_text(videos)
+        # If the disk is full, the next write to the log raises an error.
+        with suppress(OSError), open(self.in_encoder, "w", opener=open_own_file) as file:
+            file.write(videos)

@@ -123,7 +123,7 @@ def continue_rows(path: Path, start_step: int, *keys: str) -> tuple[list[dict[st
 def _set_aside(path: Path, damaged: Sequence[bytes]) -> None:
     aside = path.with_name(f"{path.name}.damaged")
     try:
-        file = os.open(aside, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = open_own_file(aside, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with open(file, "wb") as stream:
             stream.write(b"".join(line + b"\n" for line in damaged))
     except OSError as error:

@@ -23,7 +23,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from wands.attention.ring import BACKWARD_FLOPS, attention_flops
-from wands.files import write_text
+from wands.files import atomic_path, write_text
 from wands.train.training import Training
 
 T = TypeVar("T")
@@ -79,9 +79,9 @@ def memory_snapshots(training: Training) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         if training.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(
-                path := _path(training.output_dir, training.rank, "out_of_memory.pickle")
-            )
+            path = _path(training.output_dir, training.rank, "out_of_memory.pickle")
+            with atomic_path(path) as temporary:
+                torch.cuda.memory._dump_snapshot(str(temporary))
             note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
             error.add_note(note)
         raise
@@ -106,20 +106,21 @@ def _record(training: Training, first: int, number: int) -> Iterator[None]:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
         if on_gpu:
-            memory._dump_snapshot(_path(training.output_dir, training.rank, f"step_{first:06d}.pickle"))
-    recorded.export_chrome_trace(
-        path := _path(training.output_dir, training.rank, f"step_{first:06d}.json.gz")
-    )
+            with atomic_path(
+                _path(training.output_dir, training.rank, f"step_{first:06d}.pickle")
+            ) as temporary:
+                memory._dump_snapshot(str(temporary))
+    path = _path(training.output_dir, training.rank, f"step_{first:06d}.json.gz")
+    with atomic_path(path) as temporary:
+        recorded.export_chrome_trace(str(temporary))
     table = format_scopes(sum_scopes(recorded.events(), ring.rank() if ring else 0), seconds, number)
     table = f"profile of rank {training.rank}, steps {first} to {first + number - 1}: {path}\n{table}"
-    write_text(Path(_path(training.output_dir, training.rank, f"step_{first:06d}.txt")), table + "\n")
+    write_text(_path(training.output_dir, training.rank, f"step_{first:06d}.txt"), table + "\n")
     training.log(table)
 
 
-def _path(output_dir: Path, rank: int, name: str) -> str:
-    folder = output_dir / "profile"
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / f"rank{rank}_{name}")
+def _path(output_dir: Path, rank: int, name: str) -> Path:
+    return output_dir / "profile" / f"rank{rank}_{name}"
 
 
 def sum_scopes(events: Iterable[FunctionEvent], ring_rank: int = 0) -> dict[str, np.ndarray]:

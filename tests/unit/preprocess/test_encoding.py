@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from wands.errors import CacheError, ConfigError, WandsError
 from wands.preprocess import decoding, encoding, workers
 from wands.preprocess import preprocess as module
 from wands.preprocess.decoding import NUM_DECODERS, NUM_READY
-from wands.preprocess.encoding import NUM_WRITES
+from wands.preprocess.encoding import NUM_WRITES, _ClipEncoder
 from wands.preprocess.workers import WorkerPool
 
 WINDOWS = SMALL | {"clip_mode": "slide", "max_frames": 5}
@@ -331,3 +332,11 @@ def test_one_worker_per_gpu(monkeypatch: pytest.MonkeyPatch, device: str | None,
     assert WorkerPool(None, device, None).size == num_workers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert WorkerPool(None, device, None).size == 1
+
+
+def test_the_note_of_the_clips_in_the_encoder_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / "encoding-0").symlink_to(tmp_path / "precious")
+    with pytest.raises(WandsError, match="must be a regular file, and no link"):
+        _ClipEncoder._note(SimpleNamespace(in_encoder=tmp_path / "encoding-0"), "a video")
+    assert (tmp_path / "precious").read_text() == "keep me"
