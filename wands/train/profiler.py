@@ -23,6 +23,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from wands.attention.ring import BACKWARD_FLOPS, attention_flops
+from wands.errors import WandsError
 from wands.files import atomic_path, write_text
 from wands.train.training import Training
 
@@ -80,9 +81,12 @@ def memory_snapshots(training: Training) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if training.device.type == "cuda":
             path = _path(training.output_dir, training.rank, "out_of_memory.pickle")
-            with atomic_path(path) as temporary:
-                torch.cuda.memory._dump_snapshot(str(temporary))
-            note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            try:
+                with atomic_path(path) as temporary:
+                    torch.cuda.memory._dump_snapshot(str(temporary))
+                note = f"A snapshot of the GPU memory is in {path}; https://pytorch.org/memory_viz shows it."
+            except WandsError as problem:  # such as a full disk, which must not hide the error of the GPU
+                note = str(problem)
             error.add_note(note)
         raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,11 +55,21 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
         "_record_memory_history",
         lambda enabled="all", context="all", **_: made.append(("record", enabled and context)),
     )
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: made.append(("dump", Path(path).name)))
+
+    def dump(path: str) -> None:
+        Path(path).write_bytes(b"snapshot")
+        made.append(("dump", kept_name(path)))
+
+    monkeypatch.setattr(memory, "_dump_snapshot", dump)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.append(("synchronize", None)))
     profile = profiler.profile
     monkeypatch.setattr(profiler, "profile", lambda activities, **more: profile(**more))
     return made
+
+
+def kept_name(path: str) -> str:
+    """The name under which a temporary file is kept."""
+    return re.sub(r"^\.(.+)\.\d+\.tmp(\..+)$", r"\1\2", Path(path).name)
 
 
 def training_of(out: Path, device: str, profile: ProfileConfig | None = None) -> Any:
