@@ -556,3 +556,17 @@ def test_a_terminal_that_lacks_characters_gets_them_escaped(
     shown.seek(0)
     text = shown.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
     assert "\\u65e5" in text or "\\u2013" in text
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback():
+    program = """if True:
+        import runpy, sys
+        class Interrupt:
+            def find_spec(self, name, path, target=None):
+                if name == "wands.config.base":
+                    raise KeyboardInterrupt
+        sys.meta_path.insert(0, Interrupt())
+        runpy.run_module("wands", run_name="__main__")
+    """
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "Aborted!\n")
