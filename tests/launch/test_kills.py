@@ -125,7 +125,7 @@ def train_through_kills(
 
 
 TRAINING = [
-    pytest.param("wands", 12, 0, 1),
+    pytest.param("wands", 12, 0, 1, marks=pytest.mark.slow),
     *(
         pytest.param(launcher, 120, seed, 9, marks=pytest.mark.kill)
         for seed, launcher in enumerate(("deepspeed", "torchrun", "deepspeed"), start=1)
