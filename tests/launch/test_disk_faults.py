@@ -244,7 +244,7 @@ def test_a_cache_that_stays_unreadable_saves_before_the_run_ends(place: Place, t
     ("command", "kind", "error", "part", "first", "times"),
     [
         pytest.param("train", "write", "EDQUOT", "{out}", 40, 3, marks=pytest.mark.slow),
-        ("train", "fsync", "EIO", "{out}/checkpoints", 3, 1),
+        pytest.param("train", "fsync", "EIO", "{out}/checkpoints", 3, 1, marks=pytest.mark.slow),
         # HDF5 holds this write back until an array is closed, where h5py ignores errors.
         ("preprocess", "write", "EIO", "{out}", 14, 1),
         pytest.param(

@@ -38,6 +38,7 @@ def on_a_terminal(argv: list[str]) -> str:
     return b"".join(chunks).decode()
 
 
+@pytest.mark.slow
 def test_a_live_line_on_a_terminal(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "xterm")
