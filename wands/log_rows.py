@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from wands.values import Count, FileName, Norm, Number, Text, is_valid
 
-_Groups = dict[Text, list["_Group"]]
+_Groups = dict[Text, list["_GroupMeans"]]
 
 
 class _Part(BaseModel):
@@ -26,7 +26,7 @@ class _Change(_Part):
     high: Number | None = None
 
 
-class _Group(_Part):
+class _GroupMeans(_Part):
     sigma: Number
     held_out: Number | None = None
     train: Number | None = None
@@ -38,7 +38,7 @@ class _Clip(_Part):
     loss: Number | None = None
 
 
-class _Data(_Part):
+class _DataFacts(_Part):
     num_samples: Count
     num_tokens: Count
 
@@ -70,7 +70,7 @@ class _Event(_Row):
     loss: Number | None = None
     grad_norm: Number | None = None
     clips: list[_Clip] | None = None
-    data: _Data | None = None
+    data: _DataFacts | None = None
     total_steps: Count | None = None
     world_size: Count | None = None
     reason: Text | None = None

@@ -46,10 +46,10 @@ from wands.preprocess import clip_rules
 from wands.preprocess.progress import progress
 from wands.variants import TEXT_LEN, VARIANTS, Variant, variant_of
 
-SAMPLE_OVERHEAD = 1350
-"""Bytes of HDF5 groups, attributes and paths that a shard contains for each sample. The sample's arrays and caption are not
-counted. Measured values are 1.2 to 1.4 kB.
-"""
+SAMPLE_OVERHEAD = 1250
+"""Bytes of HDF5 groups and attributes that a shard contains for each sample, without its arrays, caption and path. Measured."""
+PATH_COPIES = 3
+"""Bytes that each character of a clip's path adds to a sample. HDF5 rounds the size of an attribute up. Measured."""
 ARRAY_OVERHEAD = 300
 """Bytes of HDF5 structure in a shard for each array of a sample other than the latents and the text embeddings."""
 TO_SDR = "zscale=t=linear:npl=100,format=gbrpf32le,zscale=p=bt709,tonemap=hable,zscale=t=bt709:m=bt709:r=tv,format=yuv420p"
@@ -416,7 +416,10 @@ def _added_cache_bytes(clip: CheckedClip, variant: Variant, stored: set[str]) ->
     patch_size = variant.dit.patch_size
     text_len = min(clip.text_tokens, TEXT_LEN)
     total = len(clip.digests) * (
-        len(clip.caption.encode()) + SAMPLE_OVERHEAD + ARRAY_OVERHEAD * (len(specs) - 2)
+        len(clip.caption.encode())
+        + PATH_COPIES * len(os.path.abspath(clip.path))
+        + SAMPLE_OVERHEAD
+        + ARRAY_OVERHEAD * (len(specs) - 2)
     )
     for sample, digest in zip(clip.samples, clip.digests, strict=True):
         is_new = digest not in stored
