@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import av
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / ".setup" / "golden"
 ADDED = {"index/arrays", "index/mask_sums"}
@@ -37,8 +39,10 @@ PLACES = {f"index/{name}" for name in ("rows", "offsets", "shard_ids", "shard_by
 """Arrays in the index of a cache that locate the samples in the shards. The places depend on the order in which workers finish
 and on the attributes of the samples. They are therefore compared with the shards, and not with the other commit."""
 STEPS = 8
-UNTAGGED_HD = "bigbuckbunny"
-"""A clip of 720 lines that names no color matrix: BT.709 since commits after d91d6ded, BT.601 before."""
+UNTAGGED_HD = "bigbuckbunny.mp4"
+"""A clip of 720 lines that names no color matrix. Commits up to d91d6ded decode it as BT.601, later ones as BT.709."""
+BT601 = 6
+"""Number of the color matrix, the primaries and the transfer of BT.601 in a video file."""
 PREPROCESS = ["--max-frames", "9", "--max-pixels", "12288", "--text-dtype", "fp32"]
 TRAIN = {
     "packing.max_tokens": 256,
@@ -60,6 +64,21 @@ SERIES = {
 """Maps the name of each training run to its model variant, and to its recipe settings in addition to `TRAIN`."""
 CACHES = {"wan2.1-t2v-1.3b": "t2v", "wan2.1-i2v-14b": "i2v", "wan2.2-t2v-a14b": "t2v"}
 """Maps each variant to the name of its cache. Text-to-video variants with the same VAE share a cache."""
+
+
+def name_matrix(path: Path) -> None:
+    """Write BT.601 as the color matrix into a video file, without encoding the video again."""
+    named = path.with_name(f"named-{path.name}")
+    with av.open(path) as source, av.open(named, "w") as target:
+        stream = source.streams.video[0]
+        copy = target.add_stream_from_template(stream)
+        codec = copy.codec_context
+        codec.colorspace = codec.color_primaries = codec.color_trc = BT601
+        for packet in source.demux(stream):
+            if packet.dts is not None:
+                packet.stream = copy
+                target.mux(packet)
+    named.replace(path)
 
 
 class Checkout:
@@ -114,7 +133,7 @@ class Checkout:
         )
 
     def clips(self) -> Path:
-        """Return a folder with the demo's real clips and their captions, without the clip whose colors changed on purpose.
+        """Return a folder with the demo's four real clips and their captions. Each clip names its color matrix or is small.
 
         The captions come from demo_report.py of this checkout, even if `root` is the folder of another commit.
         """
@@ -123,8 +142,7 @@ class Checkout:
 
         def make(path: Path) -> None:
             self.run(report, "clips", source, str(path))
-            for file in path.glob(f"{UNTAGGED_HD}*"):
-                file.unlink()
+            name_matrix(path / UNTAGGED_HD)
 
         return self.once("clips", make)
 

@@ -22,32 +22,29 @@ _log = logging.getLogger(__name__)
 WAITS = (1.0, 4.0, 15.0)
 """Seconds to wait before each repetition of a failed read."""
 # Other numbers, such as EINVAL, come from a damaged file that names impossible positions or paths.
-_RETRIED = (
-    *(
-        "EIO",
-        "ESTALE",
-        "ETIMEDOUT",
-        "EAGAIN",
-        "EINTR",
-        "EBUSY",
-        "ENOLCK",
-        "ENODEV",
-        "ENXIO",
-        "EREMOTEIO",
-        "ENOMEM",
-    ),
-    *(
-        "ENOTCONN",
-        "ECONNRESET",
-        "ECONNREFUSED",
-        "ECONNABORTED",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "ENETDOWN",
-        "ENETUNREACH",
-    ),
-    *("EMFILE", "ENFILE"),
-)
+_RETRIED = [
+    "EIO",
+    "ESTALE",
+    "ETIMEDOUT",
+    "EAGAIN",
+    "EINTR",
+    "EBUSY",
+    "ENOLCK",
+    "ENODEV",
+    "ENXIO",
+    "EREMOTEIO",
+    "ENOMEM",
+    "ENOTCONN",
+    "ECONNRESET",
+    "ECONNREFUSED",
+    "ECONNABORTED",
+    "EHOSTDOWN",
+    "EHOSTUNREACH",
+    "ENETDOWN",
+    "ENETUNREACH",
+    "EMFILE",
+    "ENFILE",
+]
 _LASTING = ("EACCES", "EPERM", "ENOENT", "ENOSPC", "EDQUOT", "EROFS", "EFBIG")
 RETRIED = frozenset(getattr(errno, name) for name in _RETRIED if hasattr(errno, name))
 """Error numbers after which a read is repeated."""

@@ -22,9 +22,8 @@ Text = InstanceOf[str]
 
 
 def _check_name(name: str) -> str:
-    if (
-        b"\0" in os.fsencode(name) or len(os.fsencode(name)) > 255
-    ):  # fsencode: UnicodeEncodeError is a ValueError
+    encoded = os.fsencode(name)  # its UnicodeEncodeError is a ValueError
+    if b"\0" in encoded or len(encoded) > 255:
         raise ValueError("a file cannot have this name")
     return name
 

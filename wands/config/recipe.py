@@ -313,8 +313,8 @@ class DataConfig(StrictModel):
     then read whole samples. If this is too slow with context parallelism, set this key to false: each rank then reads
     only the frames that contain its tokens."""
     prefetch: int = Field(default=2, ge=0)
-    """Number of optimizer steps whose data and noise a background thread prepares in advance. 0 prepares them in the
-    training loop. Increase the number if the storage is slow."""
+    """Number of optimizer steps, beyond the next one, whose data and noise a background thread prepares in advance. 0
+    prepares the next step in the training loop. Increase the number if the storage is slow."""
 
 
 class PackingConfig(StrictModel):

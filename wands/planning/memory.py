@@ -302,7 +302,8 @@ class Activations:
         sizes, shape = sum(self._named(name) for name in self.recipe.model.kept_on_host), self.shape
         # A DiT has separate noisy tokens and targets. Every rank has the text of all samples.
         noisy = self.workload.num_models * self.tokens * FP32 * 4 * (shape.in_channels + shape.out_channels)
-        num_batches = self.workload.micro_steps * self.recipe.data.prefetch
+        # The data of the next step is read before a step begins, without prefetch, too.
+        num_batches = self.workload.micro_steps * (self.recipe.data.prefetch + 1)
         ahead = num_batches * (noisy + BF16 * self.text_rows * shape.text_dim)
         return {"activations": sizes * self.num_recomputed, "prefetched data": ahead}
 

@@ -93,7 +93,7 @@ class BatchReader:
 
         Args:
             start_step: number of optimizer steps that the run has made.
-            num_ahead: number of steps that a thread reads ahead; 0 for no thread.
+            num_ahead: number of steps beyond the next one that a thread reads ahead; 0 for no thread.
             pins: whether to store the data in pinned memory, from which a GPU copies while it computes.
             on_failure: function that is called with the error if the data of a step cannot be read, before the data of the
                 step before it is yielded. Nothing is yielded afterwards. None raises the error there.

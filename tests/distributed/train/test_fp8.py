@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.fp8 import needs_products
 from tests.support.runs import engine_of, losses, make_run, model_of, run_training
 from tests.support.steps import Grid, Step, optimizer_step, worst, zero
 from tests.support.world import WorldPool
@@ -24,19 +25,9 @@ from wands.engine.engine import release_engine
 from wands.errors import ConfigError
 from wands.model.files.loading import load_weights
 from wands.model.files.lora_files import LoraUpdate
-from wands.model.fp8 import check_fp8
 from wands.model.lora import MergedLoras
 
-
-def multiplies_on_cpu() -> bool:
-    try:
-        check_fp8(torch.device("cpu"))
-    except ConfigError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not multiplies_on_cpu(), reason="row-wise fp8 on a CPU needs torch 2.13")
+pytestmark = needs_products
 
 FP8 = ("precision.compute=bf16", "precision.linears=fp8")
 LORA = ("lora.rank=4", "lora.targets=attention+ffn")

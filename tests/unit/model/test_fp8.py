@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.fp8 import cast_rows, e4m3_values, product, product_error
+from tests.support.fp8 import cast_rows, e4m3_values, needs_products, product, product_error
 from wands.errors import ConfigError
 from wands.model import fp8
 from wands.model.fp8 import (
@@ -25,19 +25,7 @@ from wands.model.fp8 import (
 )
 from wands.model.quantized import CODECS, QuantizedLinear, StoredFp8Linear
 
-CPU = torch.device("cpu")
 BF16_ROUNDING = 2.0**-8
-
-
-def multiplies_on_cpu() -> bool:
-    try:
-        check_fp8(CPU)
-    except ConfigError:
-        return False
-    return True
-
-
-needs_products = pytest.mark.skipif(not multiplies_on_cpu(), reason="row-wise fp8 on a CPU needs torch 2.13")
 
 
 def awkward_rows() -> Tensor:
