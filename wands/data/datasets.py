@@ -21,7 +21,15 @@ from wands.conditions.published import conditions_of, published_conditions, spec
 from wands.config.recipe import DataConfig, MockConfig, SourceConfig
 from wands.data.cache.reader import LatentCache
 from wands.data.collate import Sample
-from wands.data.holdout import DUPLICATE, GAP, HELD_OUT, TRAIN, choose_sides, drop_duplicates
+from wands.data.holdout import (
+    DUPLICATE,
+    GAP,
+    HELD_OUT,
+    TRAIN,
+    choose_sides,
+    drop_duplicates,
+    smallest_fraction,
+)
 from wands.data.sample_facts import SampleFacts
 from wands.data.sampler import RepeatSchedule, exact, repeats_of_weights
 from wands.errors import CacheError, ConfigError, DataError
@@ -428,10 +436,13 @@ def _choose_sides(section: DataConfig, opened: Sequence[Data]) -> list[np.ndarra
         drop_duplicates(sides, contents, np.concatenate([cache.index.signatures for cache in caches]))
     num_held, num_train = ((sides == side).sum() for side in (HELD_OUT, TRAIN))
     if not num_held or not num_train:
+        change = (
+            "Lower data.holdout" if num_held else f"Set data.holdout={smallest_fraction(names):g} or more"
+        )
         raise ConfigError(
             f"data.holdout={section.holdout} holds out {num_held} of {len(sides)} samples and leaves {num_train} for "
             "training, but evaluation and training need at least 1 each. (Samples next to a held-out sample in the same video, "
-            f"and near-duplicates of it, are not used.) {'Raise' if num_held == 0 else 'Lower'} data.holdout, or add clips."
+            f"and near-duplicates of it, are not used.) {change}, or add clips."
         )
     return np.split(sides, np.cumsum([len(data.keys) for data in opened])[:-1])
 

@@ -8,6 +8,7 @@ of whole films.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -72,6 +73,12 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
     """
     limit = int(fraction * 2.0**64)
     return np.array([_hash(clip_name(key), b"wands holdout") < limit for key in keys], dtype=bool)
+
+
+def smallest_fraction(keys: Iterable[str]) -> float:
+    """Return the smallest fraction with two decimals for which `hold_out` holds out a clip."""
+    lowest = min(_hash(clip_name(key), b"wands holdout") for key in keys)
+    return math.floor(lowest / 2.0**64 * 100 + 1) / 100
 
 
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:

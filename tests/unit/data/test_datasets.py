@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -247,12 +248,20 @@ def write_wide(caches: Callable[[str], str]) -> str:
 
 @pytest.mark.parametrize(
     ("holdout", "said"),
-    [(1e-9, "holds out 0 of 7 samples.* Raise"), (1 - 1e-9, "holds out 7 of 7 samples.* Lower")],
+    [
+        (1e-9, r"holds out 0 of 7 samples.* Set data\.holdout=[0-9.]+ or more"),
+        (1 - 1e-9, r"holds out 7 of 7 samples.* Lower data\.holdout"),
+    ],
 )
 @pytest.mark.parametrize("split", ["train", "holdout"])
 def test_a_side_without_clips_is_refused(caches, holdout: float, said: str, split: str):
-    with pytest.raises(ConfigError, match=rf"{said} data\.holdout"):
+    with pytest.raises(ConfigError, match=said) as error:
         open_section(cache=caches("a"), holdout=holdout, split=split)
+    if named := re.search(r"Set data\.holdout=([0-9.]+)", str(error.value)):
+        smallest = float(named.group(1))
+        assert len(open_section(cache=caches("a"), holdout=smallest, split="holdout").keys) >= 1
+        with pytest.raises(ConfigError, match="holds out 0"):
+            open_section(cache=caches("a"), holdout=max(smallest - 0.01, 1e-9), split=split)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_oddities_are_told(checked: tuple[dict[str, str], CheckReport]) -> None:
         "variable fps": "variable frame rate",
         "leap in time": "variable frame rate",
         "slow": "5 fps, frames are repeated to get 16 fps",
+        "fast": "implausible frame rate: 875 fps",
         "wide pixels": "pixel aspect ratio: 4/3, used as 128x64",
         "one frame": "becomes a still",
         "whole": "duplicate: the same images as UPPER",
