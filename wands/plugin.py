@@ -108,6 +108,8 @@ def _import_all(names: Sequence[str]) -> None:
 def _checked(label: str, load: Callable[[], Any]) -> Plugin:
     try:
         found = load()
+    except ConfigError:
+        raise
     except Exception as error:  # outside code raises errors of any class
         raise ConfigError(f"{label} cannot be imported ({one_line(error)}); fix the module.") from error
     if not isinstance(found, Plugin):
@@ -129,14 +131,16 @@ def _import(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
     path = Path(name).resolve()
+    if not path.is_file():
+        raise ConfigError(f"the file {path} of --import does not exist; correct the path.")
     if path.stem in sys.modules:
         module = sys.modules[path.stem]
         if getattr(module, "__file__", None) != str(path):
             raise ImportError(f"a module named {path.stem} exists already; rename the file")
         return module
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ImportError(f"{path} is not a Python file")
+    assert spec is not None, "a file that ends in .py has a loader"
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:

@@ -62,6 +62,11 @@ def test_a_file_can_be_imported_again_and_by_its_stem(tmp_path: Path):
     assert "outside_twice" in sys.modules
 
 
+def test_an_absent_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nosuch\.py of --import does not exist; correct the path"):
+        load_plugins([str(tmp_path / "nosuch.py")])
+
+
 @pytest.mark.usefixtures("_modules")
 @pytest.mark.parametrize(
     ("text", "said"),
