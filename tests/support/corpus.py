@@ -100,6 +100,7 @@ def _videos(frames: list[np.ndarray]) -> dict[str, tuple[Callable[[Path], object
         "variable fps.mkv": (clip(stamps_ms=uneven), SAMPLE),
         "leap in time.mkv": (clip(stamps_ms=[40 * i + 60_000 * (i > 3) for i in range(25)]), SAMPLE),
         "slow.mp4": (clip(fps=5), SAMPLE),
+        "fast.mp4": (clip(fps=875), SAMPLE),
         "wide pixels.mp4": (clip(sar=Fraction(4, 3)), SAMPLE),
         "odd size.mp4": (clip(odd, pix_fmt="yuv444p"), SAMPLE),
         "tiny.mp4": (clip([frame[:8, :8] for frame in frames]), "below 16 px"),

@@ -79,6 +79,7 @@ BORDER_VALUE, BORDER_SHARE = 32, 0.02
 """Limits for black borders on two opposite sides of the frame. No pixel of a border is brighter than BORDER_VALUE (of 255). The
 sum of the two widths is at least the share BORDER_SHARE of the frame, and the two widths differ by at most this share.
 """
+MAX_PLAUSIBLE_FPS = 480  # slow-motion cameras of phones record up to 240, few files are above
 SHOWN = 3
 CUTS = "hard cut inside a sample: at {}; a sample should show one shot, so cut the clip with wands split"
 FROZEN = "near-frozen: few frames show a change ({}); remove the clip, or find such clips with wands measure"
@@ -382,6 +383,8 @@ def _file_warnings(path: str, clip: DecodedClip, longest: int, spec: ClipSpec) -
     properties = {
         f"variable frame rate (mean {source.fps:.5g} fps): frames are chosen by timestamp": clip.variable_fps,
         f"low frame rate: {source.fps:.4g} fps, frames are repeated to get {spec.fps:g} fps": is_slow,
+        f"implausible frame rate: {source.fps:.5g} fps; the file's time stamps may be wrong, so compare its duration, "
+        f"{source.duration:.2f} s, with the real one": source.fps > MAX_PLAUSIBLE_FPS and not is_image,
         "interlaced: moving edges look like combs; convert the clip with ffmpeg -i IN -vf bwdif OUT": clip.interlaced,
         f"HDR: {source.hdr} brightness is kept as stored, which looks gray; convert the clip with "
         f"ffmpeg -i IN -vf {TO_SDR} OUT": source.hdr,
