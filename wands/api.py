@@ -7,6 +7,7 @@ from wands.config.recipe import Recipe
 from wands.config.recipe_loading import load_recipe
 from wands.data.clips.video import to_pixels
 from wands.engine.engine import build_model, build_schedule
+from wands.flow.noise import NoisyBatch
 from wands.flow.rng import SampleKey, rng
 from wands.model.adapter_off import adapter_off
 from wands.objectives.flow_matching import FlowMatching
@@ -33,6 +34,7 @@ __all__ = [
     "Forwards",
     "Job",
     "Loss",
+    "NoisyBatch",
     "Objective",
     "Plugin",
     "Recipe",

@@ -17,6 +17,7 @@ from wands.distributed.bootstrap import accelerator_type, ranks_per_node
 from wands.engine.engine import attention_backend
 from wands.files import read_rows
 from wands.model.lora import find_merge_loras, find_run_loras
+from wands.objectives.flow_matching import FlowMatching
 from wands.planning.memory import estimate_memory, to_gib
 from wands.planning.workload import Workload
 from wands.run.run_model import RunModel
@@ -89,6 +90,13 @@ def start_block(run: PreparedRun) -> str:
             )
         ],
     }
+    objective = run.objective
+    if type(objective) is not FlowMatching:
+        with_gradient, without_gradient = objective.forwards
+        rows["objective"] = [
+            f"{objective.name} (version {objective.version}), forwards of a bin: {with_gradient} with gradient, "
+            f"{without_gradient} without"
+        ]
     if sampler.total_steps <= recipe.optim.warmup and "scheduler" not in run.ds_config:
         rows["steps"].append(
             f"WARNING: all {sampler.total_steps:,} steps are warm-up (optim.warmup={recipe.optim.warmup:g}), so that little is "

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import wands
 from examples.held_to_base import HeldToBase
 from tests.distributed.seams import outside
 from tests.support.runs import engine_of, losses, make_run, model_of, run_training, weights
 from tests.support.steps import capture_gradients, worst, zero
-from wands import Plugin, adapter_off
+from wands import FlowMatching, Plugin, adapter_off
 from wands.checkpoint.checkpoint_files import find_checkpoint
 from wands.checkpoint.resume import check_resumable
 from wands.distributed.bootstrap import init_process_group
@@ -22,6 +25,7 @@ from wands.engine.engine import release_engine
 from wands.errors import CheckpointError, ConfigError
 from wands.train.step import train_step
 
+EXTENDING = Path(__file__).parents[3] / "docs" / "extending.md"
 LORA = ("lora={rank: 4, targets: attention}", "train.max_steps=4", "checkpoint.every=2", "optim.warmup=0")
 
 
@@ -51,6 +55,34 @@ def test_an_objective_with_a_state_is_resumed_bit_for_bit(
     whole, resumed, same = worlds[2].run(interrupt, tiny_pipeline, tmp_path, stage)[0]
     assert resumed == whole[2:]
     assert same
+
+
+def documented(name: str) -> type[FlowMatching]:
+    """Return the objective of docs/extending.md with this name of its class."""
+    blocks = re.findall(r"```python\n(.*?)```", EXTENDING.read_text(), flags=re.DOTALL)
+    [block] = [block for block in blocks if f"class {name}(" in block]
+    scope: dict[str, Any] = {"wands": wands, "__name__": __name__}
+    exec(block, scope)
+    objective: type[FlowMatching] = scope[name]
+    return objective
+
+
+def train_documented(model: Path, out: Path) -> dict[str, list[float]]:
+    kinds = {name: documented(name)() for name in ("Robust", "HeldToBase", "Consistent")}
+    runs = {"default": None} | {name: Plugin(objective=kind) for name, kind in kinds.items()}
+    keys = (*LORA, "eval={every: 2}", "data.holdout=0.3")
+    return {
+        name: losses(run_training(model, out / name, keys, zero(2), plugin=plugin))
+        for name, plugin in runs.items()
+    }
+
+
+def test_the_objectives_of_the_docs_train(tiny_pipeline: Path, tmp_path: Path, worlds):
+    """With context parallelism over two ranks, and a held-out loss."""
+    runs = worlds[2].run(train_documented, tiny_pipeline, tmp_path)[0]
+    assert all(len(series) == 4 and np.isfinite(series).all() for series in runs.values())
+    assert len({tuple(series) for series in runs.values()}) == 4
+    assert runs["HeldToBase"][0] == runs["default"][0], "a LoRA starts as its base"
 
 
 def forget_state(model: Path, out: Path) -> tuple[list[float], list[float]]:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.held_to_base import HeldToBase
 from tests.support.runs import make_run
+from wands.plugin import Plugin
 from wands.train.metrics import describe_step
 from wands.train.summary import start_block
 
@@ -20,6 +22,13 @@ def test_a_run_that_is_all_warm_up_is_named(
     run = make_run(tiny_pipeline, tmp_path, ("train.max_steps=4", f"optim.warmup={warmup}"), world_size=1)
     warning = f"WARNING: all 4 steps are warm-up (optim.warmup={warmup:g}), so that little is learned"
     assert (warning in start_block(run)) == is_short
+
+
+def test_an_outside_objective_is_named(tiny_pipeline: Path, tmp_path: Path):
+    outside = make_run(tiny_pipeline, tmp_path, world_size=1, plugin=Plugin(objective=HeldToBase()))
+    row = "objective   held_to_base (version 1), forwards of a bin: 1 with gradient, 1 without"
+    assert row in start_block(outside)
+    assert "objective " not in start_block(make_run(tiny_pipeline, tmp_path, world_size=1))
 
 
 @pytest.mark.parametrize(("norm", "text"), [(0.0, "grad 0 (no weight is trained)  "), (1e-9, "grad 0.000  ")])
