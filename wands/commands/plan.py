@@ -46,6 +46,7 @@ _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "ring x ulysses": lambda one: f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
     "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
     "recomputed": lambda one: str(one.workload.recipe.model.num_recomputed(one.workload.shape.num_layers)),
+    "swapped": lambda one: str(one.workload.recipe.model.num_swapped(one.workload.shape.num_layers)),
     "bin": lambda one: f"{one.workload.recipe.packing.max_tokens:,}",
     "GiB/GPU": lambda one: f"{one.memory.needed / 2**30:.1f}",
     "host GiB": lambda one: f"{one.host / 2**30:.0f}",
@@ -157,7 +158,9 @@ def _best_setting(name: str, kind: str, machine: Machine, gpus: int) -> str:
         ):
             best = candidates[0].workload
             cp = f"cp {best.cp_size}" if best.cp_size > 1 else ""
-            words = candidates[0].ds_name, cp, best.recipe.model.checkpointing, "nf4" if quantize else ""
+            model = best.recipe.model
+            swapped = f"swap {model.swap_blocks}" if model.swap_blocks else ""
+            words = candidates[0].ds_name, cp, model.checkpointing, "nf4" if quantize else "", swapped
             return ", ".join(filter(None, words))
     return "–"
 

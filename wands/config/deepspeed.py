@@ -87,7 +87,8 @@ def build_ds_config(
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
         "DeepSpeed quantizes with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
     }
-    problems += failed_rules(rules | ds_rules.weight_dtype_rules(recipe, zero) | ds_rules.fp8_rules(recipe))
+    rules |= ds_rules.weight_dtype_rules(recipe, zero)
+    problems += failed_rules(rules | ds_rules.fp8_rules(recipe) | ds_rules.swap_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
     problems += failed_rules(ds_rules.optimizer_rules(recipe, config))

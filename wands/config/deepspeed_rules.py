@@ -222,6 +222,32 @@ def fp8_rules(recipe: Recipe) -> dict[str, object]:
     }
 
 
+def swap_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
+    """Return the rules of `model.swap_blocks`, as a dict from error message to whether the rule is broken.
+
+    Args:
+        recipe: the resolved recipe.
+        zero: section `zero_optimization` of the DeepSpeed JSON.
+    """
+    model = recipe.model
+    if not model.swap_blocks:
+        return {}
+    key = f"model.swap_blocks={model.swap_blocks}"
+    stage = int(zero.get("stage", 0))
+    most = model.checkpoint_blocks
+    too_many = isinstance(most, int) and isinstance(model.swap_blocks, int) and model.swap_blocks > most
+    return {
+        f"{key} needs frozen weights, but a full finetune trains them; add a lora section, or set "
+        "model.swap_blocks=0.": recipe.lora is None,
+        f"{key} needs blocks that the backward pass runs again, but model.checkpointing=none; set model.checkpointing=full, "
+        "selective or offload.": model.checkpointing == "none",
+        f"{key} swaps blocks that the backward pass does not run again, because model.checkpoint_blocks={most}; raise "
+        "model.checkpoint_blocks, or lower model.swap_blocks.": too_many,
+        f"{key} has no effect on weights that ZeRO-3 divides among the GPUs; use zero_optimization.stage=2, or set "
+        "model.swap_blocks=0.": stage == 3,
+    }
+
+
 def weight_dtype_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
     """Return the rules that the recipe keys `precision.weights` and `lora.quantize` impose on other settings.
 

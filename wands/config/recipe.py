@@ -74,6 +74,10 @@ class ModelConfig(StrictModel):
     """Number of blocks whose activations `checkpointing` recomputes, counted from the first block. The other blocks keep all
     activations. A smaller number is faster and needs more memory. `auto` recomputes all blocks. `wands plan` finds the
     smallest number that fits. The key has no effect with `checkpointing: none`."""
+    swap_blocks: Literal["auto"] | Annotated[int, Field(ge=0)] = 0
+    """Number of blocks whose frozen weights live in host memory and are copied to the GPU while it computes. Use it for a LoRA
+    whose base model does not fit the GPU. The result does not change. The blocks need activation checkpointing, and ZeRO stage 0
+    to 2. `auto` swaps as few blocks as fit the GPU. The default 0 keeps all weights on the GPU."""
     saved_tensors: list[SavedTensor] | None = None
     """List of the tensors of each block to keep in GPU memory. The key can be used only with `checkpointing: selective`
     or `offload`.
@@ -103,6 +107,13 @@ class ModelConfig(StrictModel):
         """Return the number of blocks under activation checkpointing, in a model with `num_layers` blocks."""
         blocks = num_layers if self.checkpoint_blocks == "auto" else min(self.checkpoint_blocks, num_layers)
         return 0 if self.checkpointing == "none" else blocks
+
+    def num_swapped(self, num_layers: int) -> int:
+        """Return the number of blocks whose frozen weights are in host memory. `swap_blocks: auto` counts as many as possible,
+        until `wands.planning.search.settle_swapping` has replaced it.
+        """
+        most = self.num_recomputed(num_layers)
+        return most if self.swap_blocks == "auto" else min(self.swap_blocks, most)
 
     @property
     def kept_on_device(self) -> tuple[str, ...]:

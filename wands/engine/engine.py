@@ -196,6 +196,8 @@ def build_model(
         store,
         recipe.model.num_recomputed(len(model.blocks)),
     )
+    if num_swapped := recipe.model.num_swapped(len(model.blocks)):
+        model.set_swapping(num_swapped, device)
     return model.train()
 
 

@@ -65,6 +65,25 @@ def new_copy_stream(device: torch.device) -> CopyStream:
     return _CudaCopyStream(device) if device.type == "cuda" else CopyStream()
 
 
+def new_page(device: torch.device, num_bytes: int) -> Tensor:
+    """Allocate host memory for copies to and from a device, uint8 [num_bytes]. It is pinned for a CUDA device.
+
+    Raises:
+        RuntimeError: if CUDA cannot pin the memory.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(np.empty(num_bytes, np.uint8))
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def copy_pages(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> None:
+    """Copy a tensor to pages of host memory if `to_host` is True; otherwise fill the tensor from the pages."""
+    parts = tensor.view(-1).view(torch.uint8).split(len(pages[0])) if pages else ()
+    for part, page in zip(parts, pages, strict=True):
+        target, source = (page[: len(part)], part) if to_host else (part, page[: len(part)])
+        target.copy_(source, non_blocking=True)
+
+
 def detached(tensor: Tensor) -> Tensor:
     """Detach a tensor from its autograd graph.
 
@@ -134,17 +153,14 @@ class ActivationOffloader:
         return [self._free_pages.pop() for _ in range(num_pages)]
 
     def _new_page(self) -> Tensor:
-        if self.device.type != "cuda":
-            page = torch.from_numpy(np.empty(self.page_bytes, np.uint8))
-        else:
-            try:
-                page = torch.empty(self.page_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:  # CUDA reports "out of memory" for the host too
-                raise ConfigError(
-                    f"model.checkpointing=offload cannot pin more than {self.reserved_bytes / 2**30:.1f} GiB of host memory on "
-                    f"this rank ({str(error).splitlines()[0]}). Remove tensors from model.offloaded_tensors, lower "
-                    "packing.max_tokens, or set model.checkpointing=full."
-                ) from error
+        try:
+            page = new_page(self.device, self.page_bytes)
+        except RuntimeError as error:  # CUDA reports "out of memory" for the host too
+            raise ConfigError(
+                f"model.checkpointing=offload cannot pin more than {self.reserved_bytes / 2**30:.1f} GiB of host memory on "
+                f"this rank ({str(error).splitlines()[0]}). Remove tensors from model.offloaded_tensors, lower "
+                "packing.max_tokens, or set model.checkpointing=full."
+            ) from error
         self.reserved_bytes += self.page_bytes
         return page
 
@@ -191,7 +207,7 @@ class OffloadedTensor:
         self._on_device = tensor
         # Version of the original tensor, while it is on the device.
         self._version: int | None = tensor._version
-        self._copied = offloader.copy_stream.run(partial(_copy, tensor, self._pages, to_host=True))
+        self._copied = offloader.copy_stream.run(partial(copy_pages, tensor, self._pages, to_host=True))
 
     def take(self) -> Tensor:
         """Return the offloaded tensor on its device. Later computation on the device waits for the copy from the host."""
@@ -222,18 +238,10 @@ class OffloadedTensor:
     def _fetch(self) -> None:
         # Allocate on the computation's stream, because this stream uses and frees the memory.
         self._on_device = torch.empty_like(self._like, device=self._offloader.device)
-        self._copied = self._offloader.copy_stream.run(partial(_copy, self._on_device, self._pages))
+        self._copied = self._offloader.copy_stream.run(partial(copy_pages, self._on_device, self._pages))
 
     def __del__(self) -> None:
         if self._on_device is not None:  # the memory must not be reused while a copy still writes to it
             with suppress(Exception):  # CUDA may be gone when the interpreter exits
                 self._offloader.copy_stream.wait(self._copied)
         self._offloader._return_pages(self._pages, self._like.nbytes)
-
-
-def _copy(tensor: Tensor, pages: list[Tensor], to_host: bool = False) -> None:
-    """Copy a tensor to pages of host memory if `to_host` is True; otherwise fill the tensor from the pages."""
-    parts = tensor.view(-1).view(torch.uint8).split(len(pages[0])) if pages else ()
-    for part, page in zip(parts, pages, strict=True):
-        target, source = (page[: len(part)], part) if to_host else (part, page[: len(part)])
-        target.copy_(source, non_blocking=True)

@@ -34,6 +34,7 @@ from wands.model.fp8 import Fp8Linear
 from wands.model.modulation import gated_add, modulate
 from wands.model.offload import ActivationOffloader
 from wands.model.quantized import StoredFp8Linear
+from wands.model.swapping import BlockSwapper, spread
 from wands.variants import TEXT_LEN
 
 SelfAttention = Callable[[Tensor, Tensor, Tensor, PackedMeta], Tensor]
@@ -58,6 +59,8 @@ class PackedWanTransformer(WanTransformer3DModel):
     """Activation checkpointing of the blocks, set by `set_checkpointing`; None without checkpointing."""
     num_recomputed: float = math.inf
     """Number of blocks that run again in the backward pass, counted from the first block. See `set_checkpointing`."""
+    swapper: BlockSwapper | None = None
+    """Frozen weights of blocks in host memory, set by `set_swapping`; None if all weights are on the device."""
     row_keys: RowKeys | None = None
     """Keys of the dropout masks, set by `set_dropout`; None without dropout."""
 
@@ -135,6 +138,18 @@ class PackedWanTransformer(WanTransformer3DModel):
             blocks=blocks, saved=saved, offloaded=offloaded, operators=operators, offloader=offloader
         )
         self.enable_gradient_checkpointing(self.selective_checkpoint)
+
+    def set_swapping(self, num_blocks: int, device: torch.device) -> None:
+        """Move the frozen weights of blocks to host memory. Call it after `set_checkpointing`, see `BlockSwapper`.
+
+        Args:
+            num_blocks: number of swapped blocks, at most the number of blocks that run again in the backward pass.
+            device: device of the computation.
+        """
+        num_recomputed = min(self.num_recomputed, len(self.blocks)) if self.gradient_checkpointing else 0
+        assert num_blocks <= num_recomputed, "swapped blocks must run under activation checkpointing"
+        numbers = spread(num_blocks, int(num_recomputed))
+        self.swapper = BlockSwapper([self.blocks[number] for number in numbers], device)
 
     def set_dropout(self, p: float, lora_p: float = 0.0) -> None:
         """Set dropout for training. After this call, `forward` needs `meta.dropout_keys` in training.

@@ -124,7 +124,9 @@ class _States:
         copied = sum(w.numel for w in weights if w.trained and w.element_size != FP32)
         self.masters = (0.0, self.share, self.share, FP32 * copied / world_size)[self.stage]
         # Each trained DiT has separate weights, optimizer states and a separate moving average.
-        self.weights = workload.num_models * workload.stored / (world_size if self.stage == 3 else 1)
+        away, buffers = workload.swapped
+        here = workload.stored - away + buffers
+        self.weights = workload.num_models * here / (world_size if self.stage == 3 else 1)
         self.average = workload.num_models * self.share
         self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
         trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
@@ -197,6 +199,8 @@ class _States:
             host["gradients"] = models * self.share
         if self.weights_away:
             host["weights"] = self.weights
+        elif swapped := self.workload.swapped[0]:
+            host["weights"] = models * swapped
         if self.ema and self.ema.device == "cpu":
             host["ema"] = self.average
         if self.workload.vae_bytes:

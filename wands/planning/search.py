@@ -1,6 +1,7 @@
 """Search for settings with which a run fits a machine, and sort the settings by predicted speed.
 
-The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing and the bin size. A bin
+The settings are the DeepSpeed config, the context-parallel degrees, the activation checkpointing, the swapped blocks of a LoRA's
+base and the bin size. A bin
 holds the clips of one forward pass. A combination of settings is checked with the functions that a run uses:
 `build_ds_config`, `choose_degrees` and `estimate_memory`. The search therefore accepts exactly the combinations that a
 run accepts. `predict` gives the speed of a combination.
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from wands.config.deepspeed import build_ds_config
-from wands.config.recipe import ParallelConfig
+from wands.config.recipe import ParallelConfig, Recipe
 from wands.distributed.dims import choose_degrees
 from wands.errors import ConfigError
 from wands.files import differences
@@ -202,6 +203,19 @@ def check_memory(task: Task, ds_name: str) -> str | None:
     return f"this run needs about {run.describe_memory()}; {_find_cure(task, ds_name)}"
 
 
+def settle_swapping(task: Task, ds_name: str) -> int:
+    """Return the number of blocks to swap for `model.swap_blocks: auto`: the smallest with which the run fits the machine.
+
+    If no number is enough, all blocks that may be swapped are.
+
+    Args:
+        task: the run and the machine.
+        ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
+    """
+    run = _swap_less(Candidate(task, ds_name, task.workload))
+    return run.workload.recipe.model.num_swapped(run.workload.shape.num_layers)
+
+
 def search(task: Task) -> list[Candidate]:
     """Return all combinations of settings with which the run fits the machine, sorted by `_sort_key`, the fastest first.
 
@@ -217,14 +231,43 @@ def search(task: Task) -> list[Candidate]:
     candidates: list[Candidate | None] = []
     errors = []
     cp_sizes = _cp_sizes(task.workload.recipe.parallel, task.workload.world_size)
-    for combination in product(task.ds_configs, cp_sizes, CHECKPOINTING):
+    swaps = _swap_settings(task.workload.recipe)
+    for *combination, swap in product(task.ds_configs, cp_sizes, CHECKPOINTING, swaps):
         try:
-            candidates.append(_largest_bin(task, *combination))
+            candidates.append(_largest_bin(task, *combination, swap))
         except ConfigError as error:
             errors.append(error)
     if errors and not candidates:
         raise errors[0]
-    return sorted(map(_recompute_less, filter(None, candidates)), key=_sort_key)
+    settled = (_recompute_less(_swap_less(candidate)) for candidate in candidates if candidate)
+    # A combination with "auto" may have turned out to need no swapped block.
+    unique = {(one.ds_name, *one.changes()): one for one in settled}
+    return sorted(unique.values(), key=_sort_key)
+
+
+def _swap_settings(recipe: Recipe) -> tuple[int | str, ...]:
+    """Return the values of `model.swap_blocks` to try: the recipe's own, and swapping if the base of a LoRA may need it."""
+    own = recipe.model.swap_blocks
+    return (own, "auto") if recipe.lora and own == 0 else (own,)
+
+
+def _swap_less(candidate: Candidate) -> Candidate:
+    """Return a copy of a candidate with the fewest swapped blocks that the machine's memory allows, if the number is "auto"."""
+    if candidate.workload.recipe.model.swap_blocks != "auto":
+        return candidate
+    most = candidate.workload.recipe.model.num_swapped(candidate.workload.shape.num_layers)
+    swap = partial(_with_model, candidate, "swap_blocks")
+    number = bisect_left(range(most), True, key=lambda number: swap(number).fits)
+    return swap(number)
+
+
+def _with_model(candidate: Candidate, key: str, value: int) -> Candidate:
+    """Return a copy of a candidate with another value of a key of the recipe's section `model`."""
+    recipe = candidate.workload.recipe
+    model = recipe.model.model_copy(update={key: value})
+    return replace(
+        candidate, workload=replace(candidate.workload, recipe=recipe.model_copy(update={"model": model}))
+    )
 
 
 def _recompute_less(candidate: Candidate) -> Candidate:
@@ -233,16 +276,12 @@ def _recompute_less(candidate: Candidate) -> Candidate:
     The copy's recipe sets `model.checkpoint_blocks`, the number of recomputed blocks. If the candidate's recipe already sets
     this key, or the candidate uses no activation checkpointing, the candidate itself is returned.
     """
-    workload, recipe = candidate.workload, candidate.workload.recipe
-
-    def recompute(num_blocks: int) -> Candidate:
-        model = recipe.model.model_copy(update={"checkpoint_blocks": num_blocks})
-        fewer = replace(workload, recipe=recipe.model_copy(update={"model": model}))
-        return replace(candidate, workload=fewer)
-
-    if recipe.model.checkpointing == "none" or recipe.model.checkpoint_blocks != "auto":
+    model = candidate.workload.recipe.model
+    if model.checkpointing == "none" or model.checkpoint_blocks != "auto":
         return candidate
-    numbers = range(1, workload.shape.num_layers)
+    recompute = partial(_with_model, candidate, "checkpoint_blocks")
+    least = model.num_swapped(candidate.workload.shape.num_layers)  # a swapped block is recomputed
+    numbers = range(max(least, 1), candidate.workload.shape.num_layers)
     index = bisect_left(numbers, True, key=lambda num_blocks: recompute(num_blocks).fits)
     return recompute(numbers[index]) if index < len(numbers) else candidate
 
@@ -270,14 +309,17 @@ def build_candidates(
         cp_sizes: values of `parallel.cp_size`, the number of ranks in a context-parallel group.
         modes: values of `model.checkpointing`.
     """
-    for name, tokens, cp, mode in product(names, max_tokens, cp_sizes, modes):
+    swaps = _swap_settings(task.workload.recipe)
+    for swap, name, tokens, cp, mode in product(swaps, names, max_tokens, cp_sizes, modes):
         with suppress(ConfigError):
-            yield _build_candidate(task, name, cp, mode, tokens)
+            yield _swap_less(_build_candidate(task, name, cp, mode, swap, tokens))
 
 
-def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tokens: int) -> Candidate:
+def _build_candidate(
+    task: Task, name: str, cp: int, checkpointing: str, swap: int | str, max_tokens: int
+) -> Candidate:
     base, recipe = task.workload, task.workload.recipe
-    model, parallel = recipe.model, recipe.parallel
+    model, parallel = recipe.model.model_copy(update={"swap_blocks": swap}), recipe.parallel
     if checkpointing != model.checkpointing:
         kept = {"saved_tensors": None, "offloaded_tensors": None, "checkpoint_blocks": "auto"}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
@@ -303,7 +345,7 @@ def _build_candidate(task: Task, name: str, cp: int, checkpointing: str, max_tok
     return Candidate(task, name, replace(base, recipe=recipe, ds_config=ds_config, **sizes))
 
 
-def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidate | None:
+def _largest_bin(task: Task, name: str, cp: int, checkpointing: str, swap: int | str) -> Candidate | None:
     """Return the given settings with the recipe's bin size, or with a smaller bin size if the run does not fit the machine.
 
     A bin holds the clips of one forward pass. The smaller bin size is close to the largest size that fits. If a bin with
@@ -314,17 +356,19 @@ def _largest_bin(task: Task, name: str, cp: int, checkpointing: str) -> Candidat
         name: name of the DeepSpeed JSON in `task.ds_configs`.
         cp: value of `parallel.cp_size`, the number of ranks in a context-parallel group.
         checkpointing: value of `model.checkpointing`.
+        swap: value of `model.swap_blocks`.
     """
+    build = partial(_build_candidate, task, name, cp, checkpointing, swap)
     low, high = task.longest, max(task.workload.recipe.packing.max_tokens, task.longest)
-    best = _build_candidate(task, name, cp, checkpointing, high)
+    best = build(high)
     if best.fits:
         return best
-    best = _build_candidate(task, name, cp, checkpointing, low)
+    best = build(low)
     if not best.fits:
         return None
     while high - low > max(task.longest // 8, 1):
         middle = (low + high) // 2
-        candidate = _build_candidate(task, name, cp, checkpointing, middle)
+        candidate = build(middle)
         low, high, best = (middle, high, candidate) if candidate.fits else (low, middle, best)
     return best
 

@@ -173,9 +173,9 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
 
     compute = ((forward, ring_forward), (backward, ring_backward))
     zero, once = _zero_traffic(workload, machine, compute)
-    # Offloaded activations move to the host and back, overlapping with the computation.
+    # Offloaded activations move to the host and back, and swapped weights to the device twice, overlapping with the computation.
     on_host = Activations(workload).on_host()["activations"] * sum(lens) / workload.max_tokens
-    moved = 2 * on_host / machine.host_bandwidth
+    moved = 2 * (on_host + workload.swapped[0]) / machine.host_bandwidth
     zero += Traffic(moved, max(0.0, moved - forward - backward))
     linear_flops = shape.forward_flops(lens) - squares
     flops = (2 + share) * linear_flops / cp + 3 * pairs / cp

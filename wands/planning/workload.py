@@ -103,6 +103,19 @@ class Workload:
         return sum(weight.numel * weight.element_size for weight in self.weights)
 
     @cached_property
+    def swapped(self) -> tuple[int, int]:
+        """Bytes of the frozen weights that one DiT keeps in host memory, and bytes of the device buffers for them
+        (`model.swap_blocks`).
+        """
+        num_blocks = self.recipe.model.num_swapped(self.shape.num_layers)
+        block = sum(
+            weight.numel * weight.element_size
+            for weight in self.weights
+            if weight.name.startswith("blocks.0.") and not weight.trained
+        )
+        return num_blocks * block, min(2, num_blocks) * block
+
+    @cached_property
     def trained(self) -> int:
         """Number of values in the trained parameters of one DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)

@@ -230,7 +230,8 @@ def _checkpointing(model: ModelConfig) -> str:
     places = (("device", model.kept_on_device), ("host", model.kept_on_host))
     kept = [f"{', '.join(names)} on the {place}" for place, names in places if names]
     kept += [f"first {model.checkpoint_blocks} blocks"] if model.checkpoint_blocks != "auto" else []
-    return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "")
+    swapped = f", weights of {model.swap_blocks} blocks in host memory" if model.swap_blocks else ""
+    return model.checkpointing + (f" ({'; '.join(kept)})" if kept else "") + swapped
 
 
 def _memory_line(workload: Workload) -> str:

@@ -6,24 +6,28 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from wands.checkpoint.step_folders import finish_publish
 from wands.conditions.condition import Condition
 from wands.config.deepspeed import load_ds_config
 from wands.config.recipe import Recipe
-from wands.distributed.bootstrap import accelerator_type, init_process_group, ranks_per_node, start_together
+from wands.distributed.bootstrap import (
+    accelerator_type,
+    gather_objects,
+    init_process_group,
+    ranks_per_node,
+    start_together,
+)
 from wands.engine.engine import check_offload
 from wands.errors import ConfigError, WandsError
 from wands.files import delete_leftovers, write_text
 from wands.lock import LOCK_NAME, WriterLock
 from wands.objectives.objective import Objective
-from wands.planning.search import SHIPPED, Task, check_memory, machine_here
-from wands.planning.workload import Workload
+from wands.planning.search import SHIPPED, Task, check_memory, machine_here, settle_swapping
 from wands.plugin import Plugin
 from wands.run.terminal import Terminal
 from wands.texts import Log
@@ -106,8 +110,8 @@ class Trainer:
         Raises:
             WandsError: with all problems of the recipe, the model and the data.
         """
-        run = self._load(is_dry_run=True)
-        problem = self._memory_problem(run.workload(accelerator_type()), run.schedule.num_tokens)
+        run = self._settle(self._load(is_dry_run=True))
+        problem = check_memory(*self._task(run))
         lines = [start_block(run)]
         if problem:
             lines.append(f"memory may not be enough: {problem}")
@@ -135,11 +139,13 @@ class Trainer:
         ):
             claim = partial(_claim, stack=stack, log=terminal, watchdog=watchdog, force=self._force)
             run = self._load(is_dry_run=False, claim=claim if self._rank == 0 else None)
+            recipe = run.recipe
+            run = self._settle(run)
             with start_together():
                 # start_block queries the accelerator of the calling rank; rank 0 uses that accelerator.
                 if self._rank == 0:
                     terminal(start_block(run))
-                problem = self._memory_problem(run.workload(accelerator_type()), run.schedule.num_tokens)
+                problem = check_memory(*self._task(run))
                 if problem and not self._force:
                     raise ConfigError(
                         f"{problem}. Run wands plan to find what fits, or add --force to start anyway."
@@ -148,7 +154,7 @@ class Trainer:
                     terminal(f"memory may not be enough: {problem}")
                 check_offload(run.ds_config)
                 if self._rank == 0:
-                    write_text(run.output_dir / "recipe.yaml", run.recipe.to_yaml())
+                    write_text(run.output_dir / "recipe.yaml", recipe.to_yaml())
                     write_text(run.output_dir / "deepspeed.json", json.dumps(run.ds_config, indent=2))
             rank, _, device = init_process_group()
             saved = train(run, rank, device, terminal, watchdog)
@@ -180,14 +186,25 @@ class Trainer:
             assert run.checkpoint is not None
             damaged[run.checkpoint.folder] = damage
 
-    def _memory_problem(self, workload: Workload, num_tokens: np.ndarray) -> str | None:
-        """Return why the run needs more memory than this rank's machine has; None if it fits."""
+    def _settle(self, run: PreparedRun) -> PreparedRun:
+        """Replace `model.swap_blocks: auto` by a number, which is equal on all ranks. Every rank must call this method."""
+        model = run.recipe.model
+        if model.swap_blocks != "auto":
+            return run
+        number = max(gather_objects(settle_swapping(*self._task(run))))
+        settled = run.recipe.model_copy(update={"model": model.model_copy(update={"swap_blocks": number})})
+        return replace(run, recipe=settled)
+
+    def _task(self, run: PreparedRun) -> tuple[Task, str]:
+        """Return the run on this rank's machine, for the planner, and the name of its DeepSpeed JSON."""
         name = str(self._deepspeed or "zero2")
         ds_configs = {key: load_ds_config(key) for key in SHIPPED} | {name: load_ds_config(self._deepspeed)}
+        workload = run.workload(accelerator_type())
         machine = machine_here(workload.device_type, ranks_per_node())
-        return check_memory(
-            Task(workload=workload, seq_lens=num_tokens, machine=machine, ds_configs=ds_configs), name
+        task = Task(
+            workload=workload, seq_lens=run.schedule.num_tokens, machine=machine, ds_configs=ds_configs
         )
+        return task, name
 
 
 def _claim(output_dir: Path, stack: ExitStack, log: Log, watchdog: Watchdog, *, force: bool) -> None:

@@ -124,8 +124,11 @@ def weights_checksums(
         (names of the P parameters, checksums int64 [P]).
     """
     sums = {}
+    swapper = getattr(module, "swapper", None)
     for name, parameter in module.named_parameters():
-        if gather or not _is_partitioned(parameter):
+        if swapper is not None and (stored := swapper.find(parameter)) is not None:
+            sums[name] = tensor_checksum(stored).to(device)
+        elif gather or not _is_partitioned(parameter):
             with deepspeed.zero.GatheredParameters([parameter], enabled=_is_partitioned(parameter)):
                 sums[name] = tensor_checksum(parameter.detach()).to(device)
     return list(sums), torch.stack([*sums.values()]) if sums else torch.empty(0, dtype=torch.int64)
