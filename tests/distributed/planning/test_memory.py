@@ -72,6 +72,8 @@ ALONE = [
     case(0, "full", "fp32", "model.checkpoint_blocks=1"),
     case(2, "offload", "fp32", LORA, "model.checkpoint_blocks=3"),
     case(2, "offload", "fp32", LORA),
+    case(2, "full", "fp32", LORA, "model.swap_blocks=4"),
+    case(0, "selective", "bf16", LORA, "model.swap_blocks=3", "precision.weights=bf16"),
     case(2, "none", "bf16", "lora={rank: 8, targets: attention+ffn, dropout: 0.1}"),
     case(2, "none", "bf16", *FP8),
     case(2, "selective", "bf16", *FP8, "precision.fp8_grad_weight=bf16"),

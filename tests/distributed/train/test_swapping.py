@@ -13,8 +13,10 @@ import torch
 from tests.distributed.planning.test_memory import CONFIG
 from tests.support.runs import make_run, run_training, weights
 from tests.support.steps import zero
+from wands.config.recipe_loading import load_recipe
 from wands.errors import ConfigError
 from wands.files import read_rows
+from wands.train.trainer import Trainer
 
 KEYS = (
     "model.init=random",
@@ -148,3 +150,30 @@ def test_what_cannot_be_swapped_is_refused(tmp_path: Path, overrides: tuple[str,
     keys = ("model.init=random", "model.swap_blocks=2", "model.checkpointing=full", *overrides)
     with pytest.raises(ConfigError, match=said):
         make_run(write_model(tmp_path), tmp_path / "run", keys, zero(stage), world_size=1)
+
+
+def train_auto(model: Path, out: Path) -> str:
+    keys = (
+        f"model.path={model}",
+        "data.mock={num_samples: 4, shapes: [[2, 4, 4]], text_lens: [4]}",
+        "lora.rank=4",
+        "model.checkpointing=full",
+        "model.swap_blocks=auto",
+        f"output_dir={out}",
+        "precision.compute=fp32",
+        "train.max_steps=1",
+    )
+    trainer = Trainer(load_recipe(None, [*keys]))
+    text = trainer.plan()
+    trainer.train()
+    return text
+
+
+def test_auto_is_settled_for_the_run_and_kept_in_its_recipe(worlds: Any, tmp_path: Path, tiny_pipeline: Path):
+    out = tmp_path / "run"
+    [text] = worlds[1].run(train_auto, tiny_pipeline, out)
+    assert "checkpointing full" in text
+    assert "blocks in host memory" not in text, "the model fits the memory of this machine"
+    assert "swap_blocks: auto" in (out / "recipe.yaml").read_text()
+    [step] = (out / "checkpoints").glob("step_*")
+    assert json.loads((step / "wands_state.json").read_text())["recipe"]["model"]["swap_blocks"] == 0
