@@ -161,6 +161,26 @@ def test_each_buffer_is_written_after_its_last_reader_and_read_after_its_copy():
         assert not block or block[0] == "read", "a buffer was written twice without being used"
 
 
+def test_the_backward_pass_prefetches_the_block_below():
+    """Copies of a step after the first, and the blocks that run: each copy starts one swapped block ahead of its use."""
+    net, swapper = swapped(5, [0, 1, 2, 3, 4], LateLane())
+    log: list[str] = []
+    fetch = swapper._fetch
+
+    def logged(number: int, **how: Any) -> Any:
+        if number not in [slot.number for slot in swapper._slots]:
+            log.append(f"copy {number}")
+        return fetch(number, **how)
+
+    swapper._fetch = logged  # type: ignore[method-assign]
+    for number, block in enumerate(net.blocks):
+        block.register_forward_hook(lambda *_, number=number: log.append(f"run {number}"), always_call=True)
+    net(torch.randn(4, WIDTH)).square().mean().backward()
+    forward = ["copy 0", "copy 1", "run 0", "copy 2", "run 1", "copy 3", "run 2", "copy 4", "run 3", "run 4"]
+    backward = ["run 4", "copy 2", "run 3", "copy 1", "run 2", "copy 0", "run 1", "run 0"]
+    assert log == forward + backward
+
+
 def test_memory_is_two_blocks_on_the_device_and_the_rest_on_the_host():
     net, swapper = swapped(5, [0, 1, 2, 3, 4])
     one = sum(value.nbytes for value in Net(5).blocks[0].parameters() if not value.requires_grad)
