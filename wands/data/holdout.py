@@ -72,13 +72,17 @@ def hold_out(keys: Iterable[str], fraction: float) -> np.ndarray:
         bool [N], True for samples of held-out clips.
     """
     limit = int(fraction * 2.0**64)
-    return np.array([_hash(clip_name(key), b"wands holdout") < limit for key in keys], dtype=bool)
+    return np.array([_place(key) < limit for key in keys], dtype=bool)
 
 
 def smallest_fraction(keys: Iterable[str]) -> float:
     """Return the smallest fraction with two decimals for which `hold_out` holds out a clip."""
-    lowest = min(_hash(clip_name(key), b"wands holdout") for key in keys)
-    return math.floor(lowest / 2.0**64 * 100 + 1) / 100
+    return math.floor(min(map(_place, keys)) / 2.0**64 * 100 + 1) / 100
+
+
+def _place(key: str) -> int:
+    """Return where the clip of a sample is in the order in which clips are held out, from 0 to 2**64."""
+    return _hash(clip_name(key), b"wands holdout")
 
 
 def choose_sides(keys: Sequence[str], seconds: Sequence[np.ndarray], fraction: float) -> np.ndarray:
