@@ -36,10 +36,12 @@ SETTINGS = {
     "dropout": (BF16, "model.dropout=0.1", "flow.weighting=bell"),
     "lora": (BF16, "lora={rank: 4, targets: attention+ffn, dropout: 0.1}"),
 }
+SWAPPED = (BF16, "lora={rank: 4}", "model.checkpointing=full", "model.swap_blocks=2")
 INSIDE = {"one rank in bf16": (1, 1), "one rank in fp32": (1, 1), "ring 2 x ulysses 2 in bf16": (2, 2)}
 PLAIN = "attention kept"
 CASES = {
     **{f"{name}, {I2V}": (I2V, SETTINGS[name], SMALL) for name in SETTINGS},
+    "swapped": ("wan2.1-t2v-1.3b", SWAPPED, SMALL),
     **{f"{PLAIN}, {variant}": (variant, SETTINGS[PLAIN], SMALL) for variant in VARIANTS},
     **{f"{name}, {TI2V}": (TI2V, SETTINGS[name], SMALL) for name in ("fp32", "dropout")},
     **{f"large, {variant}": (variant, SETTINGS[PLAIN], LARGE) for variant in (T2V, TI2V)},

@@ -141,9 +141,11 @@ def run_step(
     from wands.config.recipe_loading import load_recipe
     from wands.data.collate import PackingCollator
     from wands.distributed.dims import ParallelDims, ProcessGroups
+    from wands.model import swapping
     from wands.model.files.loading import build_empty
     from wands.model.lora import add_lora
     from wands.model.offload import ActivationOffloader
+    from wands.model.swapping import BlockSwapper
     from wands.objectives.flow_matching import FlowMatching
     from wands.train.step import train_step
     from wands.variants import VARIANTS, DiTShape, Expert
@@ -182,7 +184,16 @@ def run_step(
     if recipe.lora:
         add_lora(model, recipe.lora, 0, None)
     with fake_cuda() as gpu:
+        if recipe.model.swap_blocks:
+            model.blocks.to_empty(device="cpu")
+            swapping.new_page = lambda device, size: torch.empty(size, dtype=torch.uint8).pin_memory()
+            model.swapper = BlockSwapper(list(model.blocks), torch.device("cuda"))
         move(model)
+        if swapper := model.swapper:  # `move` makes new parameters, and torch's `to` keeps them
+            swapper._weights = [
+                [weight for weight in block.parameters() if not weight.requires_grad]
+                for block in model.blocks
+            ]
         given: set[str] = set()
         kernel = "torch" if recipe.precision.compute == "bf16" else "reference"
         backend = BACKENDS[kernel] = watched(BACKENDS[kernel], given)
