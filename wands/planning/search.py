@@ -232,9 +232,9 @@ def search(task: Task) -> list[Candidate]:
     errors = []
     cp_sizes = _cp_sizes(task.workload.recipe.parallel, task.workload.world_size)
     swaps = _swap_settings(task.workload.recipe)
-    for *combination, swap in product(task.ds_configs, cp_sizes, CHECKPOINTING, swaps):
+    for name, cp, mode, swap in product(task.ds_configs, cp_sizes, CHECKPOINTING, swaps):
         try:
-            candidates.append(_largest_bin(task, *combination, swap))
+            candidates.append(_largest_bin(task, name, cp, mode, swap))
         except ConfigError as error:
             errors.append(error)
     if errors and not candidates:
