@@ -113,3 +113,30 @@ def read_patiently(path: Path | str, read: Callable[[], T]) -> T:
             _log.error("%s cannot be read (%s); trying again in %.0f s", path, os.strerror(number), wait)
         time.sleep(wait)
     raise AssertionError("the last call of `read` returns or raises")
+
+
+def load_patiently(label: str, load: Callable[[], T]) -> T:
+    """Return the result of a library's function that loads several files. Errors of the file system are handled as in
+    `read_patiently`, also if the library has replaced them by another error.
+
+    Args:
+        label: what is loaded, for messages.
+        load: function that loads.
+
+    Raises:
+        DiskError: if the file system failed each time. Other errors of `load` are raised as they are.
+    """
+
+    def unwrapped() -> T:
+        try:
+            return load()
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                # Libraries look for files that may be missing, so ENOENT is no cause.
+                if disk_number(cause) not in (0, errno.ENOENT):
+                    raise cause from None
+                cause = cause.__cause__ or cause.__context__
+            raise
+
+    return read_patiently(label, unwrapped)

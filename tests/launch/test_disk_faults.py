@@ -106,7 +106,8 @@ def check_end(outcome: Outcome, fault: Fault) -> None:
     assert "Traceback" not in outcome.text, outcome.text
     assert outcome.code in (0, DiskError.exit_code), outcome.text
     if outcome.code:
-        last = [line for line in outcome.text.splitlines() if line.startswith("wands: ")][-1]
+        last = "\n" + outcome.text
+        last = last[last.rindex("\nwands: ") :]  # one problem, or a list of problems
         assert os.strerror(fault.number) in last, outcome.text
         if fault.kind in ("read", "open"):
             assert "delete" not in last

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from wands import disk_errors
-from wands.disk_errors import disk_number, read_patiently
+from wands.disk_errors import disk_number, load_patiently, read_patiently
 from wands.errors import CacheError, DiskError, WandsError
 from wands.files import write_text
 
@@ -63,6 +64,35 @@ def test_an_error_of_the_content_is_raised_at_once(error: Exception):
     with pytest.raises(type(error)) as caught:
         read_patiently("shard", read)
     assert caught.value is error
+
+
+def library(read: Callable[[], str]) -> Callable[[], str]:
+    """A function that replaces every error by one without a number, after a look for a file that may be missing."""
+
+    def load() -> str:
+        try:
+            return read()
+        except OSError:
+            try:
+                raise FileNotFoundError(errno.ENOENT, "no optional file")
+            except FileNotFoundError:
+                raise ValueError("the tokenizer cannot be made") from None
+
+    return load
+
+
+def test_an_error_that_a_library_has_replaced_is_found():
+    calls, read = failing(errno.EIO, 2)
+    assert load_patiently("the tokenizer", library(read)) == "content"  # type: ignore[arg-type]
+    assert len(calls) == 3
+    _, read = failing(errno.EACCES, 99)
+    with pytest.raises(DiskError, match=r"the tokenizer cannot be read \(Permission denied\)"):
+        load_patiently("the tokenizer", library(read))  # type: ignore[arg-type]
+
+
+def test_an_error_of_a_library_about_the_content_is_raised_as_it_is(tmp_path: Path):
+    with pytest.raises(ValueError, match="the tokenizer cannot be made"):
+        load_patiently("the tokenizer", library((tmp_path / "absent").read_text))
 
 
 def test_a_missing_file_stays_a_missing_file(tmp_path: Path):

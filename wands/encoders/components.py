@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
+from wands.disk_errors import load_patiently
 from wands.errors import ConfigError, one_line
 from wands.model.files.config_files import read_model_config
 from wands.model.files.hub import fetch_model
@@ -18,6 +19,8 @@ from wands.model.files.loading import load_index
 from wands.model.files.official import DIT_STEM
 from wands.model.files.tensor_files import check_model, find_weights
 from wands.variants import ExtraInput, Variant, variant_of
+
+T = TypeVar("T")
 
 CONFIG_FILES = ("*.json", "*.model", "*.txt")
 ALL_FILES = (*CONFIG_FILES, "*.safetensors")
@@ -90,22 +93,21 @@ def check_part(model: nn.Module, folder: Path) -> None:
     check_model(model, f"model={folder.parent}", lambda: folder, WEIGHT_STEMS[folder.name])
 
 
-@contextmanager
-def loading_part(model: str | Path, part: str) -> Iterator[None]:
-    """Hide log messages of libraries inside a `with` block that loads a component of a pipeline.
-
-    If loading fails, raise an error that names the model and the component.
+def load_part(model: str | Path, part: str, load: Callable[[], T]) -> T:
+    """Return the result of `load`, which loads a component of a pipeline. Log messages of libraries are hidden.
 
     Args:
         model: diffusers pipeline folder or Hub id.
         part: name of the component, for error messages.
+        load: function that loads the component.
 
     Raises:
-        ConfigError: if the code in the `with` block fails to load the component.
+        ConfigError: if the component is damaged or incomplete.
+        DiskError: if the file system does not read a file.
     """
     try:
         with quiet_loading():
-            yield
+            return load_patiently(f"model={model}: the {part}", load)
     except (OSError, ValueError, RuntimeError, KeyError, AttributeError, ImportError) as error:
         raise ConfigError(
             f"model={model}: the {part} cannot be loaded ({one_line(error)}). Download the files of the {part} again."

@@ -16,7 +16,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import AutoTokenizer
 
-from wands.encoders.components import CONFIG_FILES, WEIGHT_STEMS, find_part, loading_part, read_config
+from wands.encoders.components import CONFIG_FILES, WEIGHT_STEMS, find_part, load_part, read_config
 from wands.errors import ConfigError, one_line
 from wands.model.files.hashes import hub_sha256
 from wands.model.files.loading import load_index
@@ -90,8 +90,8 @@ def _fingerprint_part(model: str, part: str, folder: Path) -> dict[str, str]:
         folder: folder with the component's config files, and perhaps its weights.
     """
     if part == "tokenizer":
-        with loading_part(model, part):
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+        tokenizer = load_part(model, part, load)
         vocabulary = sorted(tokenizer.get_vocab().items())
         return {"vocabulary_sha256": _sha256([vocabulary, tokenizer(PROBE).input_ids])}
     name = "preprocessor_config.json" if part == "image_processor" else "config.json"

@@ -19,7 +19,7 @@ from transformers import CLIPVisionModel
 from wands.conditions.arrays import ClipSize
 from wands.conditions.condition import Arrays, ClipFrames, Condition, Encoders
 from wands.data.clips.video import to_pixels
-from wands.encoders.components import check_part, find_part, loading_part
+from wands.encoders.components import check_part, find_part, load_part
 from wands.encoders.vae import WanVideoEncoder
 from wands.model.files.loading import load_index
 
@@ -44,7 +44,8 @@ class ImageEncoder:
             CheckpointError: if a weight contains NaN or infinite values.
         """
         class_name = (load_index(model).get("image_processor") or [None, None])[1] or "CLIPImageProcessor"
-        with loading_part(model, "image encoder"):
+
+        def load() -> tuple[Any, CLIPVisionModel]:
             folder = find_part(model, "image_processor")
             processor = getattr(transformers, class_name).from_pretrained(folder, trust_remote_code=False)
             folder = find_part(model, "image_encoder")
@@ -52,6 +53,9 @@ class ImageEncoder:
                 folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
             check_part(encoder, folder)
+            return processor, encoder
+
+        processor, encoder = load_part(model, "image encoder", load)
         return cls(processor, encoder.to(device))
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from wands.conditions.arrays import from_bits
 from wands.data.cache.write_ahead_log import read_records
 from wands.data.clips.captions import CLEANING_VERSION as CLEANING_VERSION
 from wands.data.clips.captions import clean_caption
-from wands.encoders.components import check_part, find_part, loading_part
+from wands.encoders.components import check_part, find_part, load_part
 from wands.errors import ConfigError
 from wands.variants import TEXT_LEN
 
@@ -71,13 +71,17 @@ class TextEncoder:
             ConfigError: if the model does not exist or its files are damaged.
             CheckpointError: if a weight contains NaN or infinite values.
         """
-        with loading_part(model, "text encoder"):
+
+        def load() -> tuple[Any, UMT5EncoderModel]:
             tokenizer = AutoTokenizer.from_pretrained(find_part(model, "tokenizer"), trust_remote_code=False)
             folder = find_part(model, "text_encoder")
             encoder = UMT5EncoderModel.from_pretrained(
                 folder, dtype=dtype, use_safetensors=True, trust_remote_code=False
             )
             check_part(encoder, folder)
+            return tokenizer, encoder
+
+        tokenizer, encoder = load_part(model, "text encoder", load)
         return cls(tokenizer, encoder.to(device))
 
     @torch.no_grad()

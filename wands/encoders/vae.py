@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
-from wands.encoders.components import check_part, find_part, loading_part
+from wands.encoders.components import check_part, find_part, load_part
 
 TILE, TILE_STRIDE = 256, 192
 """Height and width of a tile of the VAE, and distance between the starts of neighboring tiles, in pixels.
@@ -70,11 +70,14 @@ class WanVideoEncoder:
             CheckpointError: if a weight contains NaN or infinite values.
         """
         torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-        with loading_part(model, "VAE"):
+
+        def load() -> AutoencoderKLWan:
             folder = find_part(model, "vae")
             vae = AutoencoderKLWan.from_pretrained(folder, torch_dtype=torch_dtype, use_safetensors=True)
             check_part(vae, folder)
-        return cls(vae.to(device), tiling=tiling)
+            return vae
+
+        return cls(load_part(model, "VAE", load).to(device), tiling=tiling)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wands.config.options import InferOptions
+from wands.disk_errors import load_patiently
 from wands.encoders.components import WEIGHT_STEMS, quiet_loading
 from wands.encoders.text import check_embedding
 from wands.errors import CheckpointError, ConfigError, one_line
@@ -262,14 +263,16 @@ def load_dit(source: DiTSource, dtype: torch.dtype) -> WanTransformer3DModel:
         trained = _load_trained(source, source.load(), dtype)
         check_model(trained, f"{source.label}: the checkpoint {source.folder}")
         return trained
+    load = partial(
+        WanTransformer3DModel.from_pretrained,
+        source.folder,
+        subfolder=source.subfolder or None,
+        dtype=dtype,
+        output_loading_info=True,
+        use_safetensors=True,
+    )
     try:
-        transformer, info = WanTransformer3DModel.from_pretrained(
-            source.folder,
-            subfolder=source.subfolder or None,
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,
-        )
+        transformer, info = load_patiently(f"{source.label}: the transformer", load)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{source.label}: the transformer cannot be loaded ({one_line(error)}). Export or download its files again."
@@ -325,10 +328,10 @@ def load_components(
     """
     dtypes = {"default": dtype, "vae": torch.float32, "image_encoder": torch.float32}
     label = f"--model={source.model}"
+    from_pretrained = getattr(diffusers, source.class_name).from_pretrained
+    options = {**dits, "dtype": dtypes, "use_safetensors": True, "trust_remote_code": False}
     try:
-        pipeline = getattr(diffusers, source.class_name).from_pretrained(
-            source.model, **dits, dtype=dtypes, use_safetensors=True, trust_remote_code=False
-        )
+        pipeline = load_patiently(label, partial(from_pretrained, source.model, **options))
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{label} cannot be loaded ({one_line(error)}). Fetch the files again.") from error
     for part, stem in WEIGHT_STEMS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from unittest.mock import MagicMock
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from wands.conditions.published import given_frames
 from wands.data.clips.video import to_pixels
-from wands.encoders.components import loading_part
+from wands.encoders.components import load_part
 from wands.encoders.image import ImageEncoder
 from wands.encoders.text import TextEncoder
 from wands.encoders.vae import WanVideoEncoder
@@ -183,11 +184,9 @@ def _load_stock(setup: Setup, dtype: torch.dtype, label: str, *parts: str) -> Wa
         ConfigError: if a part is missing or cannot be loaded.
     """
     unused = dict.fromkeys(inspect.signature(WanImageToVideoPipeline).parameters.keys() - set(parts))
-    with loading_part(setup.folder, label):
-        pipeline = WanImageToVideoPipeline.from_pretrained(
-            setup.folder, **unused, dtype=dtype, use_safetensors=True, trust_remote_code=False
-        )
-    return pipeline.to(setup.device)
+    options = {**unused, "dtype": dtype, "use_safetensors": True, "trust_remote_code": False}
+    load = partial(WanImageToVideoPipeline.from_pretrained, setup.folder, **options)
+    return load_part(setup.folder, label, load).to(setup.device)
 
 
 @torch.no_grad()

@@ -129,6 +129,10 @@ def run_steps(
         for job in jobs:
             stack.callback(job.close)
             job.start(training)
+        if any(gather_objects(watchdog.failure is not None)):
+            return (
+                step  # nothing to save yet, and the evaluation before the first step may have been left out
+            )
         watchdog.begin_work("the first step")
         started = time.perf_counter()
         for (plan, of_models), data_wait in profiled_steps(training, _timed(batches), step):

@@ -460,9 +460,9 @@ def _token_counter(model: str | None) -> Callable[[str], int]:
         return estimate_tokens
     from transformers import AutoTokenizer
 
-    from wands.encoders.components import CONFIG_FILES, find_part, loading_part
+    from wands.encoders.components import CONFIG_FILES, find_part, load_part
 
     folder = find_part(model, "tokenizer", CONFIG_FILES)
-    with loading_part(model, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+    tokenizer = load_part(model, "tokenizer", load)
     return lambda caption: len(tokenizer(caption, verbose=False).input_ids)  # no warning above 512 tokens

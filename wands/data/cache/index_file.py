@@ -45,9 +45,10 @@ def read_index_arrays(path: Path) -> dict[str, np.ndarray]:
         OSError, KeyError, ValueError, RuntimeError, EOFError, BadZipFile: if the file is damaged, or an array is missing or has
             another type.
     """
-    size = path.stat().st_size
+    content = path.read_bytes()  # ZipFile would call a failed read of a file "not a zip file"
+    size = len(content)
     arrays = {}
-    with ZipFile(path) as archive:
+    with ZipFile(io.BytesIO(content)) as archive:
         for name, (item, num_dims) in COLUMNS.items():
             member = archive.getinfo(f"{name}.npy")
             # A compressed array could fill the memory, and a wrong size could claim petabytes.
