@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from wands.compiled import compiled_op
+import wands.compiled
+from wands.compiled import _CompiledFunction, compiled_op
 
 
 def scale_and_add_for_test(x: Tensor, y: Tensor | None, scales: list[Tensor], factor: float) -> Tensor:
@@ -31,9 +33,8 @@ def keep_graph(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..
 @pytest.fixture
 def operator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Tensor]]:
     """An operator that Dynamo traces as always, and that then runs without Inductor."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "compile", partial(torch.compile, backend=keep_graph))
-        operator = compiled_op(scale_and_add_for_test)
+    monkeypatch.setattr(wands.compiled, "compile_graph", keep_graph)
+    operator = compiled_op(scale_and_add_for_test)
     GRAPHS.clear()
     torch._dynamo.reset()
     yield operator
@@ -66,3 +67,78 @@ def test_only_the_number_of_tokens_varies(operator: Callable[..., Tensor]):
         assert isinstance(num_tokens, torch.SymInt)
         assert others == [1, 6, 2]
         assert all(isinstance(size, int) for size in others)
+
+
+@pytest.fixture
+def function(monkeypatch: pytest.MonkeyPatch) -> Iterator[_CompiledFunction]:
+    """The function of `operator`; `_compiled` counts the calls that go through torch.compile."""
+    monkeypatch.setattr(wands.compiled, "compile_graph", keep_graph)
+    function = _CompiledFunction(scale_and_add_for_test)
+    function._compiled = mock.Mock(wraps=function._compiled)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        yield function
+    torch._dynamo.reset()
+
+
+def random_args(length: int, dtype: torch.dtype, has_y: bool, num_scales: int, transposed: bool) -> list[Any]:
+    x, y, *scales = (torch.randn(length, length).to(dtype) for _ in range(2 + num_scales))
+    return [x.mT if transposed else x, y if has_y else None, scales]
+
+
+def test_torch_compile_is_asked_once_for_each_kind_of_arguments(function: _CompiledFunction):
+    kinds = list(product((5, 7), (torch.float32, torch.float64), (False, True), (1, 2), (False, True)))
+    for _ in range(3):  # other values each time
+        for kind, factor in product(kinds, (2.0, 3.0)):
+            args = [*random_args(*kind), factor]
+            assert torch.equal(function(*args), scale_and_add_for_test(*args)), (kind, factor)
+    assert function._compiled.call_count == 2 * len(kinds)
+
+
+@pytest.mark.parametrize("first_is_shared", [False, True])
+def test_a_tensor_in_two_places_does_not_stand_for_two(function: _CompiledFunction, first_is_shared: bool):
+    """Dynamo passes it to the compiled code once."""
+    for is_shared in (first_is_shared, not first_is_shared) * 2:
+        x, y, scales = random_args(5, torch.float32, True, 1, False)
+        y = x if is_shared else y
+        assert torch.equal(function(x, y, scales, 2.0), scale_and_add_for_test(x, y, scales, 2.0))
+
+
+def test_autocast_has_code_of_its_own(function: _CompiledFunction):
+    args = [*random_args(5, torch.bfloat16, True, 1, False), 2.0]
+    for _ in range(2):
+        function(*args)
+        with torch.autocast("cpu", torch.bfloat16):
+            function(*args)
+    assert function._compiled.call_count == 2
+
+
+def test_old_kinds_are_forgotten(function: _CompiledFunction, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wands.compiled, "MAX_SHORTCUTS", 3)
+    for length in (2, 3, 4, 5, 6, 5):
+        function(*random_args(length, torch.float32, True, 1, False), 2.0)
+        assert len(function._shortcuts) <= 3
+    assert function._compiled.call_count == 5
+
+
+def test_a_gradient_that_the_operator_lacks_is_an_error(operator: Callable[..., Tensor]):
+    for _ in range(2):
+        out = operator(torch.ones(3, 4, requires_grad=True), None, [torch.ones(3, 4)], 1.0)
+        with pytest.raises(RuntimeError, match="no autograd formula"):
+            out.sum().backward()
+
+
+def test_a_dispatch_mode_sees_one_operator(operator: Callable[..., Tensor]):
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    args = torch.ones(3, 4), None, [torch.ones(3, 4)], 1.0
+    with torch.no_grad():
+        operator(*args)
+        with Mode():
+            operator(*args)
+    assert seen == ["wands.scale_and_add_for_test.default"]

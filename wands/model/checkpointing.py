@@ -1,8 +1,11 @@
 """Activation checkpointing by tensor name.
 
-Under `torch.utils.checkpoint`, each block runs twice: first in the forward pass, then again in the backward pass.
-Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in
-host memory (offloaded). The tensor names are:
+Each block runs twice: first in the forward pass, then again in the backward pass. `torch.utils.checkpoint` does the same for any
+function. Here, the host has less work for each tensor. Random numbers would differ in the second run, but a block draws none.
+
+Tensors that are kept by name are not computed again in the second run. A kept tensor stays on the device (saved) or in host
+memory (offloaded). A dispatch mode finds these tensors. It makes the host several times slower, so it is only active around the
+linear layers and the self-attention whose results are kept. The tensor names are:
 
 block_input       residual stream before the block; always kept, on the device or in host memory
 query_proj        result of attn1.to_q, before norm and rotation
@@ -19,8 +22,8 @@ Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from typing import Any
@@ -28,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from wands.model import fp8  # noqa: F401, registers its operators
 from wands.model.offload import ActivationOffloader, OffloadedTensor, detached
@@ -60,7 +63,8 @@ _MATMULS = frozenset(
 class SelectiveCheckpoint:
     """Callable that runs a block under activation checkpointing, and keeps the tensors that are selected by name.
 
-    Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again.
+    Under activation checkpointing, each block runs again in the backward pass. A kept tensor is not computed again. A block
+    runs its self-attention inside `watch`.
 
     Args:
         blocks: blocks of the model. Their linear layers get hooks, which `close` removes.
@@ -94,15 +98,15 @@ class SelectiveCheckpoint:
         self._offloaded = frozenset(offloaded)
         kept = {*saved, *offloaded} - {BLOCK_INPUT}
         self._name_of = {op: name for name in kept for op in operators.get(name, ())}
+        self._run: _Run | None = None  # the run of a block that is under way
         self._current_projection: str | None = None  # tensor name of the linear layer that runs now
         self._hooks: list[Any] = []
         for block, name in product(blocks, kept & PROJECTIONS.keys()):
             linear = block.get_submodule(PROJECTIONS[name])
             linear = getattr(linear, "base_layer", linear)  # of a layer with a LoRA
-            enter, leave = (partial(self._set_projection, projection) for projection in (name, None))
-            self._hooks.append(linear.register_forward_pre_hook(enter))
+            self._hooks.append(linear.register_forward_pre_hook(partial(self._enter_projection, name)))
             # An exception ends the second run early.
-            self._hooks.append(linear.register_forward_hook(leave, always_call=True))
+            self._hooks.append(linear.register_forward_hook(self._leave_projection, always_call=True))
 
     def __call__(self, block: nn.Module, hidden: Tensor, *shared: Any) -> Tensor:
         """Run a block under activation checkpointing, and return the block's result.
@@ -112,38 +116,60 @@ class SelectiveCheckpoint:
             hidden: [L, D], input of the block: L tokens of width D.
             shared: other arguments of the block, the same for all blocks.
         """
+        take_hidden: Callable[[], Tensor] = lambda: hidden  # noqa: E731
         if self._offloaded:
             self.offloader = self.offloader or ActivationOffloader(hidden.device)
             self.offloader.open_group()
-        with self._offload_input(hidden) if BLOCK_INPUT in self._offloaded else nullcontext():
-            contexts = self._contexts if self._name_of or self._hooks else noop_context_fn
-            return checkpoint(block, hidden, *shared, use_reentrant=False, context_fn=contexts)
+            if BLOCK_INPUT in self._offloaded:
+                take_hidden = partial(_take, self.offloader.put(hidden), hidden.requires_grad)
+        kept: deque[Any] = deque()
+        device_type = hidden.device.type
+        autocast = partial(
+            torch.autocast,
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            enabled=torch.is_autocast_enabled(device_type),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+
+        def run_again() -> None:
+            with autocast(), self._running(_Run(self, kept, is_first=False)):
+                block(take_hidden(), *shared)
+
+        saved = _RecomputedTensors(run_again)
+        with saved_tensors_hooks(saved.pack, saved.unpack), self._running(_Run(self, kept, is_first=True)):
+            return block(hidden, *shared)
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Return a context manager for the part of a block that calls the operators in `operators`. Elsewhere, their results are
+        not kept.
+
+        Outside of `__call__`, the context manager does nothing.
+        """
+        return self._run if self._run is not None and self._name_of else nullcontext()
 
     def close(self) -> None:
         """Remove the hooks from the linear layers of the blocks."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _set_projection(self, projection: str | None, *_: Any) -> None:
-        self._current_projection = projection
+    def _enter_projection(self, name: str, *_: Any) -> None:
+        if self._run is not None:
+            self._current_projection = name
+            self._run.__enter__()
 
-    def _offload_input(self, hidden: Tensor) -> AbstractContextManager[Any]:
-        """Return a context manager in which autograd offloads a block's input `hidden`. Other tensors stay on the device."""
-        assert self.offloader is not None
-        # The hooks exist as long as the graph, so they must not hold a reference to the tensor.
-        put, address, shape = self.offloader.put, hidden.data_ptr(), hidden.shape
+    def _leave_projection(self, *_: Any) -> None:
+        if self._run is not None and self._current_projection is not None:
+            self._current_projection = None
+            self._run.__exit__(None, None, None)
 
-        def pack(x: Tensor) -> Tensor | OffloadedTensor:
-            return put(x) if x.data_ptr() == address and x.shape == shape else x
-
-        def unpack(x: Tensor | OffloadedTensor) -> Tensor:
-            return x.take() if isinstance(x, OffloadedTensor) else x
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-    def _contexts(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        kept: deque[Any] = deque()
-        return _Run(self, kept, is_first=True), _Run(self, kept, is_first=False)
+    @contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
 
     def _kept_name(self, op: OpOverload) -> str | None:
         """Return the name of the result of `op`, such as "query_proj". Return None if the backward pass recomputes the result."""
@@ -154,6 +180,65 @@ class SelectiveCheckpoint:
             return _SavedTensor(tensor)
         assert self.offloader is not None
         return self.offloader.put(tensor)
+
+
+def _take(offloaded: OffloadedTensor, requires_grad: bool) -> Tensor:
+    """Return the offloaded input of a block, for which autograd saves the same tensors as for the input itself."""
+    return offloaded.take().detach().requires_grad_(requires_grad)
+
+
+class _RecomputedTensors:
+    """The tensors that autograd saves while a block runs. Their values are not stored, but computed when the first one is needed.
+
+    `pack` and `unpack` are hooks for saved tensors. A tensor that was taken with `unpack` is no longer referenced here.
+
+    Args:
+        run_again: function that runs the block again, on the same input. The block then saves equal tensors in the same order.
+    """
+
+    def __init__(self, run_again: Callable[[], None]) -> None:
+        self._run_again = run_again
+        self._kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self._values: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> int:
+        """Note that the first run saves a tensor, and return the tensor's number."""
+        self._kinds.append((tensor.shape, tensor.dtype))
+        return len(self._kinds) - 1
+
+    def unpack(self, number: int) -> Tensor:
+        """Return the tensor with this number. If it has no value, the block runs until all values are known."""
+        if number not in self._values:
+            self._compute()
+        return self._values.pop(number)
+
+    def _compute(self) -> None:
+        values: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> None:
+            number = len(values)
+            kind = tensor.shape, tensor.dtype
+            assert kind == self._kinds[number], (
+                f"the second run of a block saves {kind}, the first {self._kinds[number]}"
+            )
+            values[number] = tensor.detach() if tensor.requires_grad else tensor
+            if len(values) == len(self._kinds):
+                raise _AllComputed
+
+        with suppress(_AllComputed), saved_tensors_hooks(pack, _refuse), torch.enable_grad():
+            self._run_again()
+        assert len(values) == len(self._kinds), (
+            f"the second run saves {len(values)} of {len(self._kinds)} tensors"
+        )
+        self._values = values
+
+
+class _AllComputed(Exception):
+    """Ends the second run of a block when autograd has saved the last tensor."""
+
+
+def _refuse(_: None) -> Tensor:
+    raise AssertionError("nothing runs backward through the second run of a block")
 
 
 class _SavedTensor:
@@ -169,7 +254,7 @@ class _SavedTensor:
 
 
 class _Run(TorchDispatchMode):
-    """Dispatch mode for one of the two runs of a block under activation checkpointing.
+    """Dispatch mode for one of the two runs of a block under activation checkpointing, active in parts of the run.
 
     The first run is in the forward pass. For each result to keep, the mode appends (operator, result) to the queue `kept`.
     The second run is in the backward pass. The mode takes the kept results from the queue, and runs only the operators

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,9 @@ q, k, v and the output are [local tokens, heads, head dim].
 
 Every token attends to all tokens of its sample, including the tokens on other ranks.
 """
+
+Watch = Callable[[], AbstractContextManager[Any]]
+"""Type of `SelectiveCheckpoint.watch`."""
 
 
 class PackedWanTransformer(WanTransformer3DModel):
@@ -206,7 +210,9 @@ class PackedWanTransformer(WanTransformer3DModel):
         for number, block in enumerate(self.blocks):
             args = (hidden, text, image, table, rotation, meta, cross_segments, compute_dtype)
             if torch.is_grad_enabled() and self.gradient_checkpointing and number < self.num_recomputed:
-                hidden = self._gradient_checkpointing_func(block, *args)
+                checkpoint = self._gradient_checkpointing_func
+                # diffusers' own checkpointing keeps nothing
+                hidden = checkpoint(block, *args, getattr(checkpoint, "watch", nullcontext))
             else:
                 hidden = block(*args)
         shift, scale = (self.scale_shift_table + temb[:, None]).unbind(1)
@@ -289,6 +295,7 @@ class PackedWanBlock(WanTransformerBlock):
         meta: PackedMeta,
         cross_segments: CrossSegments,
         compute_dtype: torch.dtype,
+        watch: Watch = nullcontext,
     ) -> Tensor:
         """Run self-attention, cross-attention and the feed-forward.
 
@@ -302,6 +309,7 @@ class PackedWanBlock(WanTransformerBlock):
             meta: position and sample of each token, and the number of tokens of each sample.
             cross_segments: for each sample, the rows of `text` and `image` to which its tokens attend.
             compute_dtype: dtype of matmuls and attention.
+            watch: returns the context manager in which self-attention runs.
 
         Returns:
             [L, D], the new residual stream.
@@ -309,7 +317,7 @@ class PackedWanBlock(WanTransformerBlock):
         lens = meta.padded_timestep_lens
         shift, scale, gate, ff_shift, ff_scale, ff_gate = (self.scale_shift_table + table.float()).unbind(1)
         hidden, x = self.norm1(hidden, None, None, (1 + scale, shift), lens, compute_dtype)
-        x = self.attn1(x, rotation=rotation, meta=meta)
+        x = self.attn1(x, rotation=rotation, meta=meta, watch=watch)
         hidden, x = self.norm2(hidden, x, gate, None, lens, compute_dtype)
         x = self.attn2(x, text, image=image, cross_segments=cross_segments)
         hidden, x = self.norm3(hidden, x, None, (1 + ff_scale, ff_shift), lens, compute_dtype)
@@ -381,16 +389,25 @@ class SelfAttentionProcessor:
         self.self_attention = self_attention
 
     def __call__(
-        self, attn: WanAttention, hidden_states: Tensor, *_: None, rotation: Tensor, meta: PackedMeta
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        *_: None,
+        rotation: Tensor,
+        meta: PackedMeta,
+        watch: Watch = nullcontext,
     ) -> Tensor:
         """Run self-attention on hidden states [tokens of this rank, width], and return a tensor of the same shape.
 
-        `rotation` is the rotary embedding of the tokens. `meta` states which tokens belong to which sample.
+        `rotation` is the rotary embedding of the tokens. `meta` states which tokens belong to which sample. `watch` returns the
+        context manager in which the given function runs.
         """
         q = _heads(attn, attn.norm_q(attn.to_q(hidden_states), rotation))
         k = _heads(attn, attn.norm_k(attn.to_k(hidden_states), rotation))
         v = _heads(attn, attn.to_v(hidden_states))
-        return _project_out(attn, self.self_attention(q, k, v, meta))
+        with watch():
+            out = self.self_attention(q, k, v, meta)
+        return _project_out(attn, out)
 
 
 class CrossAttentionProcessor:

@@ -269,6 +269,7 @@ def test_the_end_of_the_second_run_leaves_the_layer():
     again(block, torch.ones(3, 4, requires_grad=True)).sum().backward()
     assert block["attn1"]["to_q"].weight.grad is not None
     assert again._kept_name(torch.ops.aten.addmm.default) is None
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize("place", ["saved", "offloaded"])
@@ -293,6 +294,43 @@ def test_a_second_backward_is_noticed():
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="backward pass ran twice"):
         loss.backward()
+
+
+def test_the_dispatch_mode_sees_only_what_may_be_kept():
+    """It is slow: about a hundred operators of a block need not pass through it."""
+    model = build("t2v", Mode("selective", ("attn_output",)))
+    kept_name = SelectiveCheckpoint._kept_name
+    with mock.patch.object(SelectiveCheckpoint, "_kept_name", autospec=True, side_effect=kept_name) as asked:
+        step(model, make_pack(2))
+    seen = Counter(call.args[1] for call in asked.call_args_list)
+    assert seen[OPERATORS["attn_output"][0]] == 2 * len(model.blocks)
+    # q, k, v, output and log-sum-exp are detached in the second run, when autograd saves them.
+    assert seen.total() <= 7 * len(model.blocks)
+
+
+def test_a_second_backward_computes_again_what_is_not_kept():
+    model = build("t2v", Mode("full"))
+    loss = run_packed(model, make_pack(1)).square().sum()
+    loss.backward(retain_graph=True)
+    once = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    loss.backward()
+    assert all(torch.equal(parameter.grad, once[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("change", ["another shape", "fewer tensors"])
+def test_a_second_run_that_differs_is_noticed(change: str):
+    runs = []
+
+    def block(hidden: Tensor) -> Tensor:
+        runs.append(hidden)
+        if len(runs) == 1:
+            return hidden.sin().exp()
+        return hidden[:1].sin() if change == "another shape" else hidden * 2
+
+    output = SelectiveCheckpoint([])(block, torch.ones(3, 4, requires_grad=True))
+    with pytest.raises(AssertionError, match="second run"):
+        output.sum().backward()
 
 
 @pytest.mark.parametrize(
