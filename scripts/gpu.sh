@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Measure on a GPU what a machine without one cannot show, in stages: bash scripts/gpu.sh --only STAGE --out DIR --limit SECONDS
 #   attention  copies, matmuls and attention kernels at real shapes       block   one block of 1.3B and 14B: kernels and bytes
-#   step       training steps of 1.3B: time, MFU, memory and estimate     tests   the tests marked gpu
+#   step       training steps of 1.3B and a LoRA of 14B, also in fp8      tests   the tests marked gpu
 #   memory     bench_memory.py                                            infer   time of each part of wands infer
-#   compare    wands, and diffusers + accelerate + DeepSpeed
+#   encode     clips and captions a second in preprocess                  compare wands, and diffusers + accelerate + DeepSpeed
 # DIR (default gpu_out) gets STAGE.json, STAGE.txt and STAGE.log. The results are written after every part, so that a stage that
 # is ended after --limit SECONDS (default 520) keeps what it had. Without --only, all stages run. --only may be repeated.
 #   --set KEY=VALUE   recipe override for block, step and compare, such as attention.backend=torch
@@ -13,7 +13,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=gpu_out limit=520 device=cuda stages=() overrides=()
-all="attention block step tests memory infer compare"
+all="attention block step tests memory infer encode compare"
 while [ $# -gt 0 ]; do
   case "$1" in
     --only)

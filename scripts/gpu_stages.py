@@ -8,10 +8,12 @@ A stage has several parts. After each part, the script writes all results of the
 
 attention   copy and matmul speed, attention kernels forward and backward, cross-attention backward, copies to the device
 block       one transformer block of 1.3B and of 14B: time, operators, bytes and kernels, for one clip and for many clips
-step        a training step of 1.3B through `wands profile`: time, MFU, and the peak of memory next to the estimate
+step        a training step of 1.3B and of a LoRA of 14B through `wands profile`, also in fp8 and with swapped blocks: time, MFU,
+            and the peak of memory next to the estimate
 tests       the tests marked gpu
 memory      bench_memory.py at the widths of 1.3B and 14B
 infer       time of each part of `wands infer` with random weights of 1.3B and of its VAE
+encode      the VAE of Wan 2.1 and UMT5-XXL with random weights: clips and captions per second
 compare     bench_peers.py: wands, and diffusers + accelerate + DeepSpeed
 
 No stage needs model files or a network. Only `tests` uses clips. A part that fails is recorded with its error, and the next part
@@ -31,6 +33,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,7 @@ from wands.attention.kernels.registry import BACKENDS, Backend, choose_backend
 from wands.attention.packed import Segments
 from wands.attention.varlen import PaddedSegments, padded_attention
 from wands.errors import ConfigError
+from wands.model.fp8 import MIN_CAPABILITY, fp8_matmul
 from wands.variants import TEXT_LEN, VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,7 +72,26 @@ PACKS = {
 }
 STEP_PACKS = {
     "cpu": {"3 clips": ((1, 4, 4),) * 3},
-    "cuda": {"1 clip": ((21, 60, 104),), "8 clips": ((3, 52, 104),) * 8},
+    "cuda": {
+        "1 clip": ((21, 60, 104),),
+        "8 clips": ((3, 52, 104),) * 8,
+        "21 clips": ((1, 60, 104),) * 21,
+    },
+}
+LORA = ("lora.rank=32", "precision={compute: bf16, weights: bf16}")
+STEP_RUNS = {  # name of a part: model, recipe overrides
+    "wan2.1-t2v-1.3b": ("wan2.1-t2v-1.3b", ()),
+    "wan2.1-t2v-14b LoRA": ("wan2.1-t2v-14b", LORA),
+    "wan2.1-t2v-1.3b fp8": ("wan2.1-t2v-1.3b", ("precision={compute: bf16, linears: fp8}",)),
+    "wan2.1-t2v-14b LoRA fp8 base": ("wan2.1-t2v-14b", (*LORA, "lora.quantize=fp8")),
+    "wan2.1-t2v-14b LoRA swapped": (
+        "wan2.1-t2v-14b",
+        (*LORA, "model.checkpointing=full", "model.swap_blocks=40"),
+    ),
+}
+ENCODED = {  # pixels of a clip, text tokens of a caption, captions of a batch
+    "cpu": ((3, 5, 16, 16), 8, 2),
+    "cuda": ((3, 81, 480, 832), 512, 16),
 }
 TINY = {"num_attention_heads": 2, "attention_head_dim": 24, "ffn_dim": 96, "text_dim": 32}
 TEXT_TOKENS = 100
@@ -128,9 +151,16 @@ def ceilings(device: str) -> Rows:
             ("up", a, b),
             ("weight gradient", a.T, torch.randn(m, n, device=device).to(dtype)),
         ):
+            flops = 2e-12 * m * k * n
             seconds = time_calls(lambda x=x, y=y: x @ y, device)[1]
+            rows.append({"work": f"{name} {title}", "ms": seconds * 1e3, "TFLOP/s": flops / seconds})
+        if device == "cpu" or torch.cuda.get_device_capability() >= MIN_CAPABILITY:
+            # With the casts of both factors, as in training.
+            rows_of_a, rows_of_b = (factor.to(torch.bfloat16).contiguous() for factor in (a, b.T))
+            multiply = partial(fp8_matmul, rows_of_a, rows_of_b, None, False, False, device == "cuda")
+            seconds = time_calls(multiply, device)[1]
             rows.append(
-                {"work": f"{name} {title}", "ms": seconds * 1e3, "TFLOP/s": 2e-12 * m * k * n / seconds}
+                {"work": f"{name} up in fp8", "ms": seconds * 1e3, "TFLOP/s": 2e-12 * m * k * n / seconds}
             )
     return rows
 
@@ -391,7 +421,13 @@ def run_wands(arguments: Sequence[str]) -> None:
     print(done.stdout, flush=True)
 
 
-def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Results) -> Rows:
+def step(
+    args: argparse.Namespace,
+    shapes: Sequence[Sequence[int]],
+    results: Results,
+    variant: str = VARIANT_NAMES[0],
+    settings: Sequence[str] = (),
+) -> Rows:
     """Train six steps with `wands profile`, and return a row of the table.
 
     The row contains measurements of steps 3 and 4, such as time and peak memory. It also contains the predicted time and the
@@ -407,15 +443,15 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Res
     layers = 2 if device == "cpu" else None
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
-            *overrides_of(device, VARIANT_NAMES[0], shapes, Path(folder), layers),
-            *(*args.overrides, "profile.start=5", "profile.steps=1"),
+            *overrides_of(device, variant, shapes, Path(folder), layers),
+            *(*settings, *args.overrides, "profile.start=5", "profile.steps=1"),
         ]
-        options: dict[str, Any] = {"world_size": 1, "device_type": device, "encoders": lambda path: {}}
-        run = load_run(None, None, overrides, ignore_output_dir=True, **options)
+        world: dict[str, Any] = {"world_size": 1, "device_type": device, "encoders": lambda path: {}}
+        run = load_run(None, None, overrides, ignore_output_dir=True, **world)
         out = Path(folder) / "profile"
-        settings = [part for text in overrides for part in ("--set", text)]
+        options = [part for text in overrides for part in ("--set", text)]
         try:
-            run_wands(["profile", "--out", str(out), *settings])
+            run_wands(["profile", "--out", str(out), *options])
         except RuntimeError as error:
             if not (out / "metrics.jsonl").is_file():
                 raise
@@ -447,9 +483,15 @@ def step(args: argparse.Namespace, shapes: Sequence[Sequence[int]], results: Res
 
 
 def step_stage(args: argparse.Namespace, results: Results) -> None:
-    """Run the stage `step`: measure training steps of 1.3B."""
-    for name, shapes in STEP_PACKS[args.device].items():
-        results.run(f"{VARIANT_NAMES[0]}, {name}", lambda s=shapes: step(args, s, results))
+    """Run the stage `step`: measure training steps of each run in `STEP_RUNS`."""
+    for label, (variant, settings) in STEP_RUNS.items():
+        for name, shapes in STEP_PACKS[args.device].items():
+            results.run(
+                f"{label}, {name}",
+                lambda shapes=shapes, variant=variant, settings=settings: step(
+                    args, shapes, results, variant, settings
+                ),
+            )
 
 
 def run_tests(args: argparse.Namespace) -> Rows:
@@ -585,6 +627,53 @@ def infer_stage(args: argparse.Namespace, results: Results) -> None:
     results.run("81 frames of 480 x 832" if args.device == "cuda" else "tiny", lambda: infer(args.device))
 
 
+def encode_clips(device: str, dtype: torch.dtype, batch: int) -> Rows:
+    """Measure the VAE of Wan 2.1 with random weights, on clips of one size. On a CPU, the VAE is tiny."""
+    from diffusers import AutoencoderKLWan
+
+    from wands.encoders.vae import WanVideoEncoder
+
+    sizes = {} if device == "cuda" else {"base_dim": 8, "num_res_blocks": 1}
+    vae = AutoencoderKLWan(**sizes).to(device, dtype)
+    encoder = WanVideoEncoder(vae)
+    pixels = torch.rand(batch, *ENCODED[device][0], device=device) * 2 - 1
+    seconds = time_calls(lambda: encoder.encode(pixels), device, rounds=2)[1]
+    return [{"s": seconds, "clips/s": batch / seconds}]
+
+
+def encode_texts(device: str) -> Rows:
+    """Measure UMT5-XXL with random weights in bf16, on full captions. On a CPU, the model is tiny."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    sizes = {
+        "d_model": 4096,
+        "d_kv": 64,
+        "d_ff": 10240,
+        "num_layers": 24,
+        "num_heads": 64,
+        "vocab_size": 256384,
+    }
+    if device == "cpu":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 64}
+    _, tokens, captions = ENCODED[device]
+    with torch.device(device):
+        encoder = UMT5EncoderModel(UMT5Config(**sizes)).to(torch.bfloat16).eval()
+        ids = torch.randint(0, sizes["vocab_size"], (captions, tokens))
+    with torch.no_grad():
+        seconds = time_calls(lambda: encoder(input_ids=ids), device, rounds=2)[1]
+    return [{"s": seconds, "captions/s": captions / seconds}]
+
+
+def encode_stage(args: argparse.Namespace, results: Results) -> None:
+    """Run the stage `encode`: measure the VAE and the text encoder of `wands preprocess`."""
+    device = args.device
+    for dtype in (torch.bfloat16, torch.float32):
+        for batch in (1, 2):
+            name = f"VAE, {str(dtype).removeprefix('torch.')}, batch {batch}"
+            results.run(name, lambda dtype=dtype, batch=batch: encode_clips(device, dtype, batch))
+    results.run("UMT5", lambda: encode_texts(device))
+
+
 def compare_stage(args: argparse.Namespace, results: Results) -> None:
     """Run the stage `compare`: compare the training speed of wands with diffusers + accelerate + DeepSpeed."""
     rounds = 5
@@ -603,6 +692,7 @@ STAGES: dict[str, Callable[[argparse.Namespace, Results], None]] = {
     "tests": tests_stage,
     "memory": memory_stage,
     "infer": infer_stage,
+    "encode": encode_stage,
     "compare": compare_stage,
 }
 

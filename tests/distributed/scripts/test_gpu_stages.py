@@ -18,7 +18,11 @@ STEP = ["attention.backend=cpu", "model.checkpointing=full"]
 
 
 def rehearse(
-    stages: Sequence[str], out: Path, overrides: Sequence[str] = (), kinds: Sequence[str] = KINDS
+    stages: Sequence[str],
+    out: Path,
+    overrides: Sequence[str] = (),
+    kinds: Sequence[str] = KINDS,
+    runs: Sequence[str] = tuple(gpu_stages.STEP_RUNS),
 ) -> dict[str, Any]:
     """Run stages in this process, with commands of wands in the same process. Return the parts of each stage."""
     from click.testing import CliRunner
@@ -30,6 +34,7 @@ def rehearse(
         assert done.exit_code == 0, done.output
 
     gpu_stages.run_wands, gpu_stages.bench_peers.KINDS = run_wands, kinds
+    gpu_stages.STEP_RUNS = {name: gpu_stages.STEP_RUNS[name] for name in runs}
     gpu_stages.time_calls = lambda work, device, rounds=5: (work(), (2.0, 1.0))[1]
     parts = {}
     for stage in stages:
@@ -53,8 +58,8 @@ def check_comparison(parts: dict[str, Any], kind: str) -> None:
 
 
 def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
-    stages = ("attention", "block", "step", "memory", "infer", "compare")
-    (found,) = new_world(1, rehearse, stages, tmp_path, STEP, ("lora",))
+    stages = ("attention", "block", "step", "memory", "infer", "encode", "compare")
+    (found,) = new_world(1, rehearse, stages, tmp_path, STEP, ("lora",), ["wan2.1-t2v-1.3b"])
     for stage in stages:
         errors = {name: part["error"] for name, part in found[stage].items() if "error" in part}
         assert not errors
@@ -73,6 +78,8 @@ def test_every_part_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
     assert parts == ["load", "text", "decode", "write mp4", "denoising", "one denoising step"]
     check_comparison(found["compare"], "lora")
     assert len(rows_of(found["memory"], "tiny")) == 6
+    assert {row["clips/s"] for row in rows_of(found["encode"], "VAE, bfloat16, batch 2")} == {2.0}
+    assert {row["captions/s"] for row in rows_of(found["encode"], "UMT5")} == {2.0}
     assert rows_of(found["block"], "wan2.1-t2v-1.3b, 1 clip")[0]["U"] > 100
 
 
@@ -106,9 +113,8 @@ def test_a_part_that_does_not_exist_is_one_sentence(
     options = ["step", "--device", "cpu", "--out", str(tmp_path), "--part", "9 clips"]
     monkeypatch.setattr(sys, "argv", ["gpu_stages.py", *options])
     assert gpu_stages.main() == 2
-    sentence = (
-        "--part 9 clips: no part of step has this text in its name; use one of: wan2.1-t2v-1.3b, 3 clips\n"
-    )
+    names = "; ".join(f"{name}, 3 clips" for name in gpu_stages.STEP_RUNS)
+    sentence = f"--part 9 clips: no part of step has this text in its name; use one of: {names}\n"
     assert capsys.readouterr().out.endswith(sentence)
 
 
@@ -164,6 +170,15 @@ def test_a_profile_that_fails_keeps_the_measured_steps(tmp_path: Path, monkeypat
     row = json.loads((tmp_path / "step.json").read_text())["parts"]["wan2.1-t2v-1.3b, 3 clips"]["rows"][0]
     assert (row["s"], row["profile"]) == (2.0, "failed")
     assert results.failed
+
+
+@pytest.mark.slow
+def test_every_step_runs(tmp_path: Path, new_world: Callable[..., list[Any]]):
+    """Full finetune and LoRA, in bf16, in fp8 and with swapped blocks. On a CPU the models have two blocks."""
+    (found,) = new_world(1, rehearse, ("step",), tmp_path)
+    assert len(found["step"]) == len(gpu_stages.STEP_RUNS) == 5
+    for name in found["step"]:
+        assert rows_of(found["step"], name)[0]["s"] > 0
 
 
 @pytest.mark.slow
