@@ -13,6 +13,7 @@ Letters: L tokens, D width of the residual stream, T ranks of the group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,13 @@ from wands.model.transformer import NormRotate, PackedWanTransformer, rotate
 _ROWS = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj")
 _NORMS = ("norm_q", "norm_k", "norm_added_k")
 ROWS, COLUMNS = 0, 1
+_NAMES = {
+    ROWS: re.compile(
+        rf"blocks\.\d+\.(attn[12]\.({'|'.join(_ROWS)})|ffn\.net\.0\.proj)\.(weight|bias|lora_B\.weight)"
+        rf"|blocks\.\d+\.attn[12]\.({'|'.join(_NORMS)})\.weight"
+    ),
+    COLUMNS: re.compile(r"blocks\.\d+\.(attn[12]\.to_out\.0|ffn\.net\.2)\.(weight|lora_A\.weight)"),
+}
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,15 @@ def set_cut(parameter: Any, cut: Cut | None) -> None:
         parameter.wands_cut = cut
         # DeepSpeed adds the norms of the gradients of these parameters over the ranks of the group, and counts others once.
         parameter.model_parallel = True
+
+
+def divided_dim(name: str) -> int | None:
+    """Return the dimension in which tensor parallelism divides a parameter, `ROWS` or `COLUMNS`; None if it is not divided.
+
+    Args:
+        name: name of the parameter in a model without LoRA, or name of a layer, a dot, and lora_A.weight or lora_B.weight.
+    """
+    return next((dim for dim, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
 
 
 def divide(model: PackedWanTransformer, group: dist.ProcessGroup) -> None:
