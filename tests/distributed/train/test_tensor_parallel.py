@@ -11,17 +11,33 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from tests.distributed.train.test_context import CLIPS, check_step, run_series
-from tests.support.runs import make_run
-from tests.support.steps import Grid, Step, optimizer_step, save_random_lora, stock_gradients, worst, zero
+from tests.distributed.train.test_variants import VARIANTS
+from tests.support.commands import export
+from tests.support.runs import Spy, make_run, run_training
+from tests.support.steps import (
+    Grid,
+    Step,
+    optimizer_step,
+    save_random_lora,
+    stock_gradients,
+    whole_of,
+    worst,
+    zero,
+)
 from tests.support.world import WorldPool
+from wands.checkpoint.checkpoint_files import load_exported_state
 from wands.config.deepspeed import build_ds_config
 from wands.config.recipe_loading import load_recipe
 from wands.errors import ConfigError
 from wands.model import tensor_parallel
 from wands.model.files import loading
 from wands.model.tensor_parallel import ColumnsLinear, RowsLinear
+from wands.plugin import Plugin
+from wands.train.jobs import FinishedStep
+from wands.train.training import Training
 
 TOLERANCE = 1e-5
 SERIES_TOLERANCE = 2e-6
@@ -94,6 +110,7 @@ def test_the_gradient_is_that_of_one_process(
                 ("wan2.1-i2v-14b", GRIDS[2], 2),
                 ("wan2.1-flf2v-14b", TP2, 1),
                 ("wan2.2-ti2v-5b", GRIDS[3], 1),
+                ("wan2.2-i2v-a14b", TP2, 2),
                 ("wan2.1-t2v-1.3b", GRIDS[4], 2),
             ]
         ),
@@ -110,7 +127,8 @@ def test_float64_is_stock_diffusers(
 ):
     """Also cross-attention to images, whose keys are normalized over the heads of all ranks, too."""
     model = tiny_variant(variant)
-    overrides = ("train.bins_per_step=2", "flow.weighting=linear", *grid.overrides)
+    more = VARIANTS.get(variant, ())
+    overrides = ("train.bins_per_step=2", "flow.weighting=linear", *grid.overrides, *more)
     ranks = worlds[grid.world_size].run(
         optimizer_step, model, tmp_path, overrides, zero(stage), torch.float64
     )
@@ -261,6 +279,67 @@ def test_the_loss_series_is_that_of_one_process(
     }
     for clip, (_, loss) in clips.items():
         assert loss == pytest.approx(their_clips[clip][1], rel=SERIES_TOLERANCE), clip
+
+
+def weights_in_the_ranks(*args: Any) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """A run, and its whole fp32 weights after the last step, put together from what the ranks have in memory."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    found: dict[str, torch.Tensor] = {}
+
+    def look(training: Training, _: FinishedStep) -> None:
+        [engine] = training.engines.values()
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                full = safe_get_full_fp32_param(parameter)  # None at ZeRO-0
+                values = (
+                    parameter if full is None else full.view(getattr(parameter, "ds_shape", parameter.shape))
+                )
+                found[name] = whole_of(parameter, values.detach(), training.groups.tensor).clone()
+
+    rows = run_training(*args, plugin=Plugin(jobs=(Spy(stepped=look),)))
+    return rows, found
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (3, ("ema={}",)),
+        *(pytest.param(stage, ("ema={}",), marks=pytest.mark.slow) for stage in (0, 1, 2)),
+        pytest.param(2, ("lora={rank: 4, targets: all-linear}",), marks=pytest.mark.slow),
+        pytest.param(2, ("model.trainable=['blocks.*']",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_export_has_the_bits_of_the_ranks_and_a_resumed_run_those_of_a_run(
+    stage: int, more: tuple[str, ...], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
+):
+    keys = (*more, *GRIDS[1].overrides, "train.bins_per_step=2", "flow.cfg_dropout=0.3")
+    straight = worlds[4].run(
+        weights_in_the_ranks, tiny_pipeline, tmp_path / "a", (*keys, "train.max_steps=4"), zero(stage)
+    )
+    for rank in straight:
+        assert same(rank[1], straight[0][1])
+    exported = load_exported_state(tmp_path / "a")
+    assert same({name: exported[name] for name in straight[0][1]}, straight[0][1])
+    if "lora" not in more[0]:
+        export(tmp_path / "a", tmp_path / "exported", dtype="fp32")
+        [file] = (tmp_path / "exported" / "transformer").glob("*.safetensors")
+        assert same(load_file(file), exported)
+    halves = (*keys, "checkpoint.every=2", "checkpoint.keep=5")
+    worlds[4].run(run_training, tiny_pipeline, tmp_path / "b", (*halves, "train.max_steps=2"), zero(stage))
+    args = (tiny_pipeline, tmp_path / "b", (*halves, "train.max_steps=4"), zero(stage), True)
+    rows = worlds[4].run(run_training, *args)[0]
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == [row[key] for row in straight[0][0]], key
+    assert same(load_exported_state(tmp_path / "b"), exported)
+    if more == ("ema={}",):
+        averages = (load_exported_state(tmp_path / out, ema=True) for out in ("a", "b"))
+        assert same(*averages)
 
 
 # ---- refusals
