@@ -230,6 +230,7 @@ def step_with_a_mistake(mistake: str, *args: Any) -> Step:
         return optimizer_step(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [*MISTAKES][:2])
 def test_a_mistake_would_be_seen(
     mistake: str, single: Callable[[Grid], Step], worlds: WorldPool, tiny_pipeline: Path, tmp_path: Path
@@ -305,13 +306,13 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
-        (3, ("ema={}",)),
-        *(pytest.param(stage, ("ema={}",), marks=pytest.mark.slow) for stage in (0, 1, 2)),
-        pytest.param(2, ("lora={rank: 4, targets: all-linear}",), marks=pytest.mark.slow),
-        pytest.param(2, ("model.trainable=['blocks.*']",), marks=pytest.mark.slow),
+        *((stage, ("ema={}",)) for stage in range(4)),
+        (2, ("lora={rank: 4, targets: all-linear}",)),
+        (2, ("model.trainable=['blocks.*']",)),
     ],
     ids=str,
 )
