@@ -92,7 +92,8 @@ def _gradient_norm(model: torch.nn.Module, groups: ProcessGroups) -> torch.Tenso
         return get_total_norm([parameter.grad for parameter in trained], foreach=False)
     # The first rank counts what all ranks of the group have.
     own = [one.grad for one in trained if cut_of(one) is not None or groups.dims.tensor_rank == 0]
-    square = get_total_norm(own, foreach=False).square()
+    device = next(model.parameters()).device  # also if this rank counts nothing
+    square = get_total_norm(own, foreach=False).square().to(device)
     dist.all_reduce(square, group=groups.tensor)
     return square.sqrt()
 
