@@ -25,7 +25,7 @@ from wands.model.files.lora_experts import (
 from wands.model.files.lora_files import parse_lora
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import shorten
-from wands.model.tensor_parallel import Cut, divide_lora, whole_features
+from wands.model.tensor_parallel import divide_lora, own_part, whole_features
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
@@ -101,14 +101,14 @@ def add_lora(
         with torch.no_grad():
             in_features, _ = whole_features(base)
             lora_A.weight.copy_(
-                _part(_initial_lora_A(name, torch.Size((lora.rank, in_features)), seed), cut_A)
+                own_part(_initial_lora_A(name, torch.Size((lora.rank, in_features)), seed), cut_A)
             )
             lora_B.weight.zero_()
             if start and name in start:
                 pair = start[name]
                 scaled_B = pair.lora_B.double() * (pair.scale * lora.rank / lora.scaled_alpha)
-                lora_A.weight.copy_(_part(pair.lora_A, cut_A))
-                lora_B.weight.copy_(_part(scaled_B, cut_B))
+                lora_A.weight.copy_(own_part(pair.lora_A, cut_A))
+                lora_B.weight.copy_(own_part(scaled_B, cut_B))
 
 
 def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
@@ -301,10 +301,6 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
                 f"{len(pair.lora_B)} outputs; expected lora.rank={lora.rank}, {in_features} inputs and "
                 f"{out_features} outputs. Set lora.rank={len(pair.lora_A)}, or use a LoRA for this model."
             )
-
-
-def _part(whole: Tensor, cut: Cut | None) -> Tensor:
-    return whole if cut is None else cut.part_of(whole)
 
 
 def _initial_lora_A(name: str, shape: torch.Size, seed: int) -> Tensor:

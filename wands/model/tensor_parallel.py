@@ -75,6 +75,11 @@ def set_cut(parameter: Any, cut: Cut | None) -> None:
         parameter.model_parallel = True
 
 
+def own_part(whole: Tensor, cut: Cut | None) -> Tensor:
+    """Return this rank's part of a whole parameter; the whole parameter if `cut` is None."""
+    return whole if cut is None else cut.part_of(whole).contiguous()
+
+
 def divided_dim(name: str) -> int | None:
     """Return the dimension in which tensor parallelism divides a parameter, `ROWS` or `COLUMNS`; None if it is not divided.
 

@@ -34,7 +34,7 @@ from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
 from wands.model.quantized import QuantizedLinear
-from wands.model.tensor_parallel import cut_of, divide, set_cut
+from wands.model.tensor_parallel import cut_of, divide, own_part, set_cut
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.variants import VARIANTS, Variant
@@ -368,8 +368,7 @@ def _fill(
         values = {key: torch.empty_like(like, device="cpu") for key, like in empty.items()}
         cut = cut_of(empty.get(leaf))
         if is_reader:
-            whole = merge(name, make(name, shape))
-            values = {leaf: whole if cut is None else cut.part_of(whole).contiguous()}
+            values = {leaf: own_part(merge(name, make(name, shape)), cut)}
         if is_reader and coded:
             values = owner.encode(values[leaf])
         for key, like in empty.items():
