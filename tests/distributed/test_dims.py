@@ -7,10 +7,11 @@ import os
 import pytest
 import torch.distributed as dist
 
+from tests.support.world import WorldPool
 from wands.config.recipe import ParallelConfig
 from wands.config.recipe_loading import load_recipe
 from wands.distributed.bootstrap import init_process_group
-from wands.distributed.dims import ParallelDims, ProcessGroups, check_world, choose_degrees
+from wands.distributed.dims import ParallelDims, ProcessGroups, check_ffn, check_world, choose_degrees
 from wands.errors import ConfigError
 
 
@@ -83,6 +84,24 @@ def test_contradicting_degrees_are_refused_with_the_recipe(overrides: tuple[str,
         load_recipe(None, [f"parallel.{one}" for one in overrides])
 
 
+def test_ulysses_divides_the_heads_that_tensor_parallelism_leaves():
+    assert degrees(12, cp_size=8, tensor_degree=2) == (2, 4)
+    assert degrees(40, cp_size=8, tensor_degree=2) == (4, 2)  # 4 x 2 ranks fill a node
+    assert degrees(32, cp_size=4, tensor_degree=16) == (1, 4)  # a tensor-parallel group over two nodes
+    assert degrees(40, ulysses_degree=5, tensor_degree=8) == (5, 1)
+    with pytest.raises(
+        ConfigError,
+        match=r"^parallel.ulysses_degree=4 must divide num_heads=12 of wan / parallel.tensor_degree=2. Use one of 1, 2, 3, 6",
+    ):
+        degrees(12, ulysses_degree=4, tensor_degree=2)
+    with pytest.raises(
+        ConfigError, match=r"^parallel.tensor_degree=5 must divide num_heads=12 of wan. Use one of 1, 2, 3"
+    ):
+        degrees(12, tensor_degree=5)
+    with pytest.raises(ConfigError, match=r"^parallel.tensor_degree=4 must divide ffn_dim=90 of wan"):
+        check_ffn(ParallelConfig(tensor_degree=4), ffn_dim=90, model="wan")
+
+
 def test_a_world_that_groups_do_not_divide():
     check_world(ParallelConfig(cp_size=4), 8)
     with pytest.raises(
@@ -90,6 +109,12 @@ def test_a_world_that_groups_do_not_divide():
         match=r"parallel.ring_degree=3: 3 ranks share each packed sequence, but world_size=8 is not a multiple",
     ):
         check_world(ParallelConfig(ring_degree=3), 8)
+    check_world(ParallelConfig(ring_degree=3, tensor_degree=2), 12)
+    with pytest.raises(
+        ConfigError,
+        match=r"parallel.ring_degree=3, parallel.tensor_degree=2: 6 ranks share each packed sequence, but world_size=9",
+    ):
+        check_world(ParallelConfig(ring_degree=3, tensor_degree=2), 9)
 
 
 def test_every_rank_has_its_own_place_and_ulysses_is_innermost():
@@ -100,18 +125,27 @@ def test_every_rank_has_its_own_place_and_ulysses_is_innermost():
     assert [g.cp_rank for g in grids[:6]] == list(range(6))
 
 
-def _members(ring: int, ulysses: int) -> dict[str, list[int] | None]:
+def test_tensor_parallelism_is_innermost():
+    grids = [ParallelDims(16, rank, ulysses_degree=2, ring_degree=2, tensor_degree=2) for rank in range(16)]
+    assert {(g.dp_size, g.cp_size, g.zero_size) for g in grids} == {(2, 4, 8)}
+    places = [(g.dp_rank, *divmod(g.cp_rank, g.ulysses_degree), g.tensor_rank) for g in grids]
+    assert places == [(d, r, u, t) for d in range(2) for r in range(2) for u in range(2) for t in range(2)]
+    assert [g.rank for g in grids if g.is_first_of_bin] == [0, 8]
+
+
+def _members(ring: int, ulysses: int, tensor: int = 1) -> dict[str, list[int] | None]:
     init_process_group()
     grid = ParallelDims(
         world_size=int(os.environ["WORLD_SIZE"]),
         rank=int(os.environ["RANK"]),
         ulysses_degree=ulysses,
         ring_degree=ring,
+        tensor_degree=tensor,
     )
     groups = ProcessGroups.build(grid)
     return {
         name: dist.get_process_group_ranks(group) if (group := getattr(groups, name)) else None
-        for name in ("ulysses", "ring", "ring_grad", "cp")
+        for name in ("ulysses", "ring", "ring_grad", "cp", "tensor", "zero")
     }
 
 
@@ -133,4 +167,25 @@ def _members(ring: int, ulysses: int) -> dict[str, list[int] | None]:
 )
 def test_groups_hold_the_ranks_of_the_grid(ring: int, ulysses: int, expected: list, run_world):
     found = run_world(4, _members, ring, ulysses)
-    assert found == [{**one, "ring_grad": one["ring"]} for one in expected]
+    assert found == [{**one, "ring_grad": one["ring"], "tensor": None, "zero": None} for one in expected]
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "tensor", "cp", "zero"),
+    [
+        (1, 1, 4, [None] * 4, [[0], [1], [2], [3]]),
+        (1, 1, 2, [None] * 4, [[0, 2], [1, 3]] * 2),
+        (1, 2, 2, [[0, 2], [1, 3]] * 2, [[0, 2], [1, 3]] * 2),
+        (2, 1, 2, [[0, 2], [1, 3]] * 2, [[0, 2], [1, 3]] * 2),
+    ],
+)
+def test_groups_with_tensor_parallelism(
+    ring: int, ulysses: int, tensor: int, cp: list, zero: list, worlds: WorldPool
+):
+    found = worlds[4].run(_members, ring, ulysses, tensor)
+    assert [one["tensor"] for one in found] == [
+        list(range(rank // tensor * tensor, rank // tensor * tensor + tensor)) for rank in range(4)
+    ]
+    assert [one["cp"] for one in found] == cp
+    assert [one["ulysses" if ulysses > 1 else "ring"] for one in found] == cp
+    assert [one["zero"] for one in found] == zero

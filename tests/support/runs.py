@@ -106,9 +106,9 @@ def model_of(
     )
 
 
-def engine_of(run: PreparedRun, model: torch.nn.Module) -> Any:
+def engine_of(run: PreparedRun, model: torch.nn.Module, groups: ProcessGroups | None = None) -> Any:
     """The DeepSpeed engine of a run around a model; `release_engine` takes it apart."""
-    return build_engine(model, run.ds_config, run.recipe, run.schedule.total_steps)
+    return build_engine(model, run.ds_config, run.recipe, run.schedule.total_steps, groups=groups)
 
 
 class Spy(Job):

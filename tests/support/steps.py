@@ -26,6 +26,7 @@ from wands.model.files.loading import build_empty
 from wands.model.files.lora_files import LORA_FILE, lora_tensors
 from wands.model.files.lora_update import LoraPair
 from wands.model.lora import find_targets
+from wands.model.tensor_parallel import cut_of
 from wands.patches import unpatchify
 from wands.plugin import Plugin
 from wands.selftest.stock import add_conditions, stock_velocity
@@ -52,17 +53,22 @@ class Grid(NamedTuple):
     dp: int
     ring: int
     ulysses: int
+    tensor: int = 1
 
     def __str__(self) -> str:
-        return "x".join(map(str, self))
+        return "x".join(map(str, self if self.tensor > 1 else self[:3]))
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.ring * self.ulysses
+        return self.dp * self.ring * self.ulysses * self.tensor
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        return f"parallel.ring_degree={self.ring}", f"parallel.ulysses_degree={self.ulysses}"
+        return (
+            f"parallel.ring_degree={self.ring}",
+            f"parallel.ulysses_degree={self.ulysses}",
+            f"parallel.tensor_degree={self.tensor}",
+        )
 
 
 class Case(NamedTuple):
@@ -134,7 +140,7 @@ def optimizer_step(
     rank, _, device = init_process_group()
     groups = ProcessGroups.build(run.grid(rank), device)
     with _engine(run, groups, device, dtype) as engine:
-        gradients = capture_gradients(engine)
+        gradients = capture_gradients(engine, groups.tensor)
         plan = run.schedule.sampler.step_plan(0)
         denominator = run.schedule.denominator(plan)
         [batches] = run.reader(groups.dims).micro_batches(plan)
@@ -147,13 +153,23 @@ def optimizer_step(
             float(loss) / denominator,
             result.grad_norm,
             gradients if rank == 0 else {},
-            _digest(engine.module),
+            _digest(engine.module, groups.tensor),
             {one["sample_id"]: one["loss"] for one in result.samples},
         )
 
 
-def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """The whole gradient of every trained parameter, filled when `engine` steps."""
+def whole_of(parameter: Any, values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The values of a whole parameter, from the part of them that each rank of a tensor-parallel group has."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return values
+    parts = [torch.empty_like(values).contiguous() for _ in range(cut.degree)]
+    dist.all_gather(parts, values.contiguous(), group=group)
+    return torch.cat(parts, dim=cut.dim)
+
+
+def capture_gradients(engine: Any, group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """The whole gradient of every trained parameter, filled when `engine` steps. `group`: the tensor-parallel ranks."""
     from deepspeed.utils import safe_get_full_grad
 
     gradients: dict[str, torch.Tensor] = {}
@@ -162,7 +178,8 @@ def capture_gradients(engine: Any) -> dict[str, torch.Tensor]:
     def capture() -> None:
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad:
-                gradients[name] = safe_get_full_grad(parameter).clone()
+                gradient = safe_get_full_grad(parameter).view(getattr(parameter, "ds_shape", parameter.shape))
+                gradients[name] = whole_of(parameter, gradient, group).clone()
         update()
 
     engine.step = capture
@@ -180,20 +197,21 @@ def _engine(
         module = model_of(whole, groups, device).double()
     else:
         module = model_of(run, groups, device)
-    engine = engine_of(run, module)
+    engine = engine_of(run, module, groups)
     del module
     yield engine
     release_engine(engine)
 
 
-def _digest(module: torch.nn.Module) -> str:
-    """A hash of the bits of all parameters, gathered where ZeRO-3 has partitioned them."""
+def _digest(module: torch.nn.Module, group: dist.ProcessGroup | None) -> str:
+    """A hash of the bits of all parameters, gathered where ZeRO-3 has partitioned them or tensor parallelism has divided them."""
     import deepspeed
 
     digest = hashlib.sha256()
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         for name, parameter in module.named_parameters():
-            digest.update(name.encode() + parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            values = whole_of(parameter, parameter.detach(), group).contiguous()
+            digest.update(name.encode() + values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

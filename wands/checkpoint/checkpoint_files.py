@@ -1,7 +1,7 @@
 """Read the checkpoints that `wands train` saves: the state file, the trained weights, and their moving average.
 
-Each rank stored fragments (slices of the flattened parameters). One process can read a checkpoint that any number of ranks
-wrote, at any ZeRO stage.
+Each rank stored fragments (ranges of the parameters, see `wands.checkpoint.ranges`). One process can read a checkpoint that any
+number of ranks wrote, at any ZeRO stage.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import xxhash
 from pydantic import AfterValidator, Field, TypeAdapter
 from torch import Tensor
 
+from wands.checkpoint.ranges import Range, copy_common
 from wands.checkpoint.step_folders import STATE_FILE, list_steps, named_step
 from wands.config.recipe import LoraConfig, MergeConfig, Recipe
 from wands.disk_errors import read_patiently
@@ -304,7 +305,11 @@ def _open_step(folder: Path, verify: bool, damaged: Mapping[Path, str]) -> Check
 # ---- weights
 
 
-_Place = tuple[Count, list[Count]] | tuple[Count, list[Count], Count]
+_Place = (
+    tuple[Count, list[Count]]
+    | tuple[Count, list[Count], Count]
+    | tuple[Count, list[Count], Count, tuple[Count, Count]]
+)
 
 
 @dataclass(frozen=True)
@@ -330,8 +335,7 @@ class FragmentFiles:
 
     Attributes:
         headers: maps the path of each file to its JSON object. In this object, the entries "fragments" (trained parameters)
-            and "frozen" (frozen parameters) map a parameter name to a list [start, shape]. start is the index of the
-            fragment's first value in the flattened parameter. shape is the shape of the whole parameter.
+            and "frozen" (frozen parameters) map a parameter name to the place of the fragment, see `Range.of_place`.
         dtypes: maps the name of each stored tensor to its dtype. Scalars are left out.
 
     Raises:
@@ -387,18 +391,17 @@ class FragmentFiles:
         }
         for name, shape in shapes.items():  # before memory is allocated
             if math.prod(shape) > self._numels[name + suffix]:
-                raise self._incomplete(name + suffix)
+                raise self.incomplete(name + suffix)
         whole = {name: torch.empty(shape) for name, shape in shapes.items()}
-        self.read({name + suffix: (0, value.view(-1)) for name, value in whole.items()})
+        self.read({name + suffix: (Range(0, value.shape), value.view(-1)) for name, value in whole.items()})
         return whole
 
     @torch.no_grad()
-    def read(self, wanted: Mapping[str, tuple[int, Tensor]]) -> None:
-        """Read slices of stored tensors into given tensors. Only one file is open at a time.
+    def read(self, wanted: Mapping[str, tuple[Range, Tensor]]) -> None:
+        """Read ranges of stored tensors into given tensors. Only one file is open at a time.
 
         Args:
-            wanted: maps the name of a stored tensor to (start, flat tensor to fill). The stored tensor is flattened, and
-                its values from index `start` on fill the flat tensor.
+            wanted: maps the name of a stored tensor to (range of the whole tensor, flat tensor to fill with this range).
 
         Raises:
             CheckpointError: if a file cannot be read, or the files lack a requested value.
@@ -408,20 +411,16 @@ class FragmentFiles:
             places = {**header.get("frozen", {}), **header["fragments"]}
             with open_safetensors(path, self._where) as file:
                 for name in wanted.keys() & set(file.keys()):
-                    values, (first, target) = file.get_slice(name), wanted[name]
+                    own, target = wanted[name]
                     place = places.get(name) or places.get(name.rpartition("/")[0])
                     if place is None:
-                        raise self._incomplete(name)
-                    start = place[0]
-                    low = max(first, start)
-                    high = min(first + target.numel(), start + values.get_shape()[0])
-                    if low < high:
-                        target[low - first : high - first] = values[low - start : high - start]
-                        missing[name] -= high - low
+                        raise self.incomplete(name)
+                    missing[name] -= copy_common(own, target, Range.of_place(place), file.get_slice(name))
         if incomplete := [name for name, numel in missing.items() if numel]:
-            raise self._incomplete(incomplete[0])
+            raise self.incomplete(incomplete[0])
 
-    def _incomplete(self, name: str) -> CheckpointError:
+    def incomplete(self, name: str) -> CheckpointError:
+        """Return the error for a parameter of which the files lack values."""
         return CheckpointError(
             f"{self._where}: the files {self._pattern} lack values of {name}; use another step_* folder of the run."
         )

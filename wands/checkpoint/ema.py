@@ -100,18 +100,20 @@ class WeightAverage:
             refresh_weights(engine)
         else:
             # At ZeRO-0, every rank sends its share of each parameter. A sum with zeros keeps all bits, also those of -0.0.
+            group = engine.seq_data_parallel_group
             for fragment in trained_fragments(engine):
-                share, bits = _own_share(fragment), fragment.read().view(torch.int32)
-                bits[: share.start] = bits[share.start + share.numel :] = 0
-                dist.all_reduce(bits)
+                share, bits = _own_share(fragment, group), fragment.read().view(torch.int32)
+                bits[: share.offset] = bits[share.offset + share.numel :] = 0
+                dist.all_reduce(bits, group=group)
 
     def stored(self) -> tuple[list[LazyTensor], dict[str, str]]:
         """Return this rank's part of the moving average as (tensors, metadata) of a Safetensors file."""
         if self._crosses:
             torch.cuda.synchronize()  # the last copy to the host may not have finished
-        places = {fragment.name: [fragment.start, fragment.shape] for fragment, _ in self._pairs}
+        pairs = [(fragment, average) for fragment, average in self._pairs if not fragment.is_copy]
+        places = {fragment.name: fragment.place_without_flat for fragment, _ in pairs}
         header = {"first_step": self._first, "last_step": self._last, "step": self._step, "fragments": places}
-        tensors = [LazyTensor.of(fragment.name, average) for fragment, average in self._pairs]
+        tensors = [LazyTensor.of(fragment.name, average) for fragment, average in pairs]
         return tensors, {"wands_ema": json.dumps(header)}
 
     def load(self, folder: Path) -> None:
@@ -124,7 +126,7 @@ class WeightAverage:
             CheckpointError: if the files in the folder do not contain the whole moving average.
         """
         files = FragmentFiles(folder, "ema")
-        files.read({fragment.name: (fragment.start, average) for fragment, average in self._pairs})
+        files.read({fragment.name: (fragment.range, average) for fragment, average in self._pairs})
         header = next(iter(files.headers.values()))
         self._first = header["first_step"]
         self._last = header["last_step"]
@@ -172,18 +174,20 @@ def own_fragments(engine: Any) -> list[Fragment]:
     fragments = trained_fragments(engine)
     if engine.zero_optimization_stage():
         return fragments
-    return [share for share in map(_own_share, fragments) if share.numel]
+    group = engine.seq_data_parallel_group
+    return [share for share in (_own_share(fragment, group) for fragment in fragments) if share.numel]
 
 
-def _own_share(fragment: Fragment) -> Fragment:
+def _own_share(fragment: Fragment, group: dist.ProcessGroup) -> Fragment:
     """Return the part of a parameter whose moving average (EMA) this rank computes at ZeRO-0 (nothing is partitioned).
 
     At ZeRO-0, every rank has all values of every parameter, so the ranks share the work of the moving average. Each rank
     computes the average for one range of the flattened parameter.
 
     Args:
-        fragment: the whole parameter, flattened.
+        fragment: this rank's part of the parameter, flattened: the whole parameter without tensor parallelism.
+        group: ranks that have the same part.
     """
-    rank, world_size, numel = dist.get_rank(), dist.get_world_size(), fragment.numel
-    start, end = numel * rank // world_size, numel * (rank + 1) // world_size
-    return fragment._replace(start=start, offset=start, numel=end - start)
+    rank, size, numel = dist.get_rank(group), dist.get_world_size(group), fragment.numel
+    start, end = numel * rank // size, numel * (rank + 1) // size
+    return fragment._replace(start=fragment.start + start, offset=start, numel=end - start)

@@ -5,6 +5,10 @@ states of the fragments that the rank owns. The tensors have names such as "bloc
 stage, the stored fragments cover each parameter exactly once, so a checkpoint can be read without DeepSpeed and on any number
 of ranks. At ZeRO-0 every rank has the whole state, and only rank 0 stores the state.
 
+With tensor parallelism, the fragments of a divided parameter are ranges of this rank's part of it, but they are stored with
+their place in the whole parameter (see `wands.checkpoint.ranges`). Parameters that are not divided are equal on the ranks of a
+tensor-parallel group, and stored by the first of them.
+
 A flat tensor is a tensor that the optimizer updates. At ZeRO-0, each flat tensor is one parameter. At other stages, each flat
 tensor contains a rank's fragments of many parameters.
 
@@ -26,8 +30,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from wands.checkpoint.checkpoint_files import FragmentFiles
+from wands.checkpoint.ranges import Columns, Range
 from wands.errors import CheckpointError
 from wands.model.files.tensor_files import LazyTensor
+from wands.model.tensor_parallel import ROWS, cut_of
 
 MASTER, FROZEN, MOMENTUM = "master", "frozen", "momentum_buffer"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -40,7 +46,7 @@ class Fragment(NamedTuple):
 
     Attributes:
         name: name of the parameter.
-        start: index of the first value of the range in the flattened parameter.
+        start: index of the first value of the range in the flattened parameter, or in the flattened `columns`.
         numel: number of values of the range.
         shape: shape of the whole parameter.
         tensor: tensor that contains the range. For a trained parameter, this is a flat tensor. For a frozen parameter, it is
@@ -48,6 +54,8 @@ class Fragment(NamedTuple):
         offset: index of the first value of the range in `tensor`.
         flat: index of the flat tensor in the order of the optimizer's parameters. For a frozen parameter, the index is 0 and
             has no meaning.
+        columns: columns of the parameter that this rank has (first, end) if they are not all; see `wands.checkpoint.ranges`.
+        is_copy: whether the first rank of this rank's tensor-parallel group has the same values, and stores them.
     """
 
     name: str
@@ -57,6 +65,23 @@ class Fragment(NamedTuple):
     tensor: Tensor
     offset: int = 0
     flat: int = 0
+    columns: Columns | None = None
+    is_copy: bool = False
+
+    @property
+    def range(self) -> Range:
+        """Place of the values in the whole parameter."""
+        return Range(self.start, self.shape, self.columns)
+
+    @property
+    def place(self) -> list[Any]:
+        """Place of the values as a checkpoint stores it: [start, shape, flat], or [start, shape, flat, columns]."""
+        return [self.start, self.shape, self.flat, *([] if self.columns is None else [list(self.columns)])]
+
+    @property
+    def place_without_flat(self) -> list[Any]:
+        """Place of the values in a file without flat tensors: [start, shape], or [start, shape, 0, columns]."""
+        return [self.start, self.shape] if self.columns is None else self._replace(flat=0).place
 
     def read(self) -> Tensor:
         """Return the current values of this range of a flattened parameter: a 1-D view, not a copy."""
@@ -71,7 +96,9 @@ def trained_fragments(engine: Any) -> list[Fragment]:
     with _base_optimizer(engine) as base:
         order = {id(flat): number for number, flat in enumerate(_flats(base))}
         named = engine.module.named_parameters()
-        found = [_fragment(engine, name, value, order) for name, value in named if value.requires_grad]
+        found = [
+            _trained_fragment(engine, name, value, order) for name, value in named if value.requires_grad
+        ]
     return [fragment for fragment in found if fragment is not None and fragment.numel]
 
 
@@ -83,7 +110,8 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
 
     - "fragments": maps the name of each trained parameter to a list [start, shape, number]. The dict contains the parameters
       of which this rank stores a range (values of the flattened parameter). `start` is the index of the range's first value.
-      `shape` is the shape of the whole parameter. `number` is the index of the flat tensor that contains the range.
+      `shape` is the shape of the whole parameter. `number` is the index of the flat tensor that contains the range. If the
+      range belongs to some of the parameter's columns, the list has a fourth entry [first column, end].
     - "frozen": a dict like "fragments", for frozen parameters. Each `number` is 0 and has no meaning. In a LoRA run, the
       dict is empty.
     - "flat_sizes": number of values of each flat tensor.
@@ -98,7 +126,8 @@ def engine_tensors(engine: Any, weights_only: bool = False) -> tuple[list[LazyTe
                 state["state"][number] = _flat_momentum(state["state"][number], own, flats[number])
     if weights_only:
         state["state"] = {}
-    tensors, values = _state_tensors(fragments, list(_frozen_fragments(engine)), flats, state)
+    stored = [fragment for fragment in fragments if not fragment.is_copy]
+    tensors, values = _state_tensors(stored, list(_frozen_fragments(engine)), flats, state)
     values["scheduler"] = engine.lr_scheduler.state_dict() if engine.lr_scheduler else None
     values["counters"] = {name: getattr(engine, name) for name in COUNTERS}
     return tensors, values
@@ -142,7 +171,7 @@ def _state_tensors(
 
 
 def _places(fragments: Iterable[Fragment]) -> dict[str, list[Any]]:
-    return {fragment.name: [fragment.start, fragment.shape, fragment.flat] for fragment in fragments}
+    return {fragment.name: fragment.place for fragment in fragments}
 
 
 @torch.no_grad()
@@ -165,7 +194,7 @@ def load_engine(engine: Any, files: FragmentFiles) -> None:
     """
     fragments, header = trained_fragments(engine), next(iter(files.headers.values()))
     stored = [(f, MASTER) for f in fragments] + [(f, FROZEN) for f in _frozen_fragments(engine)]
-    files.read({f"{fragment.name}/{key}": (fragment.start, fragment.read()) for fragment, key in stored})
+    files.read({f"{fragment.name}/{key}": (fragment.range, fragment.read()) for fragment, key in stored})
     with _base_optimizer(engine) as base:
         groups, saved = base.state_dict()["param_groups"], header["optimizer"]["param_groups"]
         for i, group in enumerate(groups):
@@ -236,13 +265,14 @@ def _optimizer_state(
             values = state[fragment.flat]
             if key not in values:
                 values[key] = torch.zeros(flats[fragment.flat].shape, dtype=dtype)
-            wanted[name] = (fragment.start, cut_flat(values[key], fragment))
+            wanted[name] = (fragment.range, cut_flat(values[key], fragment))
     files.read(wanted)
     for number, own in _with_whole_momentum(engine, base, fragments).items():
         if MOMENTUM in state[number]:
             dtype = state[number][MOMENTUM].dtype
             whole = {f"{f.name}/{MOMENTUM}": torch.empty(math.prod(f.shape), dtype=dtype) for f in own}
-            files.read({name: (0, values) for name, values in whole.items()})
+            shapes = {f"{f.name}/{MOMENTUM}": f.shape for f in own}
+            files.read({name: (Range(0, shapes[name]), values) for name, values in whole.items()})
             state[number][MOMENTUM] = torch.cat([*whole.values()])
     for values in state.values():  # another class of optimizer, if the states are on another device now
         if "step" not in values:  # no update was made yet
@@ -316,12 +346,22 @@ def _flat_values(fragment: Fragment, layout: tuple[Any, Any], files: FragmentFil
         CheckpointError: if the checkpoint's flat tensors differ from `layout`, and a state is a tensor with several values.
             wands cannot divide this state for other flat tensors.
     """
-    # The ranks stored ascending ranges of each parameter.
-    *_, (path, header) = (
-        (path, header)
+    holders = [
+        (Range.of_place(header["fragments"][fragment.name]), path)
         for path, header in files.headers.items()
-        if header["fragments"].get(fragment.name, [fragment.start + 1])[0] <= fragment.start
-    )
+        if fragment.name in header["fragments"]
+    ]
+    if not holders:
+        raise files.incomplete(fragment.name)
+    # The range that begins last before the first value contains it. If the columns were divided in another way, any range of the
+    # parameter will do, because only states that are equal in all flat tensors can be divided in another way.
+    before = [
+        (stored.start, path)
+        for stored, path in holders
+        if stored.columns == fragment.columns and stored.start <= fragment.start
+    ]
+    path = max(before)[1] if before else holders[0][1]
+    header = files.headers[path]
     number = header["fragments"][fragment.name][2]
     tensors = files.read_all(path, f"flat.{number}/")
     if (header["fragments"], header["flat_sizes"]) != layout:
@@ -378,6 +418,27 @@ def cut_flat(flat: Tensor, fragment: Fragment) -> Tensor:
         fragment: place of the parameter's values in the tensor: the index of the first value, and the number of values.
     """
     return flat.detach().view(-1)[fragment.offset : fragment.offset + fragment.numel]
+
+
+def _trained_fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
+    fragment = _fragment(engine, name, parameter, order)
+    return None if fragment is None else _in_whole(fragment, engine, parameter)
+
+
+def _in_whole(fragment: Fragment, engine: Any, parameter: Any) -> Fragment:
+    """Return a range of this rank's part of a parameter as a range of the whole parameter."""
+    cut = cut_of(parameter)
+    if cut is None:
+        return fragment._replace(is_copy=_tensor_rank(engine) > 0)
+    whole = cut.whole_shape(fragment.shape)
+    if cut.dim == ROWS:
+        return fragment._replace(start=fragment.start + cut.rank * math.prod(fragment.shape), shape=whole)
+    width = fragment.shape[-1]
+    return fragment._replace(shape=whole, columns=(cut.rank * width, (cut.rank + 1) * width))
+
+
+def _tensor_rank(engine: Any) -> int:
+    return engine.mpu.get_model_parallel_rank() if engine.mpu else 0
 
 
 def _fragment(engine: Any, name: str, parameter: Any, order: Mapping[int, int]) -> Fragment | None:
@@ -447,8 +508,13 @@ def _frozen_fragments(engine: Any) -> Iterator[Fragment]:
         if hasattr(parameter, "ds_id"):  # ZeRO-3: every rank has a part
             values = parameter.ds_tensor
             start, numel = _own_range(parameter, values.numel())
-            yield Fragment(name=name, start=start, numel=numel, shape=list(parameter.ds_shape), tensor=values)
-        elif dist.get_rank() == 0:
-            yield Fragment(
-                name=name, start=0, numel=parameter.numel(), shape=list(parameter.shape), tensor=parameter
-            )
+            shape = list(parameter.ds_shape)
+            fragment = Fragment(name=name, start=start, numel=numel, shape=shape, tensor=values)
+        elif dist.get_rank(engine.seq_data_parallel_group) == 0:
+            shape = list(parameter.shape)
+            fragment = Fragment(name=name, start=0, numel=parameter.numel(), shape=shape, tensor=parameter)
+        else:
+            continue
+        fragment = _in_whole(fragment, engine, parameter)
+        if not fragment.is_copy:
+            yield fragment

@@ -248,7 +248,7 @@ class CheckpointSaver:
         partial = self._make_unfinished(state.step)
         files = []
         for part, engine in self._engines.items():
-            if rank == 0 or engine.zero_optimization_stage():
+            if dist.get_rank(engine.seq_data_parallel_group) == 0 or engine.zero_optimization_stage():
                 tensors, values = engine_tensors(engine, self._config.weights_only)
                 metadata = {"wands_state": json.dumps(values)}
                 files.append(TensorFile(f"{part}/{state_file(rank)}", tensors, metadata))

@@ -26,7 +26,7 @@ from wands.objectives.objective import ClipFacts
 from wands.planning.hardware import MACHINES, Machine, has_fp8, machine_named, with_measurements
 from wands.planning.memory import checkpoint_bytes, to_gib
 from wands.planning.sampling_load import sampling_load
-from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, search
+from wands.planning.search import SHIPPED, Candidate, Task, build_candidates, fastest_with_tensor, search
 from wands.planning.weights import list_weights, read_model
 from wands.planning.workload import Workload
 from wands.plugin import load_plugins
@@ -43,7 +43,7 @@ _TEXT_TOKENS = 150  # in a usual caption
 _MACHINE_OPTIONS = {"gpu_memory", "host_memory", "node_bandwidth", "network_bandwidth", "gpus_per_node"}
 _COLUMNS: dict[str, Callable[[Candidate], str]] = {
     "deepspeed": lambda one: one.ds_name,
-    "ring x ulysses": lambda one: f"{one.workload.ring_degree} x {one.workload.ulysses_degree}",
+    "ring x ulysses": lambda one: _degrees(one.workload),
     "checkpointing": lambda one: one.workload.recipe.model.checkpointing,
     "recomputed": lambda one: str(one.workload.recipe.model.num_recomputed(one.workload.shape.num_layers)),
     "swapped": lambda one: str(one.workload.recipe.model.num_swapped(one.workload.shape.num_layers)),
@@ -288,10 +288,12 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
         f"time    {best.seconds:.2f} s per step of {bins} bins, {best.prediction.mfu:.1%} MFU; the run of {total:,} steps takes "
         f"{format_seconds(total * best.seconds)}; an epoch of {tokens:,} tokens has {steps:,} steps",
     ]
+    lines += _compare_tensor(best)
     if recipe.eval:
         # All clips are assumed to have the mean length.
         load, length = best.workload, int(task.seq_lens.mean())
-        training = total * bins * load.cp_size * best.prediction.flops * load.num_models
+        ranks = load.cp_size * load.tensor_degree
+        training = total * bins * ranks * best.prediction.flops * load.num_models
         forwards = 9 * num_forwards(recipe, total, variant, load.num_models)
         each = forwards * variant.dit.forward_flops([length])
         share = min(recipe.eval.max_share, 2 * recipe.eval.max_clips * each / training)
@@ -305,6 +307,28 @@ def _describe_best(best: Candidate, variant: Variant) -> str:
             f"samples about {seconds} every {recipe.sample.every:,} steps, if sampling has the MFU of training"
         )
     return "\n  ".join(lines)
+
+
+def _degrees(workload: Workload) -> str:
+    degrees = f"{workload.ring_degree} x {workload.ulysses_degree}"
+    return degrees if workload.tensor_degree == 1 else f"{degrees}, tensor {workload.tensor_degree}"
+
+
+def _compare_tensor(best: Candidate) -> list[str]:
+    """Return a line that compares the best settings with tensor parallelism, which `search` does not try."""
+    parallel = best.task.workload.recipe.parallel
+    if parallel.group_size > 1:
+        return []
+    other = fastest_with_tensor(best.task, best.workload.recipe.packing.max_tokens)
+    if other is None:
+        return []
+    ratio = other.tokens_per_second / best.tokens_per_second
+    settings = f"{other.ds_name}, ring x ulysses {_degrees(other.workload)}, {other.workload.recipe.model.checkpointing}"
+    verdict = "slower" if ratio < 1 else "faster, but not measured on GPUs"
+    return [
+        f"tensor  parallel.tensor_degree={other.workload.tensor_degree} is {verdict}: {other.tokens_per_second:,.0f} tokens/s, "
+        f"{ratio:.2f} times as many ({settings})"
+    ]
 
 
 def start_command(best: Candidate, options: PlanOptions) -> str:

@@ -87,11 +87,13 @@ def build_ds_config(
         f"{names[0]}: zero_optimization.zero_quantized_weights and zero_quantized_nontrainable_weights need a GPU, because "
         "DeepSpeed quantizes with a CUDA kernel; remove the keys.": device_type == "cpu" and quantizes,
     }
-    rules |= ds_rules.weight_dtype_rules(recipe, zero)
-    problems += failed_rules(rules | ds_rules.fp8_rules(recipe) | ds_rules.swap_rules(recipe, zero))
+    rules |= ds_rules.weight_dtype_rules(recipe, zero) | ds_rules.fp8_rules(recipe)
+    problems += failed_rules(rules | ds_rules.swap_rules(recipe, zero) | ds_rules.tensor_rules(recipe, zero))
     problems += _fill_precision(config, recipe, names)
     problems += _fill_optimizer(config, recipe.optim, names)
-    problems += failed_rules(ds_rules.optimizer_rules(recipe, config))
+    problems += failed_rules(
+        ds_rules.optimizer_rules(recipe, config) | ds_rules.tensor_optimizer_rules(recipe, config)
+    )
     if "scheduler" in config:
         unused = {"schedule", "warmup", "min_lr_ratio", "lr", "scale_lr", "scale_lr_base"}
         problems += [
@@ -118,8 +120,11 @@ def _fill_batch(config: dict[str, Any], recipe: Recipe, world_size: int, names: 
     # Without packing, the number of forward passes differs from step to step. wands then sets every accumulation boundary
     # itself, and gradient_accumulation_steps is 1, also in the JSON in the run folder.
     written = accumulation if recipe.packing.enabled else 1
-    # DeepSpeed does not know about context parallelism, so it counts every rank as a data-parallel rank.
-    totals, per_rank = (accumulation * world_size, written * world_size), (accumulation, written)
+    # DeepSpeed does not know about context parallelism, so it counts every rank that has other weights than its neighbours in
+    # the tensor-parallel group as a data-parallel rank.
+    num_data_parallel = world_size // recipe.parallel.tensor_degree
+    totals = (accumulation * num_data_parallel, written * num_data_parallel)
+    per_rank = (accumulation, written)
     legal_values = {
         "train_micro_batch_size_per_gpu": ((1,), "a micro batch is one bin"),
         "gradient_accumulation_steps": (per_rank, f"train.bins_per_step={bins} / dp_size={dp_size}"),
@@ -154,6 +159,8 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe, names: Names) -> lis
     if compute == "bf16":
         # Parameters of the listed classes are gathered and reduced in bf16. With an empty list, everything stays in fp32.
         linears = ["torch.nn.Linear"]
+        if recipe.parallel.tensor_degree > 1:
+            linears += [f"wands.model.tensor_parallel.{name}" for name in ("RowsLinear", "ColumnsLinear")]
         if recipe.precision.linears == "fp8":
             linears.append("wands.model.fp8.Fp8Linear")  # DeepSpeed compares classes exactly
         modules = linears if reduce == "bf16" else []

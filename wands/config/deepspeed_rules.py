@@ -38,13 +38,13 @@ KNOWN_KEYS = {key: (name, kind) for name, (kind, keys) in _KEYS.items() for key 
 _UNUSED = {
     "use model.checkpointing of the recipe": "activation_checkpointing",
     "use precision.reduce of the recipe": "seq_parallel_communication_data_type",
-    "use the recipe's parallel section": "sequence_parallel_size data_parallel_size mesh_param",
+    "use the recipe's parallel section": "sequence_parallel_size data_parallel_size mesh_param tensor_parallel",
     "remove the key, because wands sets the accumulation boundary": "managed_gradient_accumulation",
     "remove the key, because wands always averages gradients": "gradient_allreduce_op",
     "use the recipe's checkpoint section": "checkpoint",
     "use logging.trackers of the recipe, which also get the loss": "tensorboard wandb csv_monitor comet",
     "remove the key, because wands does not use this part of DeepSpeed": "autotuning compile compression_training "
-    "expert_parallel hybrid_engine pipeline quantize_training tensor_parallel use_data_before_expert_parallelism "
+    "expert_parallel hybrid_engine pipeline quantize_training use_data_before_expert_parallelism "
     "weight_quantization",
     "remove the key, because wands plans the data": "dataloader_drop_last data_efficiency curriculum_learning",
     "use precision.compute and precision.reduce of the recipe": "amp bfloat16 data_types",
@@ -245,6 +245,51 @@ def swap_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
         "model.checkpoint_blocks, or lower model.swap_blocks.": too_many,
         f"{key} has no effect on weights that ZeRO-3 divides among the GPUs; use zero_optimization.stage=2, or set "
         "model.swap_blocks=0.": stage == 3,
+        f"{key} is not tested with parallel.tensor_degree={recipe.parallel.tensor_degree}; remove one of the two "
+        "keys.": recipe.parallel.tensor_degree > 1,
+    }
+
+
+def tensor_rules(recipe: Recipe, zero: Mapping[str, Any]) -> dict[str, object]:
+    """Return the rules that tensor parallelism imposes on other settings.
+
+    Args:
+        recipe: the resolved recipe.
+        zero: section `zero_optimization` of the DeepSpeed JSON.
+
+    Returns:
+        A dict with one item for each rule. The key is the error message. The value is true if the rule is broken (see
+        `failed_rules`).
+    """
+    degree = recipe.parallel.tensor_degree
+    key = f"parallel.tensor_degree={degree}"
+    quantize = recipe.lora.quantize if recipe.lora else "none"
+    offloads = [
+        name for name in ("offload_optimizer", "offload_param") if offload_device(zero, name) != "none"
+    ]
+    plus = [name for name in ZERO_PLUS_PLUS if int(zero.get(name, 0)) > (name == "zero_hpz_partition_size")]
+    rules: dict[str, object] = {
+        f"{key} does not divide layers that multiply in fp8; set precision.linears=bf16, or use parallel.cp_size instead of "
+        "tensor_degree.": recipe.precision.linears == "fp8",
+        f"{key} does not divide the codes of lora.quantize={quantize}; set lora.quantize=none, or use parallel.cp_size instead "
+        "of tensor_degree.": quantize != "none",
+        f"{key} divides the channels whose dropout masks are computed from the whole layer; set model.dropout=0 and "
+        "lora.dropout=0, or use parallel.cp_size instead of tensor_degree.": recipe.uses_dropout,
+        f"{key} is not tested with zero_optimization.{' and '.join(offloads)}; remove the key, or use parallel.cp_size instead "
+        "of tensor_degree.": offloads,
+        f"{key} is not tested with zero_optimization.{' and '.join(plus)}; remove the key, or use parallel.cp_size instead of "
+        "tensor_degree.": plus,
+    }
+    return rules if degree > 1 else {}
+
+
+def tensor_optimizer_rules(recipe: Recipe, config: Mapping[str, Any]) -> dict[str, object]:
+    """Return the rule that tensor parallelism imposes on the optimizer of a DeepSpeed config; see `tensor_rules`."""
+    degree, name = recipe.parallel.tensor_degree, config["optimizer"]["type"]
+    return {
+        f"parallel.tensor_degree={degree} gives each rank a part of a matrix, but the optimizer {name} may need whole matrices; "
+        "use optim.name=adamw, or parallel.cp_size instead of "
+        "tensor_degree.": degree > 1 and name.lower() not in ADAM_TYPES
     }
 
 

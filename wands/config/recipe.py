@@ -223,14 +223,14 @@ class AttentionConfig(StrictModel):
 
 
 class ParallelConfig(StrictModel):
-    """Context parallelism: several ranks (processes) share one bin (the clips of one forward pass). The number of all
-    ranks is dp x ring_degree x ulysses_degree, where dp is the number of groups that process different bins. Set
-    `cp_size` or the two degrees. If all three keys are unset, there is no context parallelism.
+    """Context and tensor parallelism: several ranks (processes) share one bin (the clips of one forward pass). The number of
+    all ranks is dp x ring_degree x ulysses_degree x tensor_degree, where dp is the number of groups that process different
+    bins. For context parallelism, set `cp_size` or its two degrees. If these three keys are unset, there is none.
     """
 
     cp_size: int | None = Field(default=None, ge=1)
-    """Number of ranks that share one bin (the clips of one forward pass). Increase the number if one clip does not fit a
-    GPU. If only `cp_size` is set, wands uses the largest valid Ulysses degree, and the ring degree is
+    """Number of ranks that divide the tokens of one bin (the clips of one forward pass). Increase the number if one clip does
+    not fit a GPU. If only `cp_size` is set, wands uses the largest valid Ulysses degree, and the ring degree is
     cp_size / ulysses_degree. If this key is unset, the number is ulysses_degree x ring_degree."""
     ulysses_degree: int | None = Field(default=None, ge=1)
     """Number of ranks that divide the attention heads among themselves. The number of heads must be a multiple of this
@@ -243,13 +243,23 @@ class ParallelConfig(StrictModel):
     fused_all_to_all: bool = True
     """Send query, key and value together in one Ulysses all-to-all. False sends them in three all-to-alls, as DeepSpeed
     does. Both values give identical results."""
+    tensor_degree: int = Field(default=1, ge=1)
+    """Degree of tensor parallelism: number of ranks that divide the weights of each transformer block and process the same
+    tokens. The degree must divide the number of heads and the width of the feed-forward. It should divide the number of
+    GPUs in a node. The ranks exchange all tokens several times in each block, so context parallelism is faster for large
+    bins. `wands plan` predicts the step time of both. The default 1 is no tensor parallelism."""
+
+    @property
+    def context_size(self) -> int:
+        """Number of ranks that divide the tokens of a bin: `cp_size`, or the product of the Ulysses degree and the ring degree
+        if `cp_size` is None.
+        """
+        return self.cp_size or (self.ulysses_degree or 1) * (self.ring_degree or 1)
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that share one bin (the clips of one forward pass): `cp_size`, or the product of the Ulysses
-        degree and the ring degree if `cp_size` is None.
-        """
-        return self.cp_size or (self.ulysses_degree or 1) * (self.ring_degree or 1)
+        """Number of ranks that share one bin (the clips of one forward pass): `context_size` x `tensor_degree`."""
+        return self.context_size * self.tensor_degree
 
 
 class MockConfig(StrictModel):

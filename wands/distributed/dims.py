@@ -1,7 +1,8 @@
-"""Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses.
+"""Parallel dimensions and their process groups: world size = data parallel x ring x Ulysses x tensor.
 
-Ulysses is the innermost dimension: the ranks of a Ulysses group are consecutive. The all-to-all of Ulysses therefore stays
-inside a node if the Ulysses degree divides the number of ranks of a node.
+Tensor parallelism is the innermost dimension, because it sends the most: the ranks of a tensor-parallel group are consecutive.
+The ranks of a Ulysses group are consecutive if the tensor degree is 1. The exchanges of both stay inside a node if the product
+of the two degrees divides the number of ranks of a node.
 """
 
 from __future__ import annotations
@@ -23,19 +24,22 @@ from wands.errors import ConfigError
 class ParallelDims:
     """Sizes of the parallel dimensions, and this rank's index in each dimension.
 
-    DeepSpeed does not use these dimensions: ZeRO partitions parameters and averages gradients over all ranks.
+    DeepSpeed knows only the tensor degree: ZeRO partitions parameters and averages gradients over the ranks with the same
+    `tensor_rank`, which have the same part of each weight.
 
     Attributes:
         world_size: number of ranks.
         rank: global rank.
         ulysses_degree: number of consecutive ranks that divide the attention heads among themselves.
         ring_degree: number of ranks in a ring. These ranks exchange keys and values.
+        tensor_degree: number of consecutive ranks that divide the weights of each block among themselves.
     """
 
     world_size: int
     rank: int
     ulysses_degree: int = 1
     ring_degree: int = 1
+    tensor_degree: int = 1
 
     @property
     def cp_size(self) -> int:
@@ -44,18 +48,33 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups. Each group processes different samples."""
-        return self.world_size // self.cp_size
+        """Number of groups of ranks that share a bin. Each group processes different samples."""
+        return self.world_size // (self.cp_size * self.tensor_degree)
 
     @property
     def dp_rank(self) -> int:
-        """Data-parallel index of this rank: the index of its context-parallel group."""
-        return self.rank // self.cp_size
+        """Data-parallel index of this rank: the index of the group of ranks that share its bin."""
+        return self.rank // (self.cp_size * self.tensor_degree)
 
     @property
     def cp_rank(self) -> int:
         """Index of this rank in its context-parallel group: ring rank * ulysses_degree + Ulysses rank."""
-        return self.rank % self.cp_size
+        return self.rank // self.tensor_degree % self.cp_size
+
+    @property
+    def tensor_rank(self) -> int:
+        """Index of this rank in its tensor-parallel group, and of its part of each divided weight."""
+        return self.rank % self.tensor_degree
+
+    @property
+    def zero_size(self) -> int:
+        """Number of ranks that have the same part of each weight, and among which ZeRO partitions this part."""
+        return self.world_size // self.tensor_degree
+
+    @property
+    def is_first_of_bin(self) -> bool:
+        """Whether this rank is the first of the ranks that share its bin."""
+        return self.cp_rank == 0 and self.tensor_rank == 0
 
     def layout(self, seq_lens: Sequence[int]) -> ContextLayout:
         """Return the layout of a bin (the samples packed into one sequence), which lists the tokens of the bin on this rank.
@@ -80,10 +99,10 @@ class ContextDegrees(NamedTuple):
 
 
 def check_world(parallel: ParallelConfig, world_size: int) -> None:
-    """Check that the number of processes is a multiple of the number of ranks in a context-parallel group.
+    """Check that the number of processes is a multiple of the number of ranks that share a bin.
 
     Raises:
-        ConfigError: if the world size is not divisible by the number of ranks in a group.
+        ConfigError: if the world size is not divisible by the number of ranks that share a bin.
     """
     size = parallel.group_size
     if world_size % size:
@@ -113,23 +132,54 @@ def choose_degrees(
     Raises:
         ConfigError: if the Ulysses degree does not divide the number of heads.
     """
-    size, ulysses, ring = parallel.group_size, parallel.ulysses_degree, parallel.ring_degree
+    size, ulysses, ring = parallel.context_size, parallel.ulysses_degree, parallel.ring_degree
+    tensor = parallel.tensor_degree
+    if num_heads % tensor:
+        raise ConfigError(
+            f"parallel.tensor_degree={tensor} must divide num_heads={num_heads} of {model}. Use one of {_divisors(num_heads)}."
+        )
+    heads = num_heads // tensor
     if ulysses is None and ring is not None:
         ulysses = size // ring
     elif ulysses is None:
-        ulysses = max(n for n in range(1, size + 1) if not (num_heads % n or size % n or ranks_per_node % n))
-    if num_heads % ulysses:
-        valid = ", ".join(str(n) for n in range(1, num_heads + 1) if num_heads % n == 0)
+        degrees = [
+            n for n in range(1, size + 1) if not (heads % n or size % n or ranks_per_node % (n * tensor))
+        ]
+        ulysses = max(degrees, default=1)
+    if heads % ulysses:
         degree = f"parallel.ulysses_degree={ulysses}"
         if parallel.ulysses_degree is None:
             degree = f"{_given_keys(parallel)} leads to {degree}, which"
-        raise ConfigError(f"{degree} must divide num_heads={num_heads} of {model}. Use one of {valid}.")
+        shared = "" if tensor == 1 else f" / parallel.tensor_degree={tensor}"
+        raise ConfigError(
+            f"{degree} must divide num_heads={num_heads} of {model}{shared}. Use one of {_divisors(heads)}."
+        )
     return ContextDegrees(ulysses, size // ulysses)
+
+
+def check_ffn(parallel: ParallelConfig, *, ffn_dim: int, model: str) -> None:
+    """Check that the ranks of a tensor-parallel group can divide the hidden channels of the feed-forward.
+
+    Raises:
+        ConfigError: if the tensor degree does not divide the number of channels.
+    """
+    if ffn_dim % parallel.tensor_degree:
+        raise ConfigError(
+            f"parallel.tensor_degree={parallel.tensor_degree} must divide ffn_dim={ffn_dim} of {model}. Use a divisor of "
+            f"{ffn_dim} and of the number of heads."
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _given_keys(parallel: ParallelConfig) -> str:
     names = ("cp_size", "ulysses_degree", "ring_degree")
-    return ", ".join(f"parallel.{n}={value}" for n in names if (value := getattr(parallel, n)))
+    given = [f"parallel.{n}={value}" for n in names if (value := getattr(parallel, n))]
+    if parallel.tensor_degree > 1:
+        given.append(f"parallel.tensor_degree={parallel.tensor_degree}")
+    return ", ".join(given)
 
 
 @dataclass(frozen=True)
@@ -143,6 +193,9 @@ class ProcessGroups:
         ring_grad: a second communicator over the ranks of `ring`, for the gradients of keys and values. With a single
             communicator, transfers of keys and values would wait for transfers of gradients.
         cp: all ranks of the context-parallel group. These ranks divide the tokens of one packed sequence.
+        tensor: ranks that divide the weights of each block among themselves and process the same tokens.
+        zero: ranks with the same part of each weight, among which ZeRO partitions this part. None if the tensor degree is 1,
+            because these are all ranks then. If the tensor degree is the number of all ranks, the group has one rank.
     """
 
     dims: ParallelDims
@@ -150,6 +203,8 @@ class ProcessGroups:
     ring: dist.ProcessGroup | None = None
     ring_grad: dist.ProcessGroup | None = None
     cp: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
+    zero: dist.ProcessGroup | None = None
 
     @classmethod
     def build(cls, dims: ParallelDims, device: torch.device | str = "cpu") -> ProcessGroups:
@@ -172,7 +227,13 @@ class ProcessGroups:
 def _build_groups(dims: ParallelDims, device: torch.device, world: dist.ProcessGroup | None) -> ProcessGroups:
     cp = dims.cp_size
     ulysses = dims.ulysses_degree
-    cp_groups = [range(start, start + cp) for start in range(0, dims.world_size, cp)]
+    tensor = dims.tensor_degree
+    world_size = dims.world_size
+    cp_groups = [
+        range(start + part, start + cp * tensor, tensor)
+        for start in range(0, world_size, cp * tensor)
+        for part in range(tensor)
+    ]
     ulysses_groups = [ranks[i : i + ulysses] for ranks in cp_groups for i in range(0, cp, ulysses)]
     rings = [ranks[i::ulysses] for ranks in cp_groups for i in range(ulysses)]
     return ProcessGroups(
@@ -181,6 +242,10 @@ def _build_groups(dims: ParallelDims, device: torch.device, world: dist.ProcessG
         ring=new_group(rings, device),
         ring_grad=new_group(rings, device),
         cp=new_group(cp_groups, device),
+        tensor=new_group([range(start, start + tensor) for start in range(0, world_size, tensor)], device),
+        zero=_make_groups([range(part, world_size, tensor) for part in range(tensor)], device)
+        if tensor > 1
+        else None,
     )
 
 
@@ -193,8 +258,10 @@ def new_group(partition: list[range], device: torch.device | str) -> dist.Proces
         partition: ranks of each group. The ranges have equal lengths and contain every rank once.
         device: device of the tensors that the group sends.
     """
-    if len(partition[0]) == 1:
-        return None
+    return None if len(partition[0]) == 1 else _make_groups(partition, device)
+
+
+def _make_groups(partition: list[range], device: torch.device | str) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in partition])
     ones = torch.ones(1, device=device)
     dist.all_reduce(ones, group=group)

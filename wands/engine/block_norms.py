@@ -28,7 +28,8 @@ def measure_blocks(engine: Any) -> Callable[[], dict[str, dict[str, float]]]:
         block's gradient before clipping) and "update_ratio_blocks" (norm of the change of the fp32 master weights / norm of
         these weights). Each value maps names such as "blocks.0", or "proj_out" for a module outside the blocks, to a number.
     """
-    parameters, fragments = dict(engine.module.named_parameters()), own_fragments(engine)
+    parameters = dict(engine.module.named_parameters())
+    fragments = [fragment for fragment in own_fragments(engine) if not fragment.is_copy]
     names = [*dict.fromkeys(_block(name) for name, value in parameters.items() if value.requires_grad)]
     squares = torch.zeros(len(names), 3, dtype=torch.float64, device=engine.device)
 
@@ -69,4 +70,4 @@ def _gradient(parameter: Any, fragment: Fragment) -> Tensor:
         return safe_get_local_grad(parameter).view(-1)[: fragment.numel]  # without the last rank's padding
     if hasattr(parameter, "_hp_mapping"):
         return parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group)
-    return parameter.grad.reshape(-1)[fragment.start : fragment.start + fragment.numel]
+    return parameter.grad.reshape(-1)[fragment.offset : fragment.offset + fragment.numel]

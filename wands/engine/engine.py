@@ -1,6 +1,6 @@
 """Build the learning rate schedule, the model and the DeepSpeed engine of a run.
 
-DeepSpeed is not aware of context parallelism: for DeepSpeed, all ranks are data-parallel.
+DeepSpeed is not aware of context parallelism: for DeepSpeed, all ranks that have the same weights are data-parallel.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from wands.config.recipe import OptimConfig, Recipe
 from wands.distributed.bootstrap import accelerator_type
 from wands.distributed.dims import ProcessGroups
 from wands.engine.optimizers import build_optimizer, split_by_decay, split_by_dtype
+from wands.engine.tensor_groups import TensorGroups, forget_groups
 from wands.errors import ConfigError, one_line
 from wands.model import fused
 from wands.model.files.loading import load_transformer
@@ -147,7 +148,7 @@ def build_model(
         recipe: recipe of the run.
         ds_config: result of `build_ds_config`.
         expert: DiT to load.
-        groups: process groups in which the attention of this rank communicates with other ranks.
+        groups: process groups in which this rank communicates with other ranks.
         device: device of this rank.
         backend: attention kernel, such as the result of `attention_backend`.
         store: host memory for the activations that `model.checkpointing=offload` offloads. None allocates separate host
@@ -161,7 +162,11 @@ def build_model(
     # With zero_hpz_partition_size DeepSpeed makes groups for each model, and fails if another expert's groups are recorded.
     ds_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     is_sharded = ds_config["zero_optimization"].get("stage", 0) == 3
-    sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else None
+    sharded = None
+    if is_sharded:
+        sharded = deepspeed.zero.Init(
+            config_dict_or_path=ds_config, data_parallel_group=groups.zero, mpu=TensorGroups.of(groups)
+        )
     policy = WeightDtypePolicy.of(recipe)
     if "fp8" in (policy.linears, policy.quantize):
         check_fp8(device)
@@ -174,6 +179,7 @@ def build_model(
         merge=MergedLoras.load(recipe.model.merge_loras, expert, recipe.model.experts),
         storage=policy,
         config=config,
+        tensor_group=groups.tensor,
     )
     self_attention = context_attention(
         backend, groups.ulysses, groups.ring, groups.ring_grad, fused=recipe.parallel.fused_all_to_all
@@ -207,6 +213,7 @@ def build_engine(
     recipe: Recipe,
     total_steps: int,
     *,
+    groups: ProcessGroups | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     schedule: Callable[[OptimConfig, int], Callable[[int], float]] | None = None,
 ) -> Any:
@@ -219,6 +226,7 @@ def build_engine(
         ds_config: result of `build_ds_config`.
         recipe: recipe of the run.
         total_steps: number of optimizer steps of the whole run.
+        groups: process groups of this rank. They may be None without tensor parallelism.
         optimizer: function of (named trained parameters, learning rate) that returns a torch optimizer. None builds the
             optimizer that the recipe or the DeepSpeed JSON names.
         schedule: function with the arguments and the result of `build_schedule`, which is the default.
@@ -239,20 +247,25 @@ def build_engine(
         own = optimizer(trained, peak_lr)
     else:
         own = build_optimizer(trained, config["optimizer"], fused=accelerator_type() == "cuda")
-    groups = own.param_groups if own else [{"params": [parameter for _, parameter in trained]}]
+    param_groups = own.param_groups if own else [{"params": [parameter for _, parameter in trained]}]
     if optimizer is None and not recipe.optim.decay_norms:
-        groups = split_by_decay(groups, trained)
+        param_groups = split_by_decay(param_groups, trained)
     if recipe.precision.weights == "bf16" and recipe.lora is None:
-        groups = split_by_dtype(groups, zero, recipe.precision.reduce)
+        param_groups = split_by_dtype(param_groups, zero, recipe.precision.reduce)
     if own is not None:
         del config["optimizer"]
         config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
-        own.param_groups = groups
+        own.param_groups = param_groups
     # Autocast's cache would keep a bf16 copy of every weight until the end of the forward pass. With ZeRO-3, every rank would
     # then have a copy of the whole model.
     torch.set_autocast_cache_enabled(False)
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=own, model_parameters=groups, config=config, lr_scheduler=scheduler
+        model=model,
+        optimizer=own,
+        model_parameters=param_groups,
+        config=config,
+        lr_scheduler=scheduler,
+        mpu=TensorGroups.of(groups) if groups else None,
     )
     if int(zero.get("stage", 0)) == 3:
         _share_masters(engine.optimizer)
@@ -273,6 +286,7 @@ def release_engine(engine: Any) -> None:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     engine.destroy()
+    forget_groups()
     parameter_offload.FWD_MODULE_STACK.clear()
     cached = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
     for cell in cached.__closure__:  # the cache of a method keeps every model that has made a step

@@ -25,6 +25,7 @@ from wands.model.files.lora_experts import (
 from wands.model.files.lora_files import parse_lora
 from wands.model.files.lora_update import LoraPair, LoraUpdate
 from wands.model.files.name_maps import shorten
+from wands.model.tensor_parallel import divide_lora, own_part, whole_features
 from wands.model.transformer import Fp32Linear
 from wands.variants import Expert
 
@@ -67,7 +68,8 @@ def add_lora(
     """Freeze the model and add a trainable LoRA.
 
     If `start` contains no LoRA for a layer, lora_A has random values from PEFT's uniform distribution, and lora_B is zero.
-    The random values depend only on the seed and the name of the layer, so they are the same for every number of GPUs.
+    The random values depend only on the seed and the name of the layer, so they are the same for every number of GPUs. With
+    tensor parallelism, the LoRA of a divided layer is divided as the layer is.
 
     Args:
         model: packed DiT. Its parameters may already be partitioned by ZeRO-3. The new LoRA parameters are not
@@ -95,13 +97,18 @@ def add_lora(
             linear.to(torch.promote_types(linear.weight.dtype, torch.float32))
         if isinstance(base, Fp32Linear):  # the LoRA must compute in fp32 like its base layer
             lora_A.__class__ = lora_B.__class__ = Fp32Linear
+        cut_A, cut_B = divide_lora(base, lora_A, lora_B)
         with torch.no_grad():
-            lora_A.weight.copy_(_initial_lora_A(name, lora_A.weight.shape, seed))
+            in_features, _ = whole_features(base)
+            lora_A.weight.copy_(
+                own_part(_initial_lora_A(name, torch.Size((lora.rank, in_features)), seed), cut_A)
+            )
             lora_B.weight.zero_()
             if start and name in start:
                 pair = start[name]
-                lora_A.weight.copy_(pair.lora_A)
-                lora_B.weight.copy_(pair.lora_B.double() * (pair.scale * lora.rank / lora.scaled_alpha))
+                scaled_B = pair.lora_B.double() * (pair.scale * lora.rank / lora.scaled_alpha)
+                lora_A.weight.copy_(own_part(pair.lora_A, cut_A))
+                lora_B.weight.copy_(own_part(scaled_B, cut_B))
 
 
 def check_lora(model: nn.Module, lora: LoraConfig, start: Mapping[str, LoraPair] | None = None) -> int:
@@ -286,13 +293,13 @@ def _check_start(targets: Mapping[str, nn.Linear], lora: LoraConfig, start: Mapp
             f"is {others[0]}). Set lora.targets to the targets that the LoRA was trained with."
         )
     for name, pair in start.items():
-        linear = targets[name]
-        expected = (lora.rank, linear.in_features), (linear.out_features, lora.rank)
+        in_features, out_features = whole_features(targets[name])
+        expected = (lora.rank, in_features), (out_features, lora.rank)
         if (tuple(pair.lora_A.shape), tuple(pair.lora_B.shape)) != expected:
             raise ConfigError(
                 f"lora.init_from={lora.init_from}: {name} has rank {len(pair.lora_A)}, {pair.lora_A.shape[1]} inputs and "
-                f"{len(pair.lora_B)} outputs; expected lora.rank={lora.rank}, {linear.in_features} inputs and "
-                f"{linear.out_features} outputs. Set lora.rank={len(pair.lora_A)}, or use a LoRA for this model."
+                f"{len(pair.lora_B)} outputs; expected lora.rank={lora.rank}, {in_features} inputs and "
+                f"{out_features} outputs. Set lora.rank={len(pair.lora_A)}, or use a LoRA for this model."
             )
 
 

@@ -90,13 +90,17 @@ class Machine:
         """Return the bandwidth of the slowest link in a ring of `cp` ranks, in bytes/s."""
         return self.node_bandwidth if cp <= self.ranks_per_node else self.network_bandwidth
 
-    def world_bandwidth(self, gpus: int) -> float:
+    def world_bandwidth(self, gpus: int, num_groups: int = 1) -> float:
         """Return the bandwidth of each rank in an all-gather over all `gpus` ranks, in bytes/s.
 
         On one node, the result is `node_bandwidth`. On several nodes, the network cards of a node share the transfers to the
         node. The result is then the smaller of two numbers: `node_bandwidth`, and `network_bandwidth` x `ranks_per_node`.
+
+        Args:
+            gpus: number of ranks.
+            num_groups: number of groups, each with ranks on every node, that gather different data at the same time.
         """
-        cards = self.ranks_per_node * self.network_bandwidth
+        cards = max(self.ranks_per_node / num_groups, 1) * self.network_bandwidth
         return self.node_bandwidth if gpus <= self.ranks_per_node else min(self.node_bandwidth, cards)
 
 

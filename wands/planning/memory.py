@@ -67,12 +67,14 @@ def reserved_memory(workload: Workload) -> float:
     """Return the bytes of one device's memory that tensors cannot use: CUDA's context and the buffers of NCCL.
 
     Each communicator of NCCL has buffers. There is one communicator for all ranks, one for a context-parallel group, one for
-    Ulysses, and two for the ring: one for keys and values, and one for their gradients. A group of one rank has no
-    communicator. The result is 0 on CPUs.
+    Ulysses, and two for the ring: one for keys and values, and one for their gradients. Tensor parallelism has one, and another
+    for the ranks with the same part of the weights. A group of one rank has no communicator. The result is 0 on CPUs.
     """
     if workload.device_type == "cpu":
         return 0.0
-    groups = (workload.world_size, workload.cp_size, workload.ulysses_degree, *[workload.ring_degree] * 2)
+    groups = [workload.world_size, workload.cp_size, workload.ulysses_degree, *[workload.ring_degree] * 2]
+    if workload.tensor_degree > 1:
+        groups += [workload.tensor_degree, workload.zero_size]
     return CUDA_CONTEXT + NCCL_COMMUNICATOR * sum(size > 1 for size in groups)
 
 
@@ -114,35 +116,37 @@ class _States:
     def __init__(self, workload: Workload) -> None:
         self.workload, self.ema, self.stage = workload, workload.recipe.ema, workload.zero_stage
         zero = workload.ds_config["zero_optimization"]
-        world_size, weights = workload.world_size, workload.weights
+        num_ranks, weights = workload.zero_size, workload.parts
         self.optimizer_away = offload_device(zero) != "none"
         self.weights_away = offload_device(zero, "offload_param") != "none"
-        # One fp32 copy of the trained weights, partitioned over the ranks.
-        self.share = FP32 * workload.trained / world_size
+        # One fp32 copy of this rank's trained weights, partitioned over the ranks that have the same weights.
+        self.share = FP32 * workload.trained_parts / num_ranks
         # At stage 0 the optimizer updates the weights directly, so there are no fp32 master weights. At stage 3 only weights
         # that are not fp32 have masters, because `build_engine` lets fp32 weights and masters share memory.
         copied = sum(w.numel for w in weights if w.trained and w.element_size != FP32)
-        self.masters = (0.0, self.share, self.share, FP32 * copied / world_size)[self.stage]
+        self.masters = (0.0, self.share, self.share, FP32 * copied / num_ranks)[self.stage]
         # Each trained DiT has separate weights, optimizer states and a separate moving average.
         away, buffers = workload.swapped
-        here = workload.stored - away + buffers
-        self.weights = workload.num_models * here / (world_size if self.stage == 3 else 1)
+        here = workload.parts_bytes - away + buffers
+        self.weights = workload.num_models * here / (num_ranks if self.stage == 3 else 1)
         self.average = workload.num_models * self.share
         self.kind = kind_of(str(workload.ds_config["optimizer"]["type"]))
         trained = [(weight.name, weight.shape) for weight in weights if weight.trained]
-        states = state_bytes(self.kind, trained, self.stage) if self.kind else 2 * FP32 * workload.trained
-        self.moments = states / (world_size if self.stage else 1)
+        states = (
+            state_bytes(self.kind, trained, self.stage) if self.kind else 2 * FP32 * workload.trained_parts
+        )
+        self.moments = states / (num_ranks if self.stage else 1)
         # build_engine limits the bucket to the size of all gradients.
-        bucket = FP32 * min(float(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), workload.trained)
+        bucket = FP32 * min(float(zero.get("reduce_bucket_size", REDUCE_BUCKET_SIZE)), workload.trained_parts)
         self.bucket = bucket * (2 if self.stage < 3 and zero.get("overlap_comm") else 1)
         # Small parameters that ZeRO-3 keeps whole on every rank, and whole weights that ranks have gathered while a block runs.
         self.persistent = self.gathered = 0.0
-        if self.stage == 3 and world_size > 1:
+        if self.stage == 3 and num_ranks > 1:
             threshold = float(zero.get("stage3_param_persistence_threshold", _PERSISTENCE_THRESHOLD))
             self.persistent = float(sum(w.numel * w.element_size for w in weights if w.numel < threshold))
             live = float(zero.get("stage3_max_live_parameters", _MAX_LIVE_PARAMETERS))
-            element_size = workload.stored / max(sum(w.numel for w in weights), 1)
-            self.gathered = float(min(workload.stored, self.persistent + element_size * live))
+            element_size = workload.parts_bytes / max(sum(w.numel for w in weights), 1)
+            self.gathered = float(min(workload.parts_bytes, self.persistent + element_size * live))
         self.gradients = self._gradients()
 
     def during_backward(self, blocks_left: int) -> dict[str, float]:
@@ -163,7 +167,7 @@ class _States:
             done = 1.0
         held["gradients"] += done * self.gradients
         held["gathered weights"] = self.gathered
-        if self.stage in (1, 2) or (self.stage == 3 and workload.world_size > 1):
+        if self.stage in (1, 2) or (self.stage == 3 and workload.zero_size > 1):
             held["buffers"] += self.bucket  # at stage 3, a second buffer while gradients are partitioned
         return held
 
@@ -208,11 +212,11 @@ class _States:
         checkpoint = self.workload.recipe.checkpoint
         if checkpoint.asynchronous:
             states = 0.0 if checkpoint.weights_only else self.moments
-            masters = self.share if self.stage else FP32 * self.workload.trained
+            masters = self.share if self.stage else FP32 * self.workload.trained_parts
             host["checkpoint copy"] = models * (masters + states) + (self.average if self.ema else 0.0)
             if not self.workload.recipe.lora:  # rank 0 also saves the frozen weights
-                frozen = sum(w.numel * w.element_size for w in self.workload.weights if not w.trained)
-                num_shares = self.workload.world_size if self.stage == 3 else 1
+                frozen = sum(w.numel * w.element_size for w in self.workload.parts if not w.trained)
+                num_shares = self.workload.zero_size if self.stage == 3 else 1
                 host["checkpoint copy"] += models * frozen / num_shares
         return host
 
@@ -233,7 +237,7 @@ class _States:
     def _gradients(self) -> float:
         if self.stage >= 2:
             return 0.0 if self.optimizer_away else self.share
-        trained = [weight for weight in self.workload.weights if weight.trained]
+        trained = [weight for weight in self.workload.parts if weight.trained]
         size = sum(weight.numel * weight.element_size for weight in trained)
         if self.stage == 1 and self.workload.micro_steps > 1:
             # Gradients computed in bf16 are summed over micro batches in a separate fp32 buffer.
@@ -252,6 +256,10 @@ class Activations:
         self.workload, self.shape, self.recipe = workload, workload.shape, workload.recipe
         # Tokens of the fullest bin on one rank.
         self.tokens, self.stage = workload.max_tokens / workload.cp_size, workload.zero_stage
+        # Channels of the heads of one rank, and of its part of the feed-forward.
+        self.own_dim = workload.shape.dim / workload.tensor_degree
+        self.own_ffn = workload.shape.ffn_dim / workload.tensor_degree
+        self.own_heads = workload.shape.num_heads / workload.tensor_degree
         self.text_rows = workload.max_samples * (workload.text_len + workload.shape.image_len)
         self.num_recomputed = self.recipe.model.num_recomputed(self.shape.num_layers)
         self.narrow = BF16 if self.recipe.precision.compute == "bf16" else FP32
@@ -269,7 +277,11 @@ class Activations:
         shape, tokens = self.shape, self.tokens
         block = self._block()
         # The backward pass of a block starts with the feed-forward layer: gradients of its input, output and hidden state.
-        working = tokens * (2 * FP32 * shape.dim + self.narrow * shape.ffn_dim)
+        working = tokens * (2 * FP32 * shape.dim + self.narrow * self.own_ffn)
+        if self.workload.tensor_degree > 1:
+            working += (
+                tokens * self.narrow * shape.dim
+            )  # the sum of the gradients of a layer's input over the ranks
         if self._fp8:
             working += self._casts()
         elif self._quantize != "none":
@@ -297,7 +309,7 @@ class Activations:
         shape, narrow = self.shape, self.narrow
         # Query and key are in fp32 while they are normalized and rotated.
         attention = (14 + 6 * narrow) * shape.dim
-        ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * shape.ffn_dim
+        ffn = (2 * FP32 + 2 * narrow) * shape.dim + 2 * narrow * self.own_ffn
         tokens = self.workload.video_tokens / self.workload.cp_size
         return tokens * (max(attention, ffn) + FP32 * 4 * shape.in_channels)
 
@@ -330,11 +342,11 @@ class Activations:
         shape, exchanged = self.shape, self.workload.ulysses_degree > 1
         rows = {
             "block_input": FP32 * shape.dim,
-            "attn_output": (1 + exchanged) * self.narrow * shape.dim + FP32 * shape.num_heads,
-            "attn_input": 3 * exchanged * self.narrow * shape.dim,
-            "ffn_activation": self.narrow * shape.ffn_dim,
+            "attn_output": (1 + exchanged) * self.narrow * self.own_dim + FP32 * self.own_heads,
+            "attn_input": 3 * exchanged * self.narrow * self.own_dim,
+            "ffn_activation": self.narrow * self.own_ffn,
         }
-        return self.tokens * rows.get(name, self.narrow * shape.dim)
+        return self.tokens * rows.get(name, self.narrow * self.own_dim)
 
     def _block(self) -> float:
         """Return the bytes that the forward pass of one block keeps for the backward pass.
@@ -350,22 +362,30 @@ class Activations:
         attention_only = lora is not None and lora.targets == "attention"
         always = self.stage == 3 and not self._keeps_parameters_only
         ffn, table = not attention_only or always, self._trains_table
-        # D is the width of the residual stream, F the hidden width of the feed-forward layer. Numbers of kept tensors: with D
-        # values per token in fp32 (wide); with D (narrow_rows) and with F (hidden) values per token in the compute dtype. Values
-        # per token that LoRA layers keep (low).
-        wide, narrow_rows, hidden = 6 + 3 * (lora is None) + 2 * table, 8 + ffn + 2 * table, 1 + ffn
+        # D is the width of the residual stream, H the channels of this rank's heads, F its hidden channels of the feed-forward.
+        # Without tensor parallelism, H is D. Numbers of kept tensors: with D (wide) and H (wide_heads) values per token in fp32;
+        # with D (narrow_rows), H (heads) and F (hidden) values per token in the compute dtype. Values per token that LoRA layers
+        # keep (low).
+        wide, wide_heads = 3 + 2 * table, 3 + 3 * (lora is None)
+        narrow_rows, heads, hidden = 2 + ffn + 2 * table, 6, 1 + ffn
         if self.workload.compiled:
-            # Queries and keys are kept in the compute dtype before their norm, and no normalized tokens are kept.
-            wide, narrow_rows = 3, narrow_rows + 3
+            # No normalized tokens are kept. Without tensor parallelism, whose norms are not compiled, queries and keys are kept
+            # in the compute dtype before their norm.
+            wide = 3
+            if self.workload.tensor_degree == 1:
+                wide_heads, heads = 0, heads + 3
         low = (6 if attention_only else 8) * lora.rank if lora else 0
         if lora and lora.dropout:
             # With dropout, every LoRA layer has a separate input. Then only ZeRO-3's linear layer keeps the shared input.
             both = always and not attention_only
             narrow_rows, hidden = narrow_rows + (6 if always else 4) + both, hidden + both
-        row = (FP32 * wide + narrow * narrow_rows) * shape.dim + narrow * (hidden * shape.ffn_dim + low)
-        row += FP32 * (2 * shape.num_heads + 15)  # log-sum-exps of both attentions, statistics of the norms
+        row = (FP32 * wide + narrow * narrow_rows) * shape.dim + (
+            FP32 * wide_heads + narrow * heads
+        ) * self.own_dim
+        row += narrow * (hidden * self.own_ffn + low)
+        row += FP32 * (2 * self.own_heads + 15)  # log-sum-exps of both attentions, statistics of the norms
         # Every rank has the keys and values of text and images of all samples in the bin.
-        context = self.text_rows * (2 * FP32 + 2 * narrow) * shape.dim
+        context = self.text_rows * (2 * FP32 + 2 * narrow) * self.own_dim
         return row * self.tokens + context + self._copies()
 
     def _copies(self) -> float:
@@ -379,7 +399,7 @@ class Activations:
         if not casts or self._keeps_parameters_only or self.stage == 3:
             return 0.0
         linear_params = (8 + 2 * bool(shape.image_len)) * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
-        return float(BF16 * linear_params)
+        return float(BF16 * linear_params) / self.workload.tensor_degree
 
     def _casts(self) -> float:
         """Return the bytes of the largest cast to fp8: of the feed-forward's hidden state or of its weight."""

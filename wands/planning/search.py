@@ -31,6 +31,7 @@ from wands.planning.step_time import Prediction, predict
 from wands.planning.workload import Workload
 
 CHECKPOINTING = ("none", "selective", "offload", "full")
+TENSOR_DEGREES = (2, 4, 8)
 SHIPPED = ("zero2", "zero3", "zero3_offload")
 """Names of the files in ds_configs/ that the search tries, from the fastest config to the config with the least GPU memory."""
 OFFLOADED = {"optimizer", "weights", "activations"}
@@ -270,6 +271,28 @@ def _with_model(candidate: Candidate, key: str, value: int) -> Candidate:
     )
 
 
+def fastest_with_tensor(task: Task, max_tokens: int) -> Candidate | None:
+    """Return the fastest settings with tensor parallelism and bins of a given size, or None if none of them fits the machine.
+
+    Degrees of 2, 4 and 8 are tried. Settings are not refined as by `search`: `model.checkpoint_blocks` is not searched.
+
+    Args:
+        task: the run, whose recipe has no tensor parallelism, and the machine.
+        max_tokens: value of `packing.max_tokens`.
+    """
+    recipe = task.workload.recipe
+    found: list[Candidate] = []
+    for degree in TENSOR_DEGREES:
+        if task.workload.world_size % degree or degree > task.ranks_per_node:
+            continue
+        parallel = recipe.parallel.model_copy(update={"tensor_degree": degree})
+        divided = replace(task.workload, recipe=recipe.model_copy(update={"parallel": parallel}))
+        of_degree = replace(task, workload=divided)
+        cp_sizes = _cp_sizes(parallel, task.workload.world_size)
+        found += build_candidates(of_degree, task.ds_configs, [max_tokens], cp_sizes, CHECKPOINTING)
+    return max((one for one in found if one.fits), key=lambda one: one.tokens_per_second, default=None)
+
+
 def _recompute_less(candidate: Candidate) -> Candidate:
     """Return a copy of a candidate (combination of settings) that recomputes as few blocks as the machine's memory allows.
 
@@ -323,10 +346,11 @@ def _build_candidate(
     if checkpointing != model.checkpointing:
         kept = {"saved_tensors": None, "offloaded_tensors": None, "checkpoint_blocks": "auto"}
         model = model.model_copy(update={"checkpointing": checkpointing, **kept})
-    dp_size = base.world_size // cp
+    dp_size = base.world_size // (cp * parallel.tensor_degree)
     bins = -(-recipe.train.bins_per_step // dp_size) * dp_size
-    if cp != parallel.group_size:
-        parallel = ParallelConfig(cp_size=cp, fused_all_to_all=parallel.fused_all_to_all)
+    if cp != parallel.context_size:
+        fused = parallel.fused_all_to_all
+        parallel = ParallelConfig(cp_size=cp, fused_all_to_all=fused, tensor_degree=parallel.tensor_degree)
     packing = recipe.packing.model_copy(update={"max_tokens": max_tokens})
     train = recipe.train.model_copy(update={"bins_per_step": bins})
     changes = {"model": model, "parallel": parallel, "packing": packing, "train": train}
@@ -377,11 +401,12 @@ def _cp_sizes(parallel: ParallelConfig, gpus: int) -> list[int]:
     """Return the values of `parallel.cp_size` (number of ranks in a context-parallel group) that the search tries.
 
     If the recipe sets `cp_size`, `ulysses_degree` or `ring_degree`, return only the size that follows from these keys.
-    Otherwise return the powers of two that divide the number of GPUs.
+    Otherwise return the powers of two that divide the number of GPUs, divided by the tensor degree.
     """
-    if parallel != ParallelConfig(fused_all_to_all=parallel.fused_all_to_all):
-        return [parallel.group_size]
-    return [1 << i for i in range(gpus.bit_length()) if gpus % (1 << i) == 0]
+    if parallel.cp_size or parallel.ulysses_degree or parallel.ring_degree:
+        return [parallel.context_size]
+    groups = gpus // parallel.tensor_degree
+    return [1 << i for i in range(groups.bit_length()) if groups % (1 << i) == 0]
 
 
 def _find_cure(task: Task, ds_name: str) -> str:
@@ -395,10 +420,11 @@ def _find_cure(task: Task, ds_name: str) -> str:
         ds_name: name of the run's DeepSpeed JSON in `task.ds_configs`.
     """
     recipe, longest = task.workload.recipe, task.longest
-    sizes = [recipe.parallel.group_size]
+    sizes = [recipe.parallel.context_size]
     # A new cp_size would contradict degrees that the recipe sets.
     if not (recipe.parallel.ulysses_degree or recipe.parallel.ring_degree):
-        sizes += [size for size in _cp_sizes(ParallelConfig(), task.workload.world_size) if size > sizes[0]]
+        parallel = ParallelConfig(tensor_degree=recipe.parallel.tensor_degree)
+        sizes += [size for size in _cp_sizes(parallel, task.workload.world_size) if size > sizes[0]]
     names = dict.fromkeys((ds_name, *task.ds_configs))
     max_tokens = dict.fromkeys((max(recipe.packing.max_tokens, longest), longest))
     checkpointing = dict.fromkeys((recipe.model.checkpointing, *CHECKPOINTING[1:]))

@@ -18,6 +18,9 @@ divided by `LEVEL`. A micro step is one forward and backward pass.
   pass is the time to start them.
 - Ulysses: the all-to-alls stay inside a node, and do not overlap with anything. Recomputation repeats the all-to-alls whose
   results, `attn_input` or `attn_output`, are not kept.
+- Tensor parallelism: divides the FLOPs of the blocks and the hidden channels of the feed-forward. Its sums over the ranks
+  overlap with nothing: three of all tokens in the forward pass, three again with recomputation, and in the backward pass five
+  of all tokens and two of all text and image tokens.
 - Ring: the transfer in a ring step overlaps with the attention kernel of the same ring step. The last transfer returns
   gradients and does not overlap with a kernel.
 - ZeRO: in each micro step, stage 3 gathers the weights twice and reduces the gradients once. Stage 2 reduces the gradients
@@ -41,6 +44,7 @@ from wands.data.packing import LEVEL
 from wands.planning.hardware import Machine
 from wands.planning.memory import BF16, FP8, FP32, Activations
 from wands.planning.workload import Workload
+from wands.variants import TEXT_LEN
 
 LINEAR_BACKWARD, ATTENTION_BACKWARD = 2.0, 2.5  # FLOPs of the backward pass / FLOPs of the forward pass
 # Bytes that the pointwise operations of a block move in the forward pass, without and with model.compile, for each token and
@@ -52,6 +56,8 @@ ACTIVATION_BYTES = 4
 # Number of kernels that a block starts in the forward pass: (for the whole bin, for each clip in the bin). The first pair is
 # without model.compile, the second pair is with model.compile.
 _LAUNCHES = ((40, 6), (25, 0))
+# Kernels that a block starts in addition with tensor parallelism: three sums, and four norms in plain PyTorch with a sum each.
+_TENSOR_LAUNCHES = 35
 FP8_SPEED = 2.0  # FLOP/s of products in fp8 / in bf16, by the data sheets of all GPUs that have both
 # Bytes that a cast of a bf16 value to fp8 moves, without and with model.compile.
 _CAST_BYTES = (30, 3)
@@ -92,6 +98,7 @@ class Prediction:
         compute: seconds of compute in a micro step on one rank, with recomputation.
         all_to_all: transfers of Ulysses in a micro step.
         ring_traffic: transfers of the ring in a micro step.
+        sums: sums of tensor parallelism over the ranks in a micro step.
         zero: transfers of ZeRO and of offloaded activations in a micro step.
         once: seconds per optimizer step that do not belong to a micro step, for example to gather the updated weights.
     """
@@ -103,13 +110,14 @@ class Prediction:
     compute: float
     all_to_all: Traffic
     ring_traffic: Traffic
+    sums: Traffic
     zero: Traffic
     once: float
 
     @property
     def dp(self) -> int:
-        """Number of context-parallel groups. Each group trains on its own bins (packed sequences)."""
-        return self.workload.world_size // self.workload.cp_size
+        """Number of groups of ranks that share a bin. Each group trains on its own bins (packed sequences)."""
+        return self.workload.zero_size // self.workload.cp_size
 
     @property
     def micro_steps(self) -> int:
@@ -121,6 +129,7 @@ class Prediction:
         """Predicted seconds of an optimizer step."""
         slowest = self.compute / (LEVEL if self.dp > 1 else 1.0)
         micro_step = slowest + self.all_to_all.exposed + self.ring_traffic.exposed + self.zero.exposed
+        micro_step += self.sums.exposed
         return micro_step * self.micro_steps + self.once
 
     @property
@@ -139,6 +148,7 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     """
     shape, cp, model = workload.shape, workload.cp_size, workload.recipe.model
     layers, ulysses, ring = shape.num_layers, workload.ulysses_degree, workload.ring_degree
+    tensor = workload.tensor_degree
     plan = ContextPlan.build(lens, ulysses_degree=ulysses, ring_degree=ring)
     share = min(workload.trained, shape.num_params) / shape.num_params
 
@@ -146,15 +156,16 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     pairs = squares * workload.pair_share
     # Every rank of the group computes the text and time embeddings of all samples.
     whole = len(lens) * shape.linear_flops_per_sample()
-    matmuls = (shape.forward_flops(lens) - squares - whole) / cp + whole
+    matmuls = ((shape.forward_flops(lens) - squares - whole) / cp + whole) / tensor
     linear, weight_product = _linear_seconds(workload, machine, matmuls, sum(lens) / cp)
     forward_speed, backward_speed = machine.attention_speeds(workload.recipe.attention.backend)
-    busiest = pairs / cp * plan.cost_balance()
+    busiest = pairs / (cp * tensor) * plan.cost_balance()
     attention, attention_backward = busiest / forward_speed, ATTENTION_BACKWARD * busiest / backward_speed
     compiled = workload.compiled
-    token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim
+    token_bytes = POINTWISE_BYTES[compiled] * shape.dim + ACTIVATION_BYTES * shape.ffn_dim / tensor
     pointwise = layers * token_bytes * sum(lens) / cp / machine.copy_bandwidth
     of_bin, of_clip = _LAUNCHES[compiled]
+    of_bin += _TENSOR_LAUNCHES * (tensor > 1)
     launches = layers * (of_bin + of_clip * len(lens)) * machine.launch_seconds
     again, kept = model.num_recomputed(layers) / layers, {*model.kept_on_device, *model.kept_on_host}
     attend_again = again * ("attn_output" not in kept)
@@ -163,12 +174,16 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     device = linear_backward + again * linear + attention_backward + attend_again * attention
     backward = max(device + (2 + again) * pointwise, (2 + again) * launches)
 
-    comm = plan.comm_bytes(shape.dim, BF16)
+    # Channels of the heads of one rank. Ulysses and the ring send only these.
+    own_dim = shape.dim // tensor
+    comm = plan.comm_bytes(own_dim, BF16)
     # The forward pass exchanges four tensors: q, k and v (`attn_input`), and the output of attention.
     exchanges = 1.0 + 0.75 * again * ("attn_input" not in kept) + 0.25 * attend_again
     exchanged = layers * (exchanges * comm.ulysses_forward + comm.ulysses_backward) / machine.node_bandwidth
+    text_rows = len(lens) * (TEXT_LEN + shape.image_len)
+    sums = layers * _sum_seconds(workload, machine, sum(lens) / cp, text_rows, 3 * (1 + again))
     kernels = attention / layers, attention_backward / layers
-    one_way, back = ring_traffic(plan, shape.dim, kernels, machine.ring_bandwidth(cp))
+    one_way, back = ring_traffic(plan, own_dim, kernels, machine.ring_bandwidth(cp * tensor))
     ring_forward, ring_backward = one_way * layers, (back + one_way * attend_again) * layers
 
     compute = ((forward, ring_forward), (backward, ring_backward))
@@ -178,20 +193,41 @@ def predict(workload: Workload, machine: Machine, lens: Sequence[int]) -> Predic
     moved = 2 * (on_host + workload.swapped[0]) / machine.host_bandwidth
     zero += Traffic(moved, max(0.0, moved - forward - backward))
     linear_flops = shape.forward_flops(lens) - squares
-    flops = (2 + share) * linear_flops / cp + 3 * pairs / cp
+    ranks = cp * tensor
+    flops = (2 + share) * linear_flops / ranks + 3 * pairs / ranks
     with_gradient, without_gradient = workload.forwards
     passes = with_gradient + without_gradient * forward / (forward + backward)
     return Prediction(
         workload=workload,
         machine=machine,
         plan=plan,
-        flops=with_gradient * flops + without_gradient * (linear_flops + pairs) / cp,
+        flops=with_gradient * flops + without_gradient * (linear_flops + pairs) / ranks,
         compute=(forward + backward) * passes,
         all_to_all=Traffic(exchanged, exchanged) * passes,
         ring_traffic=(ring_forward + ring_backward) * passes,
+        sums=Traffic(sums, sums) * passes,
         zero=zero * passes,
         once=once,
     )
+
+
+def _sum_seconds(
+    workload: Workload, machine: Machine, tokens: float, text_rows: int, num_forward: float
+) -> float:
+    """Return the seconds of the sums of tensor parallelism over the ranks in one layer.
+
+    Args:
+        workload: sizes of the run.
+        machine: GPUs and links.
+        tokens: number of video tokens on one rank.
+        text_rows: number of text and image tokens of all clips.
+        num_forward: number of sums of all tokens in the forward pass and in its recomputation.
+    """
+    degree = workload.tensor_degree
+    values = (num_forward + 5) * tokens + 2 * text_rows
+    # An all-reduce sends each value twice, except this rank's share.
+    sent = BF16 * workload.shape.dim * values * 2 * (degree - 1) / degree
+    return sent / machine.ring_bandwidth(degree)
 
 
 def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: float) -> tuple[float, float]:
@@ -211,7 +247,7 @@ def _linear_seconds(workload: Workload, machine: Machine, flops: float, tokens: 
     if recipe.precision.linears == "bf16" and not is_stored:
         return in_bf16, in_bf16
     inputs = 7 * shape.dim + shape.ffn_dim  # q, k, v, o; q, o; two layers of the feed-forward
-    weights = 8 * shape.dim**2 + 2 * shape.dim * shape.ffn_dim
+    weights = 8 * shape.dim**2 + 2 * shape.dim * shape.ffn_dim  # fp8 is refused with tensor parallelism
     weight_bytes = 0 if is_stored else (FP32 if recipe.precision.weights == "fp32" else BF16) + FP8
     cast = tokens * inputs * _CAST_BYTES[workload.compiled] + weights * weight_bytes
     in_fp8 = flops / (FP8_SPEED * machine.linear_flops) + shape.num_layers * cast / machine.copy_bandwidth
@@ -235,10 +271,14 @@ def _zero_traffic(
         machine: GPUs and links.
         compute: (seconds of compute, time of the ring's transfers) for the forward pass, and then for the backward pass.
     """
-    gpus, num_params, stage = workload.world_size, workload.shape.num_params, workload.zero_stage
+    gpus, num_params, stage = workload.zero_size, workload.shape.num_params, workload.zero_stage
     trained = min(workload.trained, num_params)
+    if workload.tensor_degree > 1:
+        num_params = sum(weight.numel for weight in workload.parts)
+        trained = workload.trained_parts
     size = FP32 if workload.recipe.precision.reduce == "fp32" else BF16
-    wire = (gpus - 1) / gpus / machine.world_bandwidth(gpus)
+    # With tensor parallelism, as many groups of ranks as the degree share the network cards of a node.
+    wire = (gpus - 1) / gpus / machine.world_bandwidth(workload.world_size, num_groups=workload.tensor_degree)
     weights, gradients, once = num_params * size * wire, trained * size * wire, 0.0
     if stage == 3:
         on_host = offload_device(workload.ds_config["zero_optimization"], "offload_param") != "none"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from wands.config.recipe import Recipe
+from wands.model.tensor_parallel import divided_dim
 from wands.variants import TEXT_LEN, DiTShape
 
 
@@ -87,6 +88,33 @@ class Workload:
         return self.ulysses_degree * self.ring_degree
 
     @property
+    def tensor_degree(self) -> int:
+        """Number of ranks that divide the weights of the blocks among themselves."""
+        return self.recipe.parallel.tensor_degree
+
+    @property
+    def zero_size(self) -> int:
+        """Number of ranks that have the same part of each weight, and among which ZeRO partitions this part."""
+        return self.world_size // self.tensor_degree
+
+    @cached_property
+    def parts(self) -> Sequence[Weight]:
+        """The weights of one DiT with the shapes that they have on one rank, before ZeRO partitions them."""
+        if self.tensor_degree == 1:
+            return self.weights
+        return [_part_of(weight, self.tensor_degree) for weight in self.weights]
+
+    @cached_property
+    def parts_bytes(self) -> int:
+        """Size in bytes of all `parts`, in the dtypes in which they are stored in training."""
+        return sum(weight.numel * weight.element_size for weight in self.parts)
+
+    @cached_property
+    def trained_parts(self) -> int:
+        """Number of values in the trained parameters of `parts`."""
+        return sum(weight.numel for weight in self.parts if weight.trained)
+
+    @property
     def compiled(self) -> bool:
         """Whether the run compiles the pointwise parts of the blocks (`model.compile`)."""
         setting = self.recipe.model.compile
@@ -96,11 +124,6 @@ class Workload:
     def zero_stage(self) -> int:
         """ZeRO stage of the DeepSpeed config."""
         return int(self.ds_config["zero_optimization"].get("stage", 0))
-
-    @cached_property
-    def stored(self) -> int:
-        """Size in bytes of all parameters of one DiT, in the dtypes in which they are stored in training."""
-        return sum(weight.numel * weight.element_size for weight in self.weights)
 
     @cached_property
     def swapped(self) -> tuple[int, int]:
@@ -119,3 +142,12 @@ class Workload:
     def trained(self) -> int:
         """Number of values in the trained parameters of one DiT."""
         return sum(weight.numel for weight in self.weights if weight.trained)
+
+
+def _part_of(weight: Weight, degree: int) -> Weight:
+    dim = divided_dim(weight.name)
+    if dim is None:
+        return weight
+    shape = list(weight.shape)
+    shape[dim] //= degree
+    return replace(weight, shape=tuple(shape))

@@ -93,7 +93,7 @@ def run_workload(
         text_len = max(recipe.data.mock.text_lens)
     elif isinstance(data, LatentCache):
         text_len = int(data.index.text_lens.max())
-    dp_size = world_size // (degrees.ulysses * degrees.ring)
+    dp_size = world_size // recipe.parallel.group_size
     return Workload(
         recipe=recipe,
         shape=model.shape,

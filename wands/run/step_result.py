@@ -20,7 +20,8 @@ class StepResult:
     makes the host wait for the device.
 
     Attributes:
-        loss: weighted loss summed over this rank's tokens, fp32 scalar. The logged loss is the sum of these scalars over
+        loss: weighted loss summed over this rank's tokens, fp32 scalar; 0 on all but the first rank of a tensor-parallel group,
+            whose ranks have the same tokens. The logged loss is the sum of these scalars over
             all ranks, divided by the number of samples or tokens of the step (`Schedule.count`).
         clips: (key, noise level, weight) of each sample that this rank trains on. The key consists of the sample id, the
             epoch and the number of the sample's earlier uses in the epoch. The weight is the `loss_weight` of the sample's

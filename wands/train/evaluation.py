@@ -274,7 +274,8 @@ def measure(
         batch, prepared = to_device((host_slice, prepared), device)
         errors = objective.evaluate(models[part], batch, prepared)
         lens = torch.tensor(batch.trained_lens, dtype=torch.float64, device=device)
-        losses[bin] = (errors / lens)[: len(bin)]
+        if groups.dims.tensor_rank == 0:  # the other ranks of a tensor-parallel group have the same losses
+            losses[bin] = (errors / lens)[: len(bin)]
     dist.all_reduce(losses)  # each rank has its part of the losses of its bins, and 0 elsewhere
     return losses.tolist()
 

@@ -84,7 +84,7 @@ class StepLog(Job):
             self.history = [(row["step"], row["loss"]) for row in rows if row["loss"]]
             # The checkpoint may be from another run folder.
             self.history = self.history or [(int(step), float(loss)) for step, loss in past_losses]
-        if training.recipe.train.log_samples and training.groups.dims.cp_rank == 0:
+        if training.recipe.train.log_samples and training.groups.dims.is_first_of_bin:
             path = folder / f"samples-rank{training.rank}.jsonl"
             self._samples = continue_rows(path, training.start_step)[1]
 
@@ -163,12 +163,12 @@ def sigma_sums(results: Sequence[StepResult], grid: ParallelDims) -> torch.Tenso
 
     Args:
         results: result of each trained DiT on this rank.
-        grid: parallel dimensions of this rank. All ranks of a context-parallel group have the same clips, so only the first
-            rank of a group counts them. The other ranks return zeros.
+        grid: parallel dimensions of this rank. All ranks that share a bin have the same clips, so only the first of them
+            counts the clips. The other ranks return zeros.
     """
     device = results[0].errors.device
     sums = torch.zeros(NUM_SIGMAS, 2, dtype=torch.float64, device=device)
-    for result in results if grid.cp_rank == 0 else ():
+    for result in results if grid.is_first_of_bin else ():
         rows = torch.tensor([min(int(sigma * NUM_SIGMAS), NUM_SIGMAS - 1) for _, sigma, _ in result.clips])
         counts = to_device(torch.tensor([weight > 0 for *_, weight in result.clips]).double(), device)
         sums.index_add_(0, to_device(rows, device), torch.stack([result.errors * counts, counts], dim=1))

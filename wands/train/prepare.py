@@ -24,7 +24,7 @@ from wands.data.collate import PackingCollator
 from wands.data.datasets import CombinedDataset, Dataset, check_excluded, open_data, open_held_out
 from wands.data.sampler import PlanSampler, check_enough_samples
 from wands.distributed.bootstrap import accelerator_type, gather_objects, ranks_per_node
-from wands.distributed.dims import check_world, choose_degrees
+from wands.distributed.dims import check_ffn, check_world, choose_degrees
 from wands.encoders.fingerprint import fingerprint_pipeline
 from wands.errors import CheckpointError, ConfigError, Problems
 from wands.model.files.hashes import find_changed_files
@@ -190,6 +190,11 @@ def prepare_run(
         lambda: choose(num_heads=variant.dit.num_heads, model=variant.name),
         *("model files", "world size"),
     )
+    check(
+        "feed-forward",
+        lambda: check_ffn(recipe.parallel, ffn_dim=variant.dit.ffn_dim, model=variant.name),
+        *("model files", "parallel"),
+    )
     check("i2v_ratio", lambda: _check_i2v_ratio(recipe, variant), "model files", "flow")
     check("objective", lambda: objective.setup(recipe, variant), "model files", "flow", "loss", "train")
     seed, fingerprint = recipe.train.seed, dict if published else partial(encoders, path)
@@ -278,9 +283,10 @@ def check_hashes(run: PreparedRun, rank: int) -> str | None:
 
 def _check_bins(recipe: Recipe, dp_size: int, world_size: int) -> None:
     if recipe.train.bins_per_step % dp_size:
+        size = "cp_size" if recipe.parallel.tensor_degree == 1 else "(cp_size x tensor_degree)"
         raise ConfigError(
             f"train.bins_per_step={recipe.train.bins_per_step} must be a multiple of dp_size={dp_size} ({world_size} "
-            f"processes / cp_size); use {dp_size} or a multiple of {dp_size}. In a resumed run, change parallel.cp_size or the "
+            f"processes / {size}); use {dp_size} or a multiple of {dp_size}. In a resumed run, change parallel.cp_size or the "
             "number of processes instead."
         )
 

@@ -76,7 +76,7 @@ class PreparedRun:
 
     @property
     def dp_size(self) -> int:
-        """Number of context-parallel groups. Each group trains on different clips."""
+        """Number of groups of ranks that share a bin. Each group trains on different clips."""
         return self.grid(0).dp_size
 
     def grid(self, rank: int) -> ParallelDims:
@@ -86,6 +86,7 @@ class PreparedRun:
             rank=rank,
             ulysses_degree=self.degrees.ulysses,
             ring_degree=self.degrees.ring,
+            tensor_degree=self.recipe.parallel.tensor_degree,
         )
 
     def reader(self, dims: ParallelDims) -> BatchReader:

@@ -314,7 +314,8 @@ class RunSamples(Job):
                 source.model, **absent, use_safetensors=True, trust_remote_code=False
             )
             self._vae = WanVideoEncoder.load(source.model).vae
-        self._home = "meta" if training.groups.dims.cp_rank else "cpu"  # the first rank of a group decodes
+        is_decoder = training.groups.dims.is_first_of_bin
+        self._home = "cpu" if is_decoder else "meta"
         self._vae.to(self._home)
         adapters = {
             part: DiTAdapter(engine, training.groups, device) for part, engine in training.engines.items()
@@ -375,7 +376,7 @@ class RunSamples(Job):
         write_report(training.output_dir)
 
     def _try(self, step: int, kind: str, numbers: Sequence[int]) -> dict[str, Any] | None:
-        """Generate the video of this rank's context-parallel group. The first rank of the group writes the files.
+        """Generate the video of the group of ranks that share a video. The first rank of the group writes the files.
 
         Args:
             step: number of optimizer steps that the run has made.
@@ -399,7 +400,7 @@ class RunSamples(Job):
                 *(self._tensors.get(f"{number}.input_{name}") for name in ExtraInputs._fields)
             )
             latents = sample_latents(view, request, images, extra=inputs)
-            if dims.cp_rank or not has_video:
+            if not (dims.is_first_of_bin and has_video):
                 return None
             view.vae = self._vae.to(self._training.device)
             frames = decode_latents(view, latents)

@@ -76,6 +76,7 @@ def build_training(
             run.ds_config,
             run.recipe,
             run.schedule.total_steps,
+            groups=groups,
             optimizer=run.plugin.optimizer,
             schedule=run.plugin.schedule,
         )

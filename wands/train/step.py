@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from wands.distributed.dims import ProcessGroups
 from wands.engine.block_norms import measure_blocks
 from wands.model.offload import new_copy_stream
+from wands.model.tensor_parallel import cut_of
 from wands.objectives.objective import Objective
 from wands.run.step_result import StepResult
 from wands.train.batches import MicroBatch
@@ -47,19 +48,21 @@ def train_step(
     """
     total = torch.zeros((), device=device)
     micro_errors = []
-    world_size = groups.dims.world_size
+    zero_size = groups.dims.zero_size
     for number, (part, prepared) in enumerate(_on_device(batches, device), start=1):
         engine.set_gradient_accumulation_boundary(number == len(batches))
         loss, errors = objective.loss(engine, part, prepared)
-        # ZeRO averages over the world at every stage. The factor world_size turns the average into the sum over ranks.
-        engine.backward(loss * (world_size / denominator), scale_wrt_gas=False)
+        # At every stage, ZeRO averages over the ranks with the same part of the weights. The factor zero_size turns the average
+        # into the sum over these ranks.
+        engine.backward(loss * (zero_size / denominator), scale_wrt_gas=False)
 
         total += loss.detach()
         micro_errors.append(errors)
-    gradients = (parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None)
-    # At ZeRO stage 0, every rank has the whole gradient, and DeepSpeed does not report the norm.
+    if groups.dims.tensor_rank:  # all ranks of a tensor-parallel group have the same loss, which counts once
+        total = torch.zeros_like(total)
+    # At ZeRO stage 0, no gradient is partitioned, and DeepSpeed does not report the norm.
     is_partitioned = engine.zero_optimization_stage() > 0
-    unpartitioned = None if is_partitioned else get_total_norm(gradients, foreach=False)
+    unpartitioned = None if is_partitioned else _gradient_norm(engine.module, groups)
     finish = measure_blocks(engine) if measures_blocks else None
     skipped, norm = _step(engine, unpartitioned, is_bad and partial(is_bad, total))
     sums = torch.cat(micro_errors)
@@ -80,6 +83,19 @@ def train_step(
         skipped=skipped,
         blocks=blocks,
     )
+
+
+def _gradient_norm(model: torch.nn.Module, groups: ProcessGroups) -> torch.Tensor:
+    """Return the norm of the whole gradient at ZeRO stage 0. Every rank of a tensor-parallel group must call this function."""
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if groups.tensor is None:
+        return get_total_norm([parameter.grad for parameter in trained], foreach=False)
+    # The first rank counts what all ranks of the group have.
+    own = [one.grad for one in trained if cut_of(one) is not None or groups.dims.tensor_rank == 0]
+    device = next(model.parameters()).device  # also if this rank counts nothing
+    square = get_total_norm(own, foreach=False).square().to(device)
+    dist.all_reduce(square, group=groups.tensor)
+    return square.sqrt()
 
 
 def _step(engine: Any, norm: Any, is_bad: Any) -> tuple[bool, Any]:

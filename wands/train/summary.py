@@ -56,8 +56,14 @@ def start_block(run: PreparedRun) -> str:
         ],
         "grid": [
             f"{run.world_size} ranks = dp {run.dp_size} x ring {run.degrees.ring} x ulysses {run.degrees.ulysses}"
+            + (f" x tensor {recipe.parallel.tensor_degree}" if recipe.parallel.tensor_degree > 1 else "")
             + (f" (parallel.cp_size={recipe.parallel.cp_size})" if recipe.parallel.cp_size else "")
             + (", all-to-alls cross nodes" if ranks_per_node() % run.degrees.ulysses else "")
+            + (
+                ", tensor parallelism crosses nodes"
+                if ranks_per_node() % recipe.parallel.tensor_degree
+                else ""
+            )
         ],
         "engine": [
             f"ZeRO-{workload.zero_stage}, compute {recipe.precision.compute}, reduce {recipe.precision.reduce}, "

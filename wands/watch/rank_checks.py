@@ -22,6 +22,7 @@ from wands.data.packing import Step
 from wands.data.sampler import PlanSampler, StepPlan
 from wands.distributed.consistency import check_agreement, check_tensors_agree, tensor_checksum
 from wands.distributed.dims import ContextDegrees
+from wands.model.tensor_parallel import cut_of
 from wands.objectives.objective import Objective
 from wands.run.data_identity import DataIdentity
 from wands.sampling.requests import SampleRequest
@@ -141,6 +142,8 @@ def _is_partitioned(parameter: torch.nn.Parameter) -> bool:
 def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) -> int:
     """Compare every parameter between all ranks, bit by bit, after a step. Every rank must call this function.
 
+    With tensor parallelism, the part of a divided parameter is compared between the ranks that have the same part.
+
     The check does not change the training. It does not compare optimizer states or fp32 master weights, because ZeRO divides
     them among the ranks.
 
@@ -164,7 +167,9 @@ def check_weights_agree(engine: Any, device: torch.device, gather: bool = True) 
     check_agreement({"model": json.dumps(shapes)}, device, FIXES)  # otherwise the gathers below would hang
     names, checksums = weights_checksums(engine.module, device, gather)
     if names:
-        check_tensors_agree(names, checksums)
+        parameters = dict(engine.module.named_parameters())
+        cuts = [cut_of(parameters[name]) for name in names]
+        check_tensors_agree(names, checksums, [cut.degree if cut else 1 for cut in cuts])
     return len(names)
 
 

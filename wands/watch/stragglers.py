@@ -13,6 +13,7 @@ import torch
 
 from wands.distributed.bootstrap import gather_objects
 from wands.distributed.consistency import NUM_NAMED, all_gather
+from wands.model.tensor_parallel import ColumnsLinear
 from wands.run.append_log import EventLog
 from wands.texts import Log
 
@@ -49,7 +50,8 @@ class ComputeTimes:
         self._steps = deque[tuple[float, float]](maxlen=WINDOW)
         for model in models:
             for name, layer in model.named_modules():
-                if ".ffn." in name and isinstance(layer, torch.nn.Linear):
+                waits = isinstance(layer, ColumnsLinear)  # for the other ranks of a tensor-parallel group
+                if ".ffn." in name and isinstance(layer, torch.nn.Linear) and not waits:
                     layer.register_forward_pre_hook(self._mark)
                     layer.register_forward_hook(self._mark, prepend=True)
 

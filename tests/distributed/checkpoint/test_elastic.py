@@ -29,10 +29,13 @@ GRIDS = {
     "ulysses": ("parallel.ulysses_degree={}",),
     "ring": ("parallel.ring_degree={}",),
     "ring x ulysses": ("parallel.ulysses_degree=2", "parallel.ring_degree=2"),
+    "tensor": ("parallel.tensor_degree={}",),
+    "dp x tensor": ("parallel.tensor_degree=2",),
+    "ring x tensor": ("parallel.ring_degree=2", "parallel.tensor_degree=2"),
 }
 CELLS: list[Cell] = [
     *((1, stage, "dp") for stage in range(4)),
-    *((2, stage, grid) for stage in range(4) for grid in ("dp", "ulysses", "ring")),
+    *((2, stage, grid) for stage in range(4) for grid in ("dp", "ulysses", "ring", "tensor")),
     *((4, stage, grid) for stage in range(4) for grid in GRIDS),
 ]
 TOLERANCE = 2e-6
@@ -86,17 +89,28 @@ def undisturbed(
 
 ROUTE: list[Cell] = [(4, 3, "dp"), (2, 2, "dp"), (1, 1, "dp"), (4, 0, "ring"), (2, 3, "ulysses")]
 """4 -> 2 -> 1 -> 4 processes, dp -> ring -> Ulysses, every ZeRO stage."""
+TENSOR_ROUTE: list[Cell] = [
+    (2, 3, "tensor"),
+    (1, 1, "dp"),
+    (4, 2, "dp x tensor"),
+    (4, 0, "tensor"),
+    (2, 1, "dp"),
+]
+"""Tensor degree 2 -> 1 -> 2 -> 4 -> 1, every ZeRO stage."""
 
 
+@pytest.mark.parametrize(
+    "route", [pytest.param(ROUTE, id="context"), pytest.param(TENSOR_ROUTE, id="tensor")]
+)
 @pytest.mark.parametrize(
     "kind", ["full", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lora", "two experts"))]
 )
 def test_a_run_that_moves_is_the_run_that_stays(
-    kind: str, undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool
+    kind: str, route: list[Cell], undisturbed, tiny_variant, tmp_path: Path, worlds: WorldPool
 ):
     variant, more = KINDS[kind]
     stayed, series = undisturbed(kind)
-    for number, cell in enumerate(ROUTE, start=1):
+    for number, cell in enumerate(route, start=1):
         moved = go_on(worlds, tiny_variant(variant), tmp_path, cell, 4 * number, *more)
     assert len(set(series)) == 20
     assert deviation(moved, series) < TOLERANCE

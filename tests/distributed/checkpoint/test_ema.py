@@ -339,10 +339,11 @@ def test_on_the_host_or_beside_the_weights_it_has_the_same_bits(
     module = torch.nn.ParameterDict({name: torch.empty(shape) for name, shape in shapes.items()}).to(device)
     optimizer = torch.optim.AdamW(module.parameters())
     stage = SimpleNamespace(zero_optimization_stage=lambda: 0, optimizer=optimizer)
-    engine = SimpleNamespace(module=module, device=torch.device(device), **vars(stage))
+    alone = {"mpu": None, "seq_data_parallel_group": None}
+    engine = SimpleNamespace(module=module, device=torch.device(device), **vars(stage), **alone)
 
     def share(rank: int, where: str) -> None:
-        monkeypatch.setattr(ema, "dist", SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: 3))
+        monkeypatch.setattr(ema, "dist", SimpleNamespace(get_rank=lambda _: rank, get_world_size=lambda _: 3))
         for step, weights in enumerate(series):
             with torch.no_grad():
                 for name, value in weights.items():

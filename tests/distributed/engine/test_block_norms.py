@@ -63,6 +63,7 @@ def plain(model: Path, out: Path, overrides: tuple[str, ...]) -> list[dict[str, 
 
 
 CPU = {"device": "cpu"}
+TENSOR = ("parallel.tensor_degree=2",)
 LORA = ("lora.rank=4", "lora.targets=attention+ffn")
 CASES = {
     "stage 0": ((), zero(0)),
@@ -75,6 +76,9 @@ CASES = {
     "LoRA 2": (LORA, zero(2)),
     "LoRA 3": (LORA, zero(3)),
     "context parallel": (("parallel.ulysses_degree=2",), zero(2)),
+    "tensor parallel 0": (TENSOR, zero(0)),
+    "tensor parallel 2": (TENSOR, zero(2)),
+    "tensor parallel 3": ((*TENSOR, *LORA), zero(3)),
     "8 bits": (("optim.name=adamw8bit",), zero(2)),
 }
 
@@ -84,7 +88,7 @@ CASES = {
 )
 def test_norms_are_those_of_plain_torch(name: str, tiny_pipeline: Path, tmp_path: Path, run_world):
     more, ds = CASES[name]
-    alone = () if name == "context parallel" else more
+    alone = tuple(key for key in more if not key.startswith("parallel."))
     expected = run_world(1, plain, tiny_pipeline, tmp_path / "plain", (*STEPS, *alone))[0]
     rows = run_world(2, run_training, tiny_pipeline, tmp_path / "run", (*STEPS, *more), ds)[0]
     assert len(rows) == len(expected) == 2

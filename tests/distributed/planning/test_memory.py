@@ -94,6 +94,17 @@ PAIRS = [
     case(3, "none", "bf16", *FP8, **SMALL),
     case(3, "none", "bf16", "lora={rank: 8, targets: all-linear, quantize: fp8}"),
 ]
+TENSOR = [
+    case(stage, checkpointing, compute, *lora, "parallel.tensor_degree=2")
+    for stage, checkpointing, compute, lora in [
+        (0, "none", "fp32", ()),
+        (1, "full", "fp32", ()),
+        (2, "selective", "bf16", ()),
+        (3, "offload", "bf16", ()),
+        (2, "none", "bf16", (LORA,)),
+        (3, "none", "fp32", (LORA,)),
+    ]
+]
 # The whole grid, on 2 ranks.
 GRID = [
     case(stage, checkpointing, compute, *lora, *grid)
@@ -118,7 +129,7 @@ def measure(folder: Path, cases: list[Case], accumulation: int = 1) -> list[tupl
         run = make_run(model.parent, folder / str(number), (*DATA, *more), ds)
         groups = ProcessGroups.build(run.grid(rank), device)
         with PeakMemory(device) as peak:
-            engine = engine_of(run, model_of(run, groups, device))
+            engine = engine_of(run, model_of(run, groups, device), groups)
             batches = run.reader(groups.dims).prefetched(0, run.recipe.data.prefetch)
             average = None
             if run.recipe.ema:
@@ -167,6 +178,11 @@ def test_one_rank(tmp_path, new_world):
 @pytest.mark.slow
 def test_two_ranks(tmp_path, new_world):
     assert_estimated(PAIRS, new_world(2, measure, tmp_path, PAIRS))
+
+
+@pytest.mark.slow
+def test_tensor_parallelism(tmp_path, new_world):
+    assert_estimated(TENSOR, new_world(2, measure, tmp_path, TENSOR))
 
 
 @pytest.mark.slow

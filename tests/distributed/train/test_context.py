@@ -399,10 +399,16 @@ Clips = dict[tuple[int, int, str, int], tuple[float, float]]
 
 
 def run_series(
-    grid: Grid, ds: dict[str, Any], steps: int, worlds: WorldPool, model: Path, out: Path
+    grid: Grid,
+    ds: dict[str, Any],
+    steps: int,
+    worlds: WorldPool,
+    model: Path,
+    out: Path,
+    more: tuple[str, ...] = (),
 ) -> tuple[list[dict[str, Any]], Clips]:
     """The rows of a run, and sigma and error of every clip by (step, epoch, name, repeat_index)."""
-    overrides = (*SERIES, f"train.max_steps={steps}", *grid.overrides)
+    overrides = (*SERIES, f"train.max_steps={steps}", *grid.overrides, *more)
     rows = worlds[grid.world_size].run(run_training, model, out, overrides, ds)[0]
     written = {
         int(path.stem.removeprefix("samples-rank")): [
@@ -413,11 +419,15 @@ def run_series(
     # one rank of each group that shares bins, and each clip once
     standing = [
         ParallelDims(
-            world_size=grid.world_size, rank=rank, ulysses_degree=grid.ulysses, ring_degree=grid.ring
+            world_size=grid.world_size,
+            rank=rank,
+            ulysses_degree=grid.ulysses,
+            ring_degree=grid.ring,
+            tensor_degree=grid.tensor,
         )
         for rank in range(grid.world_size)
     ]
-    assert written.keys() == {one.rank for one in standing if one.cp_rank == 0}
+    assert written.keys() == {one.rank for one in standing if one.is_first_of_bin}
     clips = [
         ((row["step"], row["epoch"], row["sample_id"], row["repeat_index"]), (row["sigma"], row["loss"]))
         for part in written.values()

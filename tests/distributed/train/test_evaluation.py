@@ -118,10 +118,14 @@ CELLS = {
     "dp2-zero3-single": (Grid(2, 1, 1), 3, False),
     "ring2-zero1": (Grid(1, 2, 1), 1, True),
     "ulysses2-zero2": (Grid(1, 1, 2), 2, True),
+    "tensor2-zero0": (Grid(1, 1, 1, tensor=2), 0, True),
 }
 FULL = {
     f"{grid}-zero{stage}-{'packed' if packs else 'single'}": (grid, stage, packs)
-    for grid in (Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1))
+    for grid in (
+        *(Grid(1, 1, 1), Grid(2, 1, 1), Grid(1, 2, 1), Grid(1, 1, 2), Grid(1, 2, 2), Grid(2, 2, 1)),
+        *(Grid(1, 1, 1, tensor=2), Grid(2, 1, 1, tensor=2), Grid(1, 2, 1, tensor=2)),
+    )
     for stage in range(4)
     for packs in (True, False)
 }

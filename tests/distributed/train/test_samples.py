@@ -73,6 +73,8 @@ CASES: dict[str, tuple[str, int, tuple[str, ...], Any, list[dict[str, Any]]]] = 
     "t2v": ("wan2.1-t2v-1.3b", 1, (), None, [{"guidance_scale": 1}]),
     "t2v-lora-dp": ("wan2.1-t2v-1.3b", 2, ("lora={rank: 4}",), None, [{}, {"num_inference_steps": 3}, {"num_frames": 5}]),
     "t2v-ulysses-ema": ("wan2.1-t2v-1.3b", 2, ("parallel.ulysses_degree=2", "ema={}"), None, [{}]),
+    "t2v-tensor-ema-zero0": ("wan2.1-t2v-1.3b", 2, ("parallel.tensor_degree=2", "ema={}"), zero(0), [{}]),
+    "i2v-tensor-dp-zero3": ("wan2.1-i2v-14b", 4, ("parallel.tensor_degree=2", "train.bins_per_step=2"), SHARDED, [FIRST, FIRST]),
     "i2v-ring-zero3": ("wan2.1-i2v-14b", 2, ("parallel.ring_degree=2",), SHARDED, [FIRST]),
     "flf2v-dp": ("wan2.1-flf2v-14b", 2, (), None, [FIRST | LAST, FIRST | LAST]),
     "a14b-dp-zero3": ("wan2.2-t2v-a14b", 2, ("ema={}",), SHARDED, [{}, {"guidance_scale_2": 2.0, "flow_shift": 8.0}, {}]),

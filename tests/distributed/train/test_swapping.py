@@ -144,12 +144,17 @@ def test_weights_that_are_read_too_early_would_be_seen(worlds: Any, tmp_path: Pa
         (("lora.rank=4", "model.checkpointing=none"), 2, "needs blocks that the backward pass runs again"),
         (("lora.rank=4", "model.checkpoint_blocks=1"), 2, "because model.checkpoint_blocks=1; raise"),
         (("lora.rank=4",), 3, "has no effect on weights that ZeRO-3 divides among the GPUs"),
+        (
+            ("lora.rank=4", "parallel.tensor_degree=2"),
+            2,
+            "is not tested with parallel.tensor_degree=2; remove one",
+        ),
     ],
 )
 def test_what_cannot_be_swapped_is_refused(tmp_path: Path, overrides: tuple[str, ...], stage: int, said: str):
     keys = ("model.init=random", "model.swap_blocks=2", "model.checkpointing=full", *overrides)
     with pytest.raises(ConfigError, match=said):
-        make_run(write_model(tmp_path), tmp_path / "run", keys, zero(stage), world_size=1)
+        make_run(write_model(tmp_path), tmp_path / "run", keys, zero(stage), world_size=2)
 
 
 def train_auto(model: Path, out: Path) -> str:

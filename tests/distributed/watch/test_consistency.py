@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from tests.support.runs import Hooked, losses, make_run, run_training, weights
+from tests.support.world import WorldPool
 from wands.checkpoint.checkpoint_files import Checkpoint
 from wands.data.cache.reader import CacheWriter
 from wands.data.sampler import StepPlan
 from wands.distributed import consistency as ranks_module
 from wands.distributed.bootstrap import init_process_group
-from wands.distributed.consistency import check_agreement, tensor_checksum
+from wands.distributed.consistency import check_agreement, check_tensors_agree, tensor_checksum
 from wands.distributed.dims import ContextDegrees
 from wands.errors import WandsError
 from wands.objectives.flow_matching import FlowMatching
@@ -190,6 +191,28 @@ def test_a_difference_is_named_on_every_rank(run_world):
 
 
 # ---- what a run was given
+
+
+def compare_divided(cases: list[tuple[int, str]]) -> list[Said]:
+    """A whole tensor and one of which neighbouring ranks have different parts; one rank has another value."""
+    _, _, device = init_process_group()
+    rank = int(os.environ["RANK"])
+    said = []
+    for odd, name in cases:
+        sums = {"whole": 7, "divided": 100 + rank % 2}
+        sums[name] += rank == odd
+        values = torch.tensor([*sums.values()], device=device)
+        said.append(caught(lambda values=values: check_tensors_agree(["whole", "divided"], values, [1, 2])))
+    return said
+
+
+def test_parts_of_weights_are_compared_between_the_ranks_that_have_them(worlds: WorldPool):
+    cases = [(3, "whole"), (3, "divided"), (2, "divided"), (9, "whole")]
+    ranks = worlds[4].run(compare_divided, cases)
+    for number, (odd, name) in enumerate(cases[:3]):
+        said = sentence([rank[number] for rank in ranks])
+        assert f"(1 of 2 parameters): {name} between rank {odd} and ranks 0-" in said
+    assert all(rank[3] is None for rank in ranks)
 
 
 def write_cache(path: Path, run: PreparedRun, seed: int) -> None:

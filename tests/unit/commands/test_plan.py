@@ -21,10 +21,15 @@ from wands.commands.train import run_train
 from wands.config.deepspeed import build_ds_config, load_ds_config
 from wands.config.options import CalibrateOptions, TrainOptions
 from wands.config.recipe_loading import load_recipe
+from wands.distributed.dims import choose_degrees
 from wands.errors import CacheError, ConfigError
 from wands.planning.hardware import MACHINES, Machine, measurement_file
+from wands.planning.step_time import Prediction, predict
+from wands.planning.weights import list_weights
+from wands.planning.workload import Workload
 from wands.texts import format_seconds
 from wands.train import trainer
+from wands.variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -105,6 +110,54 @@ def test_more_memory_needs_less_sharing_and_more_gpus_are_faster():
 
 def seconds_of(report: str) -> float:
     return float(re.search(r"time +([\d.]+) s per step", report)[1])
+
+
+def predict_step(tokens: int, *keys: str) -> Prediction:
+    """A step of the 14B model on 8 H100 GPUs with ZeRO-3, with one clip."""
+    name = "wan2.1-t2v-14b"
+    recipe = load_recipe(f"{name}-finetune", [f"packing.max_tokens={tokens}", "train.bins_per_step=1", *keys])
+    shape = VARIANTS[name].dit
+    parallel = recipe.parallel
+    degrees = choose_degrees(parallel, num_heads=shape.num_heads, ranks_per_node=8, model=name)
+    workload = Workload(
+        recipe=recipe,
+        shape=shape,
+        weights=list_weights(recipe, shape.to_config(), ()),
+        num_models=1,
+        world_size=8,
+        ds_config=build_ds_config(load_ds_config("zero3"), recipe, world_size=8, device_type="cuda"),
+        ulysses_degree=degrees.ulysses,
+        ring_degree=degrees.ring,
+        max_tokens=tokens,
+    )
+    return predict(workload, Machine(), [tokens])
+
+
+def test_tensor_parallelism_wins_for_few_tokens_only():
+    """One clip a step, which all 8 GPUs share."""
+    context = ("parallel.cp_size=8",)
+    both = ("parallel.cp_size=2", "parallel.tensor_degree=4")
+    assert predict_step(1560, *both).seconds < predict_step(1560, *context).seconds / 2
+    assert predict_step(32_760, *both).seconds > 1.2 * predict_step(32_760, *context).seconds
+
+
+def test_the_sums_of_tensor_parallelism_are_counted():
+    """Of a layer of the 14B model with 32,760 tokens: 4.7 GB on a rank, and 3 of 8 sums again with recomputation."""
+    alone = ("parallel.tensor_degree=8", "model.checkpointing=none")
+    machine = Machine()
+    sent = predict_step(32_760, *alone).sums.total / 40 * machine.node_bandwidth
+    assert sent == pytest.approx(4.7e9, rel=0.01)
+    again = (
+        predict_step(32_760, alone[0], "model.checkpointing=full").sums.total / 40 * machine.node_bandwidth
+    )
+    assert again / sent == pytest.approx(11 / 8, rel=0.01)
+
+
+def test_a_plan_compares_tensor_parallelism():
+    assert re.search(
+        r"\n  tensor  parallel.tensor_degree=2 is slower: [\d,]+ tokens/s, 0\.\d\d times", run(gpus=8)
+    )
+    assert "tensor  " not in run("wan2.1-t2v-1.3b-lora", gpus=1)
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tests.support.runs import make_run
 from tests.support.secret_texts import SECRET_TEXTS
 from wands.config.deepspeed_rules import check_json
 from wands.config.recipe import Recipe
+from wands.distributed.dims import ParallelDims
 from wands.errors import ConfigError
 from wands.files import read_rows
 from wands.flow.rng import SampleKey
@@ -137,13 +138,15 @@ def test_time_to_the_end(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytes
     assert log._eta(2.0, 10) == 10 * (2.0 + 10.0 / 5)
 
 
-def test_clips_of_a_context_parallel_group_count_once():
+def test_clips_of_ranks_that_share_a_bin_count_once():
     key, errors = SampleKey("a", 0, 0), torch.tensor([0.1, 0.2, 4.0, 9.0], dtype=torch.float64)
     clips = [(key, sigma, weight) for sigma, weight in ((0.0, 1), (0.05, 1), (1.0, 1), (0.5, 0))]
     results = [SimpleNamespace(clips=clips[:n], errors=errors[:n]) for n in (4, 1)]
-    first, second = (sigma_sums(results, SimpleNamespace(cp_rank=rank)) for rank in (0, 1))
+    first, *others = (
+        sigma_sums(results, ParallelDims(4, rank, ulysses_degree=2, tensor_degree=2)) for rank in range(4)
+    )
     assert first.tolist() == [0.1 + 0.2 + 0.1, 3, *[0] * 16, 4.0, 1]
-    assert not second.any()
+    assert not any(other.any() for other in others)
 
 
 def test_names_of_curves():

@@ -34,6 +34,7 @@ from wands.model.files.hub import fetch_model
 from wands.model.files.name_maps import DIT, EXPERTS, check_fit, rename_all
 from wands.model.files.tensor_files import TensorFiles, find_weights, sample_digest
 from wands.model.quantized import QuantizedLinear
+from wands.model.tensor_parallel import cut_of, divide, own_part, set_cut
 from wands.model.transformer import PackedWanTransformer
 from wands.model.weight_dtypes import WeightDtypePolicy
 from wands.variants import VARIANTS, Variant
@@ -115,6 +116,7 @@ def load_transformer(
     storage: WeightDtypePolicy = WeightDtypePolicy(),  # noqa: B008, frozen
     key: str = "model.path",
     config: Mapping[str, Any] | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
 ) -> PackedWanTransformer:
     """Build a DiT (diffusion transformer), and load its weights or initialize them at random.
 
@@ -127,8 +129,8 @@ def load_transformer(
             Wan does.
         seed: seed of random weights. The weights do not depend on the number of ranks.
         zero_init_context: `deepspeed.zero.Init(...)`, which partitions each parameter as soon as it has values. With
-            this context, every rank must call this function, and only rank 0 reads the weights. With None, no parameter
-            is partitioned.
+            this context, every rank must call this function, and only the first rank of the context's group reads the
+            weights. With None, no parameter is partitioned.
         merge: function that gets a parameter's name and fp32 value, and returns the value to store. An example is
             `wands.model.lora.MergedLoras`.
         storage: policy that chooses the dtype in which each parameter is stored after `merge`. The dtypes in the files
@@ -136,6 +138,7 @@ def load_transformer(
         key: option or recipe key that the user typed, for error messages.
         config: config of the model to build, which may have more input channels than the config in `path`. The weights of
             these channels are zero, so that the model gives the same results as without them. None uses the config in `path`.
+        tensor_group: ranks that divide the weights of the blocks among themselves. None for whole weights.
 
     Returns:
         The model in training mode, on the CPU or on the device of `zero_init_context`.
@@ -167,7 +170,7 @@ def load_transformer(
         return merged
 
     with _freed_is_returned():
-        _fill(model, make_stored, merge_widened, storage, zero_init_context)
+        _fill(model, make_stored, merge_widened, storage, zero_init_context, tensor_group)
     logger.info("%s: %.1f M parameters, %s", where, num_params / 1e6, init)
     return model
 
@@ -334,8 +337,11 @@ def _fill(
     merge: Callable[[str, Tensor], Tensor],
     storage: WeightDtypePolicy,
     zero_init_context: Any,
+    tensor_group: dist.ProcessGroup | None,
 ) -> None:
     """Give each parameter of a DiT its values. Under ZeRO-3, partition each parameter as soon as it has values.
+
+    With tensor parallelism, each rank first takes its part of the whole value.
 
     Args:
         model: DiT on the meta device.
@@ -343,22 +349,26 @@ def _fill(
         merge: function that gets a parameter's name and value, and returns the value to store.
         storage: policy that chooses the dtype in which each parameter is stored.
         zero_init_context: `deepspeed.zero.Init(...)`. With None, no parameter is partitioned.
+        tensor_group: ranks that divide the weights of the blocks among themselves; None for whole weights.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     storage.apply(model)
+    if tensor_group is not None:
+        divide(model, tensor_group)
     if zero_init_context is not None:
         model.rope.to(zero_init_context.local_device)
         with zero_init_context:  # installs DeepSpeed's linear, which keeps no gathered weight for backward
             pass
-    is_reader = zero_init_context is None or dist.get_rank() == 0
+    is_reader = zero_init_context is None or zero_init_context.rank == 0
     for name, shape in shapes.items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
         coded = isinstance(owner, QuantizedLinear) and leaf == "weight"
         empty = {key: getattr(owner, key) for key in (("weight", "scale") if coded else (leaf,))}
         values = {key: torch.empty_like(like, device="cpu") for key, like in empty.items()}
+        cut = cut_of(empty.get(leaf))
         if is_reader:
-            values = {leaf: merge(name, make(name, shape))}
+            values = {leaf: own_part(merge(name, make(name, shape)), cut)}
         if is_reader and coded:
             values = owner.encode(values[leaf])
         for key, like in empty.items():
@@ -367,9 +377,10 @@ def _fill(
             value = values.pop(key).to(like.dtype, copy=True)
             parameter = nn.Parameter(value, requires_grad=like.requires_grad)
             assert parameter.shape == like.shape, (name, key, parameter.shape, like.shape)
+            set_cut(parameter, cut)
             setattr(owner, key, parameter)
             if zero_init_context is not None:
-                zero_init_context._convert_to_zero_parameters([parameter])  # partitions rank 0's values
+                zero_init_context._convert_to_zero_parameters([parameter])  # partitions the reader's values
 
 
 def _initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
