@@ -14,7 +14,7 @@ from tests.distributed.planning.test_memory import CONFIG
 from tests.support.runs import make_run, run_training, weights
 from tests.support.steps import zero
 from wands.config.recipe_loading import load_recipe
-from wands.errors import ConfigError
+from wands.errors import ConfigError, DataError
 from wands.files import read_rows
 from wands.train.trainer import Trainer
 
@@ -127,6 +127,8 @@ def drop_wait(folder: Path) -> bool:
     LateLane.wait, wait = lambda self, event: None, LateLane.wait
     try:
         return outcome(folder, 0, case("full", "fp32", 4))[0] != plain
+    except DataError:  # the memory of a buffer that was never filled may contain NaN
+        return True
     finally:
         LateLane.wait = wait
         swapping.new_copy_stream = original
